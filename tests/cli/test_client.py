@@ -158,7 +158,7 @@ def test_something_else_at_the_address_is_said_plainly(head: FakeHead, tmp_path:
     head.say("/status", answer)
     done = run_convoy(["status", "--url", head.url], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: what answers at {head.url} is not this Convoy: ")
+    assert done.stderr.startswith(f"error: the server at {head.url} is not this version of Convoy: ")
 
 
 @pytest.mark.parametrize("names", [[], ["a", "b"]])

@@ -139,7 +139,7 @@ def test_all_checks_are_made_though_the_first_fails(home: Home) -> None:
         or str(key) in found["keys"][0]["mend"]
     )
     assert found["roster"][0]["level"] == "ok"
-    assert found["peers"][0]["what"] == "nobody was dialled: keys and roster come first"
+    assert found["peers"][0]["what"] == "no peer was dialled: keys and roster come first"
     assert "model" in found
 
 

@@ -159,7 +159,7 @@ def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_pat
         assert operator.returncode == 130
     assert actions(tmp_path / "alpha")[2:] == ["make invitation", "withdraw invitation"]
     assert errors.strip() == (
-        "ended: nobody was let in, and the line counts no more: make a new one with `convoy invite`"
+        "ended: no machine was let in, and the token is no longer valid: make a new one with `convoy invite`"
     )
     token = (tmp_path / "alpha" / "token").read_text()
     with inviting(tmp_path / "alpha", *port):  # as true with another listener at the same place
@@ -367,7 +367,7 @@ def test_a_forwarded_address_is_told_apart_from_the_port_that_it_must_lead_to(tm
     with process(tmp_path / "alpha", "invite", "--address", "192.0.2.7:9000", "--port", port) as operator:
         assert operator.stderr is not None
         said = list(itertools.takewhile(lambda line: "must lead" not in line, operator.stderr))
-    assert said[-1] == f"waiting on port {port}, for who comes to 192.0.2.7:9000\n"
+    assert said[-1] == f"waiting on port {port}, for calls to 192.0.2.7:9000\n"
 
 
 def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_what_cannot_be_made_is_said(tmp_path: Path, flags: list[str], said: str
             ["--api-key-file", "short.key"],
             "error: the api key in short.key has 6 characters, expected at least 16",
         ),
-        (["--tls-key", "tls.key"], "error: a TLS listener wants a certificate and its key"),
+        (["--tls-key", "tls.key"], "error: a TLS listener needs a certificate and its key"),
         (["--tls-certificate", "a", "--tls-key", "b"], "error: cannot read a: no such file"),
         (["--allowed-origin", "*"], "error: the origin '*' is not valid"),
     ],

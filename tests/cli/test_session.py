@@ -52,7 +52,12 @@ def test_a_full_context_ends_the_answer_and_leaves_the_session_whole() -> None:
 @pytest.mark.parametrize(
     ("mode", "data", "error", "hint"),
     [
-        (0o644, bytes(32), "has mode 0644, expected 0600", "chmod 600 {key}; who could read it can open"),
+        (
+            0o644,
+            bytes(32),
+            "has mode 0644, expected 0600",
+            "chmod 600 {key}; anyone with a copy of the key can open",
+        ),
         (0o600, b"short", "{key} has 5 bytes, expected a key of 32", "name the file that `convoy session"),
         (None, b"", "the session's key: cannot read {key}", "name the key that the session was saved with"),
     ],

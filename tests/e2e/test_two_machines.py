@@ -134,7 +134,7 @@ def test_two_machines_join_by_invitation_with_one_command_each(tmp_path: Path) -
             assert [stage["member"] for stage in picture["stages"]] == ["alpha", "beta"]
             assert picture["stages"][1]["address"] == "192.0.2.2:7777"
             assert picture["stages"][1]["sealed_bytes_received"] > 0
-            assert "whoever has this token first gets in" in head.text("err")
+            assert "the first machine that presents this token gets in" in head.text("err")
             assert re.search(r"code: (\d{4} \d{4})", head.text("err"))
             both = [re.search(r"code: (\d{4} \d{4})", side.text("err")) for side in (head, peer)]
             assert len({code.group(1) for code in both if code is not None}) == 1

@@ -60,5 +60,5 @@ def test_every_option_of_a_help_page_is_in_the_reference() -> None:
 
 def test_default_and_limits_leave_the_meaning() -> None:
     page = commands.write_page()
-    assert "| `--max-tokens <int>` | With --prompt: at most so many tokens. | `256` |  |" in page
+    assert "| `--max-tokens <int>` | With --prompt: the most tokens of the answer. | `256` |  |" in page
     assert not re.search(r"\[default|\[x>=", page)

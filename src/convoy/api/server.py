@@ -22,7 +22,6 @@ from starlette.types import ASGIApp
 from convoy.api.app import make_app
 from convoy.api.ending import end_within
 from convoy.api.lifecycle import Lifecycle
-from convoy.api.listen.abortable import AbortableSocket
 from convoy.api.listen.acceptor import Acceptor
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.api.listen.http_protocol import BoundedHttp, BoundedLogger
@@ -243,6 +242,13 @@ async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> 
                 task.cancel()
 
 
+def _socket_class() -> type[asyncio.Protocol]:
+    """Return the WebSocket's protocol. Only the extra fleet brings the library below it."""
+    from convoy.api.listen.abortable import AbortableSocket
+
+    return AbortableSocket
+
+
 class HttpServer(uvicorn.Server):
     """Run uvicorn without its signal handlers, and set an event when the server is up."""
 
@@ -265,7 +271,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             at_plain_path(keeping_place(app)),
             lifespan="off",
-            ws=AbortableSocket if max_socket_bytes else "none",
+            ws=_socket_class() if max_socket_bytes else "none",
             ws_max_size=max_socket_bytes,
             ws_per_message_deflate=False,
             ssl_certfile=certificate,

@@ -1,4 +1,4 @@
-"""``convoy attest``: what this machine can prove, and the enrolment of its TPM in the roster."""
+"""``convoy attest``: show the evidence of this machine, and enrol its TPM in the roster."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from convoy.trust.evidence.policy import Policy
     from convoy.trust.roster.roster import SignedRoster
 
-app = typer.Typer(help="Prove what this machine is; enrol its TPM.", rich_markup_mode=None)
+app = typer.Typer(help="Show this machine's evidence; enrol its TPM.", rich_markup_mode=None)
 _MAX_PEM_BYTES = 1 << 20
 _MAX_ROSTER_BYTES = 2 << 20
 
 ConfigFlag = Annotated[
     Path | None, typer.Option(help="This member's convoy.toml.  [default: .convoy/convoy.toml]")
 ]
-OutFlag = Annotated[Path | None, typer.Option(help="Where the file goes.  [default: named by the member]")]
+OutFlag = Annotated[Path | None, typer.Option(help="The file to write.  [default: named after the member]")]
 RosterFlag = Annotated[
     Path | None, typer.Option(help="The roster file.  [default: roster.toml, or else .convoy/roster.toml]")
 ]
@@ -47,7 +47,7 @@ def new(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the member: make its TPM's keys, and a request. It goes to the operator."""
+    """Make this machine's TPM keys and a request. Send the request to the operator."""
     from convoy.trust.evidence.activation import Request, request_to_text
 
     settings = _settings(config)
@@ -71,7 +71,7 @@ def challenge(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the operator's machine: answer a request with a challenge. Checks the TPM's certificate first."""
+    """Answer a request with a challenge, as operator. Checks the TPM's certificate first."""
     from convoy.crypto.keyfile import write_private
     from convoy.trust.evidence.activation import (
         MAX_FILE_BYTES,
@@ -89,7 +89,8 @@ def challenge(
     made, pending = challenge_for(asked)
     kept = _pending_file(operator, member.name)
     with contextlib.suppress(FileNotFoundError):
-        kept.unlink()  # of an earlier challenge: only the newest can be answered
+        # The file of an earlier challenge goes: only the newest challenge can be answered.
+        kept.unlink()
     write_private(kept, pending_to_text(pending).encode())
     out = out or Path(f"{member.name}.challenge.toml")
     replace_file(out, challenge_to_text(made).encode())
@@ -104,7 +105,7 @@ def answer(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the member: let the TPM open the credential."""
+    """Let this machine's TPM open the credential of a challenge."""
     from convoy.trust.evidence.activation import (
         MAX_FILE_BYTES,
         answer_for,
@@ -133,7 +134,7 @@ def accept_answer(
     passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the operator's machine: enrol the key. The roster is signed again, one epoch later."""
+    """Enrol a TPM's key in the roster, as operator. Signs the roster again, one epoch later."""
     from convoy.crypto.keyfile import read_private
     from convoy.trust.evidence.activation import MAX_FILE_BYTES, accept, answer_from_text, pending_from_text
     from convoy.trust.roster.roster import sign_roster, verify_roster
@@ -159,7 +160,7 @@ def accept_answer(
         print_json(facts)
         return
     print_fields(facts.items())
-    print_note(f"every member gets {roster}; {member.name} can prove its machine from then on")
+    print_note(f"give {roster} to every member; {member.name} can prove its machine from then on")
 
 
 @app.command()

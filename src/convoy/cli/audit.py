@@ -1,4 +1,4 @@
-"""``convoy audit``: show what a key did, and check that nothing of it was changed or cut off."""
+"""``convoy audit``: show the log of a key's acts, and check that no entry was changed or cut off."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _MAX_NAMES = 64
 _MAX_PATH_CHARS = 512
 
-app = typer.Typer(help="Show or verify the log of what a key did.", rich_markup_mode=None)
+app = typer.Typer(help="Show or verify the log of a key's acts.", rich_markup_mode=None)
 LogArgument = Annotated[
-    Path, typer.Argument(help="An audit.jsonl, or the folder of the key that acts, such as .convoy/operator.")
+    Path, typer.Argument(help="An audit.jsonl, or the folder of the key, such as .convoy/operator.")
 ]
 
 
@@ -34,7 +34,7 @@ def operator_log(directory: Path, key: OperatorKey) -> AuditLog:
 
 
 def roster_subject(signed: SignedRoster, file: Path) -> dict[str, str | int | list[str]]:
-    """Return what an entry says of a roster: enough to know it by, and the first members by name."""
+    """Return the facts about a roster for an audit entry: its identity, and its first members by name."""
     members = [member.name for member in signed.roster.members]
     return {
         "cluster": signed.roster.cluster_id,
@@ -72,12 +72,13 @@ def show(log: LogArgument, as_json: JsonFlag = False) -> None:
 def verify(
     log: LogArgument,
     expect: Annotated[
-        str | None, typer.Option(help="The hash that an earlier `verify` printed: finds an end that was cut.")
+        str | None,
+        typer.Option(help="The hash that an earlier `verify` printed. Detects entries cut off at the end."),
     ] = None,
     key: Annotated[str | None, typer.Option(help="The public key that must have signed, in hex.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a log: signatures, order, and with --expect its end."""
+    """Check a log: signatures and order, and its end with --expect."""
     from convoy.trust.audit import verify_log
 
     for name, value in (("--expect", expect), ("--key", key)):

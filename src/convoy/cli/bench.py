@@ -21,7 +21,7 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.callback()
 def bench() -> None:
-    """Measure sealing, and what one and two members reach."""
+    """Measure sealing, and the speed of one and of two members."""
 
 
 for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.prefill, bench_floor.floor):

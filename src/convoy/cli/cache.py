@@ -1,4 +1,4 @@
-"""``convoy cache``: what this machine keeps of models, and how to be rid of it."""
+"""``convoy cache``: list the model files that this machine keeps, and remove them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from convoy.errors import UsageError
 if TYPE_CHECKING:
     from convoy.model.checkpoints.hub.cache import Cached
 
-CacheFlag = Annotated[Path | None, typer.Option(help="The folder.  [default: that in --config]")]
+CacheFlag = Annotated[Path | None, typer.Option(help="The cache folder.  [default: the one in --config]")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache.")]
 
 
 def cache(
     remove: Annotated[
         list[str] | None,
-        typer.Option(help="Remove one, by its name or the beginning of it; may be given again."),
+        typer.Option(help="Remove an entry, by its name or the start of it; repeatable."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--remove-all", help="Remove what is not in use.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--remove-all", help="Remove all entries that are not in use.")
+    ] = False,
     cache: CacheFlag = None,
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what is kept of models, with sizes; remove it."""
+    """Show the cached model files and their sizes; remove them."""
     from convoy.model.checkpoints.hub.cache import list_cache
 
     folder = cache or load_config(config).model.cache or default_cache()
@@ -55,12 +57,12 @@ def _remove(gone: list[Cached]) -> None:
 
 
 def _named(kept: list[Cached], name: str) -> Cached:
-    """Raises UsageError where it is none, or more than one."""
+    """Return the entry that ``name`` means. Raises UsageError if none matches, or more than one."""
     fits = [one for one in kept if one.name == name] or [one for one in kept if one.name.startswith(name)]
     if not name or len(fits) != 1:
         count = len(fits) if name else 0
         raise UsageError(
-            f"--remove {name} names {count} of what is kept", hint="`convoy cache` has the names"
+            f"--remove {name} matches {count} entries, expected one", hint="`convoy cache` lists the names"
         )
     return fits[0]
 

@@ -20,12 +20,13 @@ from convoy.errors import ConvoyError, UsageError
 Message = dict[str, str]
 _RECOVERING = "recovering: "
 _LOOK_S = 2.0
-_KEPT = frozenset("\n\t\u200c\u200d")  # line end, tab, zero-width non-joiner and joiner
+# Line end, tab, zero-width non-joiner and zero-width joiner.
+_KEPT = frozenset("\n\t\u200c\u200d")
 
 
 @dataclass
 class ChatReply:
-    """What a streamed answer came to. ``usage`` is the server's own count, None if it sent none."""
+    """Hold a streamed answer. ``usage`` is the server's own count, or None if the server sent none."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -33,13 +34,13 @@ class ChatReply:
 
 
 def chat(
-    prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="One question. Without it: a conversation.")] = None,
     url: UrlFlag = DEFAULT_URL,
     api_key_file: ApiKeyFlag = None,
     ca: CaFlag = None,
-    model: Annotated[str | None, typer.Option(help="Which, if the head serves several.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model to ask, if the head serves several.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for the start.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     as_json: JsonFlag = False,
@@ -59,9 +60,9 @@ def chat(
 
 
 def _only_model(endpoint: Endpoint) -> str:
-    """Return the name of the one model that is served: a coordinator and a proxy want it named.
+    """Return the name of the only model served. A coordinator and a proxy need the name in each request.
 
-    Raises `UsageError` for none and for several.
+    Raises `UsageError` if there is no model, or more than one.
     """
     listed = endpoint.get("/v1/models")
     try:
@@ -92,7 +93,8 @@ def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], 
             _show(endpoint, messages, options, answer)
         except ConvoyError:
             if answer.text:
-                print()  # the error begins a line of its own
+                # The error must begin on a line of its own.
+                print()
             raise
     if as_json:
         seconds = time.monotonic() - started
@@ -109,10 +111,10 @@ def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], 
 
 
 def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> None:
-    """Until end of input. A failed turn is reported and forgotten; the conversation goes on."""
+    """Ask and answer until the input ends. Report a failed turn, leave it out, and continue."""
     if sys.stdin.isatty():
         print_note("end with Ctrl-D; Ctrl-C stops an answer")
-    # Each Ctrl-C stops one answer here. The command's own handler takes a second one for a demand to end.
+    # Here each Ctrl-C stops one answer. The command's own handler would end the process at the second.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while (line := _ask()) is not None:
         if not line.strip():
@@ -130,11 +132,12 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
             print_note(f"{styled('error:', 'red', sys.stderr)} {one_line(error.message)}")
             continue
         print()
+        # Only a complete turn enters the history.
         history = [*messages, {"role": "assistant", "content": answer.text}]
 
 
 def _ask() -> str | None:
-    # The prompt sign goes where people look, not where answers are piped to.
+    # The prompt sign goes to standard error: a person sees it there, and piped answers stay clean.
     try:
         if sys.stdin.isatty():
             print(styled("> ", "bold", sys.stderr), end="", file=sys.stderr, flush=True)
@@ -145,7 +148,7 @@ def _ask() -> str | None:
 
 
 def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: ChatReply) -> None:
-    """Print an answer as it comes; a pause because the cluster recovers is told on a line of its own."""
+    """Print an answer as it comes. Note a pause for a recovery on a line of its own."""
 
     def tell(reason: str) -> None:
         begins_line = not answer.text or answer.text.endswith("\n")
@@ -167,7 +170,10 @@ def printable(text: str) -> str:
 
 
 def _recovering(endpoint: Endpoint) -> str | None:
-    """What a cluster that recovers says of it. Whoever says nothing is no news: the answer ends by itself."""
+    """Return the reason that a recovering cluster gives, or None.
+
+    A server that does not answer here is no news: the answer then ends by itself.
+    """
     try:
         health = replace(endpoint, timeout_s=_LOOK_S).get("/health", accept=frozenset({200, 503}))
     except ConvoyError:

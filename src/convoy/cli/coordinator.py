@@ -1,4 +1,4 @@
-"""``convoy coordinator``: route the requests of many accounts to many providers; and look after it."""
+"""``convoy coordinator``: route the requests of many accounts to many providers, and administer both."""
 
 from __future__ import annotations
 
@@ -39,20 +39,23 @@ from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_not
 from convoy.config.settings import read_api_key
 from convoy.errors import ConfigError, UsageError
 
-app = typer.Typer(help="Route requests of accounts to providers, and look after both.", rich_markup_mode=None)
-# of its own: a provider on the same machine is another one, with another key
+app = typer.Typer(help="Route requests of accounts to providers; administer both.", rich_markup_mode=None)
+# A folder of its own: a provider on the same machine has another identity, with another key.
 _FOLDER = DEFAULT_HOME / "coordinator"
 FolderFlag = Annotated[
-    Path, typer.Option("--dir", help="Folder of its keys and, unless --database names another, its database.")
+    Path, typer.Option("--dir", help="Folder of its keys, and of its database unless --database names one.")
 ]
 AdminUrlFlag = Annotated[
     str | None,
-    typer.Option("--admin-url", help="The administrators' door.  [default: of the coordinator in --dir]"),
+    typer.Option(
+        "--admin-url", help="The URL for administrators.  [default: that of the coordinator in --dir]"
+    ),
 ]
 AdminKeyFlag = Annotated[
-    Path | None, typer.Option("--admin-key-file", help="An administrator's key.  [default: in --dir]")
+    Path | None,
+    typer.Option("--admin-key-file", help="File with an administrator's key.  [default: in --dir]"),
 ]
-LimitFlag = Annotated[int | None, typer.Option(min=1, help="Of the key that is made.")]
+LimitFlag = Annotated[int | None, typer.Option(min=1, help="A limit of the new key.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -74,7 +77,7 @@ def coordinator(
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """Route requests of accounts to providers until Ctrl-C; the verbs below look after both."""
+    """Route requests of accounts to providers until Ctrl-C. The commands below administer both."""
     if context.invoked_subcommand is not None:
         return
     if (tls_certificate is None) != (tls_key is None):
@@ -143,9 +146,9 @@ def _print_evidence(one: dict[str, Any]) -> None:
 @app.command()
 def providers(
     approve: Annotated[
-        tuple[str, str] | None, typer.Option(help="KEY NAME: let a provider in, by what it shows.")
+        tuple[str, str] | None, typer.Option(help="KEY NAME: admit the provider that prints KEY.")
     ] = None,
-    revoke: Annotated[str | None, typer.Option(help="NAME: put a provider out.")] = None,
+    revoke: Annotated[str | None, typer.Option(help="NAME: revoke a provider.")] = None,
     url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
@@ -157,7 +160,7 @@ def providers(
     if approve is not None:
         read_keys("--approve", [approve[0]])
         if approve[1].startswith("-"):
-            raise UsageError(f"--approve wants a key and a name, and {approve[1]} is neither")
+            raise UsageError(f"--approve expects a key and a name, and {approve[1]} is neither")
         said = admin.post("/providers", {"identity": approve[0], "name": approve[1]})
         if not (_object(said)["has_called"] or as_json):
             print_note("no provider with that key has called yet: compare it with what the provider prints")
@@ -174,23 +177,28 @@ def providers(
 
 @app.command()
 def keys(
-    add: Annotated[str | None, typer.Option(help="ACCOUNT: make a key; the account too, where new.")] = None,
+    add: Annotated[
+        str | None, typer.Option(help="ACCOUNT: make a key, and the account if it is new.")
+    ] = None,
     credit: Annotated[
         int | None, typer.Option(min=1, help="With --add: millionths of a unit for the account.")
     ] = None,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Make a key that reads /metrics alone.")] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Make a key that can only read /metrics.")
+    ] = False,
     admin: Annotated[bool, typer.Option("--admin", help="Make an administrator's key.")] = False,
-    label: Annotated[str, typer.Option(help="Of the key that is made: what it is for.")] = "",
+    label: Annotated[str, typer.Option(help="The purpose of the new key.")] = "",
     expires: ExpiresFlag = None,
     requests_per_minute: LimitFlag = None,
     tokens_per_minute: LimitFlag = None,
     concurrent_requests: LimitFlag = None,
     spend_limit: Annotated[
-        int | None, typer.Option(min=1, help="With --add: what it may spend in all, in millionths of a unit.")
+        int | None,
+        typer.Option(min=1, help="With --add: the key may spend this in all, in millionths of a unit."),
     ] = None,
     revoke: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="ACCOUNT HINT: those that begin so, as listed; '' for no account."),
+        typer.Option(help="ACCOUNT HINT: revoke the listed keys that begin with HINT; '' for no account."),
     ] = None,
     url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
@@ -255,7 +263,7 @@ def _make_key(
 
 
 def _open(admin: Endpoint, account: str, credit: int | None) -> None:
-    """Where it is new, and with more in it where that is asked."""
+    """Make the account if it is new, and add ``credit`` to it if that is given."""
     if not any(one["name"] == account for one in _objects(admin.get("/accounts"))):
         admin.post("/accounts", {"name": account})
     if credit is not None:
@@ -263,7 +271,7 @@ def _open(admin: Endpoint, account: str, credit: int | None) -> None:
 
 
 def _explain(admin: Endpoint, account: str | None) -> None:
-    """What to know of a key that was made."""
+    """Print notes about a new key: it is shown once, and its account may have no balance."""
     print_note("the key is shown this once")
     found = [one["balance_micro"] for one in _objects(admin.get("/accounts")) if one["name"] == account]
     if found == [0]:
@@ -272,13 +280,13 @@ def _explain(admin: Endpoint, account: str | None) -> None:
 
 @app.command()
 def usage(
-    account: Annotated[str | None, typer.Option(help="Of one account alone.")] = None,
+    account: Annotated[str | None, typer.Option(help="Show one account only.")] = None,
     url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what was settled and what accounts have left. By account and model."""
+    """Show each account's settled costs by model, and its balance."""
     admin = _admin(url, key_file, directory)
     used = _objects(admin.get("/usage"))
     accounts = _objects(admin.get("/accounts"))

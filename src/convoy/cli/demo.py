@@ -1,8 +1,8 @@
-"""``convoy demo``: the whole thing on one machine, as on two, and a check that the split changed nothing.
+"""``convoy demo``: run a split model on one machine, and check that the split changes no token.
 
-1. two identities and a signed roster; a head and a peer as processes of their own
-2. a question over HTTP, answered as a stream
-3. the same questions to one process that holds the whole model: every token and log-probability must be equal
+1. Make two identities and a signed roster. Start a head and a peer, each a process of its own.
+2. Ask questions over HTTP, and stream the answers.
+3. Ask one process that holds the whole model. Every token and log-probability must be equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SERVED = re.compile(r"^serving \S+ at (\S+)/v1$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class DemoReply:
-    """One answer, token by token: (bytes, log-probability), both exact."""
+    """Hold one answer. Each token is (bytes, log-probability), both exact."""
 
     text: str
     tokens: tuple[tuple[tuple[int, ...], float], ...]
@@ -57,6 +57,7 @@ def demo(
     say(f"starting {many} of a cluster, each a process with its own identity ...")
     options = LocalOptions(num_members=members)
     answers, status = _ask_cluster(options, say, show=not as_json)
+    # The reference: the same questions, on the same number of threads, without a split.
     say("asking the same of one process that holds the whole model ...")
     alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), say, show=False)
     equal = [a.tokens for a in answers] == [a.tokens for a in alone]
@@ -98,7 +99,10 @@ def _ask_cluster(
 
 
 def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpoint:
-    """The head's last line has its address; where that takes long, its other lines say how far it is."""
+    """Return the endpoint of the head, once its log has the address.
+
+    Print the head's newest log line every 5 s until then. Raises PeerUnreachable after 120 s.
+    """
     began_s = said_s = time.monotonic()
     while (now_s := time.monotonic()) < began_s + _START_WAIT_S:
         local.check_alive()

@@ -1,4 +1,4 @@
-"""``convoy doctor``: what is wrong with this machine, this member and its links, and what mends it."""
+"""``convoy doctor``: find the faults of this machine, this member and its links, and say how to fix them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doctor(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Look at this machine, its keys, the roster and every peer. Exit 1 if something must be mended."""
+    """Check this machine, its keys, the roster and every peer. Exit 1 if a check fails."""
     from convoy.cluster.checkup.finding import examine
 
     told: list[tuple[str, Finding]] = []
@@ -69,7 +69,7 @@ def _print(name: str, finding: Finding) -> None:
 
 
 def _checks(path: Path | None) -> Iterator[Check]:
-    """In the order in which one thing needs another; each reads what those before it found."""
+    """Yield the checks in an order such that each needs only the results of those before it."""
     from convoy.cluster.checkup.finding import Check
     from convoy.cluster.checkup.machine import check_speed
 
@@ -150,7 +150,8 @@ def _network_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
         yield Check("peers", _not_dialled)
         return
     mine = network.at_address_of(roster, name)
-    if not mine:  # otherwise whoever listens there may be right to
+    # Another member at this machine's address may rightly listen on the port.
+    if not mine:
         yield Check("port", lambda: network.check_listen(me.current, config.listen.host, config.listen.port))
     if me.member.head:
         yield Check(
@@ -166,7 +167,9 @@ def _network_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
 def _not_dialled() -> Iterator[Finding]:
     from convoy.cluster.checkup.finding import warn
 
-    yield warn("nobody was dialled: keys and roster come first", "mend what stands above, and run this again")
+    yield warn(
+        "no peer was dialled: keys and roster come first", "mend the failures above, and run this again"
+    )
 
 
 def _each_address(roster: Roster, name: str) -> list[Finding]:
@@ -192,6 +195,7 @@ def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Fin
             Finding("fail", late, f"is {member.address[0]} looked up slowly?"),
         )
 
+    # A peer may bring a newer roster while it is dialled.
     before = me.roster.epoch
     with network_of(config) as found:
         network = found or TcpNetwork()
@@ -200,11 +204,12 @@ def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Fin
 
 
 def _head_at(config: Config) -> Callable[[], bool]:
-    """Whether a head of Convoy answers HTTP where this one would serve."""
+    """Return a function that tells whether a Convoy head answers HTTP at this head's address."""
 
     def answers() -> bool:
         from convoy.cli.running.endpoint import Endpoint
 
+        # A wildcard address cannot be dialled, so ask on loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104
         endpoint = Endpoint(f"http://{host}:{config.serve.port}", timeout_s=_LOOK_UP_S)
         try:

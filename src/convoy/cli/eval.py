@@ -1,4 +1,4 @@
-"""``convoy eval``: questions with one right answer, put to a split model; a table per kind of question."""
+"""``convoy eval``: ask a split model questions with one right answer, and print a table by kind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _MAX_TOKENS = 64
 _AT_ONCE = 16
 
 
-class ScoreTooLow(ConvoyError):  # noqa: N818 - what was found, as in the rest of the tree
-    """The score is below what `--at-least` asked for."""
+# Named after the finding, as the other errors are.
+class ScoreTooLow(ConvoyError):  # noqa: N818
+    """Report a score below `--at-least`."""
 
 
 def evaluate(
@@ -36,7 +37,9 @@ def evaluate(
     questions: Annotated[
         Path | None, typer.Option(help="JSON lines of kind, question, answer.  [default: the bundled 400]")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many, of every kind alike.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Ask only this many questions, equally of every kind.")
+    ] = None,
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
     layers: LayersFlag = None,
     at_least: Annotated[float, typer.Option(help="Exit 1 below this score, from 0 to 1.")] = 0.0,

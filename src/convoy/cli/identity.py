@@ -1,4 +1,4 @@
-"""``convoy identity``: a member's keys on disk, and the card that its operator puts into the roster."""
+"""``convoy identity``: make and show a member's keys, and the card that its operator puts into the roster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new(
     card: Annotated[Path | None, typer.Option(help="Where the card goes.  [default: NAME.card.toml]")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make keys that stay here, and a card for the operator. The card has the public half."""
+    """Make a member's keys, and a card for the operator. The keys stay here; the card has the public half."""
     from convoy.crypto.identity import Identity
     from convoy.trust.roster.card import member_of, write_card
     from convoy.trust.roster.roster import parse_address
@@ -40,6 +40,7 @@ def new(
     identity = Identity.generate()
     member = member_of(name, identity, parse_address(address))
     card = card or Path(f"{name}.card.toml")
+    # Check before the keys are written, so that a failure leaves nothing behind.
     if not card.parent.is_dir():
         raise ConfigError(f"there is no directory {card.parent} for the card")
     directory = directory or Path(".convoy") / name

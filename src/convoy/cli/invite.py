@@ -1,7 +1,7 @@
-"""``convoy invite``: let one machine in. A process of its own, because it holds the operator key.
+"""``convoy invite``: add one machine to the cluster. It is a process of its own: it holds the operator key.
 
-It listens for minutes, shows a token, asks the operator to compare two codes, signs the next roster, and
-ends.
+The process listens for minutes, shows a token and asks the operator to compare two codes. Then it signs the
+next roster and ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "": False}
 _MAX_LINE_BYTES = 4096
 AutoApproveFlag = Annotated[
     bool,
-    typer.Option("--auto-approve", help="Ask nobody: whoever has the token first gets in."),
+    typer.Option("--auto-approve", help="Approve the first machine that presents the token, without asking."),
 ]
 InviteAddressFlag = Annotated[
     list[str] | None,
@@ -54,7 +54,8 @@ InviteAddressFlag = Annotated[
 
 def invite(
     config: Annotated[
-        Path | None, typer.Option(help="The operator's convoy.toml.  [default: that in --dir; made]")
+        Path | None,
+        typer.Option(help="The operator's convoy.toml.  [default: that in --dir, made if missing]"),
     ] = None,
     directory: DirectoryFlag = DEFAULT_HOME,
     operator: Annotated[
@@ -65,16 +66,22 @@ def invite(
         int | None,
         typer.Option(min=0, max=65535, help="Port to listen on; 0: any.  [default: 7778, or any]"),
     ] = None,
-    minutes: Annotated[int, typer.Option(min=1, max=60, help="How long the token is good.")] = 10,
+    minutes: Annotated[int, typer.Option(min=1, max=60, help="Minutes until the token expires.")] = 10,
     auto_approve: AutoApproveFlag = False,
-    name: Annotated[str | None, typer.Option(help="A first machine's name.  [default: the host's]")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A first machine's cluster.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the token here (0600), show it not.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The first machine's name, for a new cluster.  [default: the host's]")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster's name, for a new cluster.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the token to this file (0600) and do not show it.")
+    ] = None,
     passphrase_file: PassphraseFlag = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON value a line, as it happens.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON value for each event, on one line.")
+    ] = False,
     ends_with: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Let one more machine in: shows its token for `join`."""
+    """Let one more machine in: show a token for its `join`."""
     if ends_with is not None:
         threading.Thread(target=_end_with, args=(ends_with,), daemon=True).start()
     home = Home(directory)
@@ -93,6 +100,7 @@ def _invite(
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
     who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
+    # From here on the token is used up, whatever the operator answers.
     desk.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
     name = one_line(newcomer.card.name)
     with screen.ending(f"{name} was not let in, and the invitation is used up"):
@@ -115,7 +123,10 @@ def _invite(
 def _meet(
     desk: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
-    """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
+    """Return the token and the first newcomer that proves it. Then close the listener.
+
+    The token's secret is never written, so it ends with this process.
+    """
     from convoy.cluster.enrolment.inviter import Enrolment
     from convoy.crypto.certificate import certificate_fingerprint
     from convoy.crypto.enrolment import SECRET_BYTES, OneTimeCertificate
@@ -135,7 +146,7 @@ def _meet(
         secret=os.urandom(SECRET_BYTES),
     )
     enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
-    lost = "nobody was let in, and the line counts no more: make a new one with `convoy invite`"
+    lost = "no machine was let in, and the token is no longer valid: make a new one with `convoy invite`"
     try:
         with _open_in_log(desk, token, screen.auto_approve), screen.ending(lost):
             screen.invited(token, bound)
@@ -146,7 +157,7 @@ def _meet(
 
 @contextlib.contextmanager
 def _open_in_log(desk: OperatorFiles, token: Token, auto_approve: bool) -> Iterator[None]:
-    """Write down that an invitation is made, and that it is withdrawn if the block ends with an error."""
+    """Log that an invitation is made, and that it is withdrawn if the block ends with an error."""
     facts = {"id": token.id, "minutes": token.lifetime_s // 60, "auto_approve": auto_approve}
     desk.audit.append("make invitation", facts)
     try:
@@ -158,17 +169,21 @@ def _open_in_log(desk: OperatorFiles, token: Token, auto_approve: bool) -> Itera
 
 
 def _end_with(pipe: int) -> None:
-    """End this process as SIGTERM does once whoever started it is gone, with or without a goodbye.
+    """End this process like SIGTERM once the process that started it has ended, in whatever way.
 
     An open listener and the operator key must not outlive the command that they belong to.
     """
     with contextlib.suppress(OSError):
+        # The read returns when the parent ends, because that closes the other end of the pipe.
         os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(port: int | None) -> socket.socket:
-    """On the port asked for; else on one that a firewall can be opened for beforehand, if it is free."""
+    """Listen on the requested port; without one on 7778, or on any port if 7778 is taken.
+
+    A fixed port lets a firewall be opened beforehand.
+    """
     from convoy.transport.listen.enrolment_tls import listen_everywhere
 
     if port is not None:
@@ -180,9 +195,10 @@ def _listen(port: int | None) -> socket.socket:
 
 
 def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
-    """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk.
+    """Sign the next roster, write it, and hand it over; return it with the new member.
 
-    Nobody is signed in who hung up while the operator thought.
+    The order matters: the newcomer never has a roster that is not on disk. A newcomer that hung up while the
+    operator decided is not signed in.
     """
     from convoy.trust.consumption import ENROLLED, GONE
     from convoy.trust.roster.newcomer import roster_with
@@ -194,6 +210,7 @@ def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -
         consumption.end(GONE)
         raise
     with desk.signing():
+        # Read the roster under the lock: another invitation may have signed one meanwhile.
         before = desk.newest()
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
         signed = sign_roster(roster, desk.key, before.handovers)
@@ -215,14 +232,16 @@ def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -
 
 @dataclass(frozen=True, slots=True)
 class _Screen:
-    """What the operator sees and answers."""
+    """Show the invitation to the operator, and read the answer."""
 
     as_json: bool
     auto_approve: bool
     out: Path | None
 
     def invited(self, token: Token, port: int) -> None:
-        """``port``: where this machine listens, which a forwarded address leads to."""
+        """Show the token and the addresses. ``port`` is the port of this machine, to which a forwarded
+        address leads.
+        """
         from convoy.crypto.keyfile import write_private
         from convoy.trust.roster.roster import format_address
 
@@ -231,7 +250,9 @@ class _Screen:
         if self.out is not None:
             write_private(self.out, f"{text}\n".encode())
         if self.auto_approve:
-            print_note("--auto-approve: whoever has this token first gets in, and nobody is asked")
+            print_note(
+                "--auto-approve: the first machine that presents this token gets in, without a question"
+            )
         places = [format_address(address) for address in token.addresses]
         if self.as_json:
             shown = {"token": text} if self.out is None else {"out": self.out}
@@ -245,24 +266,29 @@ class _Screen:
             print_note(f"(the line in {self.out})")
         forwarded = [place for place, (_, at) in zip(places, token.addresses, strict=True) if at != port]
         where = f"at {', '.join(places)}"
-        if forwarded:  # nothing of this machine may listen there
-            where = f"on port {port}, for who comes to {', '.join(places)}"
+        # Nothing on this machine may listen at a forwarded address.
+        if forwarded:
+            where = f"on port {port}, for calls to {', '.join(places)}"
         print_note(f"\nwaiting {where}")
         if forwarded:
             print_note(f"{', '.join(forwarded)} must lead to port {port} of this machine")
 
     @contextlib.contextmanager
     def ending(self, what: str) -> Iterator[None]:
-        """Around a wait: whoever ends it by Ctrl-C or SIGTERM reads what became of the invitation."""
+        """Print ``what``, the state of the invitation, if Ctrl-C or SIGTERM ends the block."""
         try:
             yield
         except KeyboardInterrupt:
             if not self.as_json:
-                print_note(f"\nended: {what}")  # behind a question, or the terminal's ^C
+                # The line end comes first: a question, or the terminal's ^C, may stand on the line.
+                print_note(f"\nended: {what}")
             raise
 
     def approves(self, newcomer: Newcomer) -> bool:
-        """The operator's y or n; anything else is asked again. No answer, or no more input, is a no."""
+        """Return whether the operator approves ``newcomer``.
+
+        Ask again after an answer other than y or n. A timeout and the end of the input both mean no.
+        """
         from convoy.trust.roster.roster import format_address
 
         card = newcomer.card
@@ -293,11 +319,14 @@ class _Screen:
 
 
 def _says_yes(question: str) -> bool:
-    """Asked until the answer is one of those that it names, within the time that the newcomer waits."""
+    """Return the answer to ``question``. Ask until it is one of ``_ANSWERS``, within the newcomer's waiting
+    time.
+    """
     from convoy.transport.listen.enrolment_listener import EnrolmentLimits
 
     if sys.stdin.isatty():
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
+        # Text that was typed before the question does not answer it.
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
     typed = _Typed(time.monotonic() + EnrolmentLimits().decision_timeout_s)
     while True:
         print(question, end="", file=sys.stderr, flush=True)
@@ -308,8 +337,9 @@ def _says_yes(question: str) -> bool:
 
 
 class _Typed:
-    """Lines of standard input until a deadline (monotonic), past `sys.stdin`: what that has read ahead, no
-    `select` sees.
+    """Read lines of standard input until a deadline (monotonic).
+
+    It reads the descriptor itself: `select` cannot see the bytes that `sys.stdin` has read ahead.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -317,7 +347,7 @@ class _Typed:
         self._ahead = b""
 
     def line(self) -> str:
-        """The next one; empty once the time or the input is over."""
+        """Return the next line; empty once the time or the input is over."""
         source = sys.stdin.fileno()
         while b"\n" not in self._ahead:
             left_s = max(0.0, self._deadline_s - time.monotonic())
@@ -325,8 +355,10 @@ class _Typed:
                 return ""
             data = os.read(source, _MAX_LINE_BYTES)
             if not data:
+                # The input is over, and its last line may lack a line end.
                 last, self._ahead = self._ahead, b""
                 return last.decode(errors="replace")
+            # Bound the memory for input without a line end.
             self._ahead = (self._ahead + data)[-2 * _MAX_LINE_BYTES :]
         line, _, self._ahead = self._ahead.partition(b"\n")
         return line.decode(errors="replace")

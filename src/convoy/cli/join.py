@@ -1,6 +1,6 @@
-"""``convoy join``: be a peer, by an invitation or by a convoy.toml that is here already.
+"""``convoy join``: run a peer, from an invitation or from a convoy.toml that is here already.
 
-Waits for the head, holds the layers it plans, and waits again when it is gone.
+The peer waits for the head and holds the layers that the head assigns. It waits again when the head goes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ StandbyFlag = Annotated[
     bool | None,
     typer.Option(
         "--standby/--no-standby",
-        help="Hold layers only once another member is lost.  [default: that in the config]",
+        help="Hold layers only once another member is lost.  [default: the config's]",
         show_default=False,
     ),
 ]
@@ -61,7 +61,7 @@ ModelFlag = Annotated[
     typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
 ]
 CacheFlag = Annotated[
-    Path | None, typer.Option(help="Where to keep what the head sends.  [default: the user's cache]")
+    Path | None, typer.Option(help="Folder for the files that the head sends.  [default: the user's cache]")
 ]
 StdinFlag = Annotated[bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")]
 PortFlag = Annotated[
@@ -84,7 +84,9 @@ def join(
     standby: StandbyFlag = None,
     until_stdin_closes: StdinFlag = False,
     directory: DirectoryFlag = DEFAULT_HOME,
-    name: Annotated[str | None, typer.Option(help="With a token.  [default: the host's name]")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="With a token: this member's name.  [default: the host's]")
+    ] = None,
     address: AddressFlag = None,
     port: PortFlag = None,
     device: DeviceFlag = None,
@@ -93,7 +95,7 @@ def join(
     metrics_key_file: MetricsKeyFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Hold layers for a head: one command on each further machine."""
+    """Hold layers for a head: run it on each further machine."""
     newcomer = NewcomerFiles(Home(directory), name, address, port, standby)
     file = _file(token, config, newcomer, _teller(as_json))
     settings = _with_flags(with_discover(load_config(file), discover), standby, port)
@@ -101,9 +103,11 @@ def join(
     settings = computing(override(settings, model=asked), None, device)
     me = load_member(settings)
     if token is None:
+        # With a token, the enrolment has used these flags already.
         _check_asked(newcomer, file, me, _teller(as_json))
     with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
-        from convoy.cluster.peer.peer import Peer  # the heavy rooms: what is wrong above is said without them
+        # This import loads the heavy packages, so the errors above come without the wait.
+        from convoy.cluster.peer.peer import Peer
 
     options = peer_options(settings, model, exit_with_head=exit_with_head)
     _check_model(options.model_path)
@@ -115,7 +119,7 @@ def join(
 
 
 def _check_model(path: Path | None) -> None:
-    """What is wrong with it is said before a head asks for it."""
+    """Raise the model's errors before a head asks for the model."""
     from convoy.model.checkpoints.source import ModelSource
 
     if path is not None:
@@ -134,15 +138,15 @@ def _families(peer: Peer) -> Iterable[Metric]:
 
 
 def _file(token: str | None, config: Path | None, newcomer: NewcomerFiles, tell: Tell) -> Path:
-    """The convoy.toml: that which an invitation brings, that which was named, or that in the home folder."""
+    """Return the convoy.toml: from an invitation, as named, or in the home folder. Raises `UsageError`."""
     file = config_file(config, newcomer.home.directory)
     if token is not None and config is None:
         return newcomer.join(token, tell)
     if token is None and file is not None:
         return file
     raise UsageError(
-        "one of an invitation and --config is needed",
-        hint="`convoy join -` and paste what `convoy invite` printed; later `convoy join --config FILE`",
+        "an invitation or --config is needed",
+        hint="run `convoy join -` and paste the token of `convoy invite`; later `convoy join --config FILE`",
     )
 
 
@@ -152,7 +156,7 @@ def _with_flags(settings: Config, standby: bool | None, port: int | None) -> Con
 
 
 def _check_asked(asked: NewcomerFiles, file: Path, me: Membership, tell: Tell) -> None:
-    """The flags of an invitation, where there was none: honoured, refused, never passed over.
+    """Check the flags of an invitation when none was given. Each flag is obeyed or refused, never ignored.
 
     Raises `UsageError`.
     """
@@ -186,7 +190,7 @@ def _teller(as_json: bool) -> Tell:
 
 
 def _shown(*, as_json: bool, standby: bool) -> Show:
-    """What is said of events; a standby says what it is before anybody else comes."""
+    """Return a function that prints events. A standby describes itself before another member connects."""
     show = _show_json if as_json else _show
 
     def shown(event: PeerEvent) -> None:
@@ -206,24 +210,26 @@ def _show_json(event: PeerEvent) -> None:
 
 
 def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool) -> str:
-    """The peer runs on a thread of its own; this one waits for it, a signal or the end of standard input.
+    """Run the peer on a thread until the peer ends, a signal comes, or standard input ends.
 
-    Returns which it was.
+    Returns the cause as text. Raises the peer's error.
     """
-    # A signal handler may run in the middle of anything: SimpleQueue.put is made for that, locks are not.
+    # A signal handler may interrupt any code. SimpleQueue.put allows that, and a lock does not.
     ends: queue.SimpleQueue[BaseException | str] = queue.SimpleQueue()
     on_signals(lambda: ends.put("as a signal asked"))
 
     def run() -> None:
         try:
             peer.run(bind)
-        except BaseException as error:  # noqa: BLE001 - raised again on the main thread
+        # The main thread raises it again.
+        except BaseException as error:  # noqa: BLE001
             ends.put(error)
         else:
             ends.put("as its head is gone")
 
     def read_to_end() -> None:
-        # Not `sys.stdin`, whose lock a process that ends by a signal could not take from this thread.
+        # Read the descriptor: a process that ends by a signal could not take the lock of `sys.stdin` from
+        # this thread.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         ends.put("as standard input is over")
@@ -233,6 +239,7 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
     if until_stdin_closes:
         threading.Thread(target=read_to_end, daemon=True).start()
     first = _first(ends)
+    # Wait for the peer's thread, so that its links are closed before the command ends.
     peer.stop()
     running.join()
     if isinstance(first, BaseException):
@@ -241,7 +248,10 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
 
 
 def _first(ends: queue.SimpleQueue[BaseException | str]) -> BaseException | str:
-    """What comes first. Looks up now and then: a signal just before a wait begins does not end it."""
+    """Return the first item of ``ends``.
+
+    The wait wakes up every 0.5 s: a signal just before a wait begins does not end the wait.
+    """
     while True:
         with contextlib.suppress(queue.Empty):
             return ends.get(timeout=_LOOK_UP_S)

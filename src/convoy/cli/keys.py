@@ -1,4 +1,4 @@
-"""``convoy keys``: files with API keys for ``serve`` and ``run``."""
+"""``convoy keys``: make and list files with API keys for ``serve`` and ``run``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from convoy.errors import UsageError
 app = typer.Typer(help="Make and list files with API keys.", rich_markup_mode=None)
 FileArgument = Annotated[Path, typer.Argument(help="The file that --api-key-file names.")]
 ExpiresFlag = Annotated[
-    str | None, typer.Option(help="A date, such as 2030-12-31: the key ends as that day begins in UTC.")
+    str | None, typer.Option(help="A date, such as 2030-12-31. The key expires as that day begins in UTC.")
 ]
-LimitFlag = Annotated[int | None, typer.Option(min=1, help="With --name.")]
+LimitFlag = Annotated[int | None, typer.Option(min=1, help="With --name: a limit of the key.")]
 
 
 @app.command()
@@ -30,23 +30,25 @@ def new(
     tokens_per_minute: LimitFlag = None,
     concurrent_requests: LimitFlag = None,
     total_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --name: what it may use in all, prompts and answers.")
+        int | None,
+        typer.Option(min=1, help="With --name: tokens of prompts and answers that the key may use in all."),
     ] = None,
     hashed: Annotated[
         bool, typer.Option("--hash", help="With --name and --show: keep only the key's SHA-256.")
     ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Print the key, too.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Also print the key.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key; the file is readable for you alone."""
+    """Make a key. Only you can read its file."""
     from convoy.api.keys.key_file import append_entry, bare_text, entry_text, new_key, write_new
     from convoy.api.keys.key_use import NO_LIMITS, KeyLimits
 
     limits = KeyLimits(requests_per_minute, tokens_per_minute, concurrent_requests, total_tokens)
     if name is None and (expires is not None or limits != NO_LIMITS or hashed):
         raise UsageError("a bare key has no limits and no expiry", hint="--name NAME makes a named key")
+    # The file would keep a hash only, and the key would be lost.
     if hashed and not show:
-        raise UsageError("--hash needs --show: the key is nowhere else")
+        raise UsageError("--hash needs --show: the file does not hold the key itself")
     key = new_key()
     if name is None:
         write_new(file, bare_text(key))
@@ -87,7 +89,7 @@ def list_keys(file: FileArgument, as_json: JsonFlag = False) -> None:
 
 
 def _date(text: str | None) -> str | None:
-    """Raises `UsageError` for one that is none."""
+    """Return ``text`` as an ISO date. Raises `UsageError` for text that is no date, or no future date."""
     if text is None:
         return None
     try:
@@ -100,13 +102,13 @@ def _date(text: str | None) -> str | None:
     if found <= today:
         raise UsageError(
             f"--expires is {found}, and the key would never work: today is {today} in UTC",
-            hint="--expires wants a day to come",
+            hint="give --expires a future date",
         )
     return found.isoformat()
 
 
 def seconds_of(text: str | None) -> int | None:
-    """Return the beginning of a date in UTC. Raises `UsageError` for text that is none."""
+    """Return the start of a date in UTC, in seconds since the epoch. Raises `UsageError` for a wrong date."""
     date = _date(text)
     if date is None:
         return None

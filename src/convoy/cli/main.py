@@ -41,7 +41,8 @@ _EXTRAS = {
     "psycopg": "postgres",
     "zeroconf": "discovery",
 }
-_NEAR = 0.8  # how much of two options' letters must agree, from 0 to 1
+# How much of two options' letters must agree, from 0 to 1.
+_NEAR = 0.8
 
 app = typer.Typer(
     name="convoy",
@@ -57,11 +58,12 @@ app = typer.Typer(
 def convoy(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", hidden=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", hidden=True)] = False,  # noqa: ARG001 - named by its error
+    # `_debug_wanted` reads this flag from the command line.
+    debug: Annotated[bool, typer.Option("--debug", hidden=True)] = False,  # noqa: ARG001
     log_level: LevelFlag = "warning",
     log_format: FormatFlag = "text",
 ) -> None:
-    """One model across several machines, over links that are always sealed."""
+    """Run one model across several machines, over links that are always sealed."""
     if (log_level, log_format) != ("warning", "text"):
         set_up_logs(log_level, log_format)
     if version:
@@ -72,57 +74,75 @@ def convoy(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script. Exits with 0, 130 when interrupted, or as `exit_codes` says."""
+    """Run the console script. Exit with 0, with 130 when interrupted, or with a code of `exit_codes`."""
     set_up_logs()
+    # torch reads the environment when it is imported, so these calls come first.
     ask_for_huge_pages()
     wait_briefly_for_threads()
     switch_threads_soon()
     raise_descriptor_limit()
-    # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
+    # A signal becomes an exception, so that a terminated command leaves its `with` blocks. They end its
+    # processes and remove its files.
     stopped = _terminator()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, stopped)
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # it ends anyway
-    end_within()  # also where a thread of it never ends
-    gc.freeze()  # `collector_at_rest` says why
+        # The process ends anyway: a signal must not interrupt its end.
+        signal.signal(number, signal.SIG_IGN)
+    # Ends the process even if one of its threads never ends.
+    end_within()
+    # See `collector_at_rest` for the reason.
+    gc.freeze()
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; every error has been reported by then."""
+    # Words after -- are arguments, even if they look like options.
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json = "--json" in options
     try:
         code = app(args=arguments, prog_name="convoy", standalone_mode=False)
+        # A reader that has gone must show here, where the error is handled, and not at exit.
         sys.stdout.flush()
-        if code == EXIT_INTERRUPTED:  # which is what Typer makes of Ctrl-C
+        # Typer returns this code for Ctrl-C.
+        if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
         return _nobody_reads()
     except (KeyboardInterrupt, typer.Abort):
-        # Whoever did that knows it: a person needs no error, a script its one value.
+        # After Ctrl-C a person needs no error message, but a script needs its one JSON value.
         if as_json:
             print_json({"error": {"type": "Interrupted", "message": "interrupted", "hint": None}})
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the last place that can report it
+    # This is the last place that can report an error.
+    except Exception as error:  # noqa: BLE001
         if _debug_wanted(options):
             traceback.print_exc()
+        # The report itself may also meet a closed pipe.
         with contextlib.suppress(BrokenPipeError):
             return _report(error, options, as_json)
         return _nobody_reads()
 
 
 def _nobody_reads() -> int:
-    """Whoever read our output is gone: nobody is left to tell, and the flush at exit must not fail again."""
+    """Send the rest of the output to the null device and return EXIT_FAILURE: the reader of our output has
+    gone.
+
+    Without this, the flush at exit would fail once more.
+    """
+    # Replace the descriptor, because Python flushes its buffer into it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_FAILURE
 
 
 def _terminator() -> Callable[[int, FrameType | None], None]:
-    """Return what interrupts the command; from the second signal on, its end may take seconds and no more."""
+    """Return a signal handler that interrupts the command.
+
+    From the second signal on, the command has seconds to end.
+    """
     count = itertools.count(1)
 
     def terminated(_number: int, _frame: FrameType | None) -> None:
@@ -134,7 +154,7 @@ def _terminator() -> Callable[[int, FrameType | None], None]:
 
 
 def _debug_wanted(options: list[str]) -> bool:
-    # It stands before the verb; after it, the word may be a verb's own.
+    # --debug stands before the verb. After the verb, the word may be an argument of the verb.
     return "--debug" in options[:2]
 
 
@@ -172,7 +192,10 @@ def _remedy(module: str) -> str:
 
 
 def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
-    """Its text in our grammar: lower case, no full stop, and the help page of the verb that it is about."""
+    """Return the message and the hint for a Typer error.
+
+    The message follows our grammar: lower case, no full stop. The hint names the help page of the verb.
+    """
     asked = getattr(error, "option_name", None)
     if asked is not None and getattr(error, "possibilities", None):
         error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
@@ -180,6 +203,7 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
     if (
+        # Verbs that take --url have no port option: the URL holds the port.
         asked == "--port"
         and context is not None
         and any("--url" in one.opts for one in context.command.params)
@@ -189,13 +213,16 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
 
 
 def _near(asked: str, options: Sequence[str]) -> list[str]:
-    """Return the options that are ``asked`` but for a slip of the hand, or that it begins."""
+    """Return the options that differ from ``asked`` by a typing error, or that ``asked`` begins."""
     alike = difflib.get_close_matches(asked, options, cutoff=_NEAR)
     return [one for one in options if one in alike or (len(asked) > 3 and one.startswith(asked))]
 
 
 def _command_at(options: list[str]) -> str:
-    """The command that a line names: what is wrong with an option's number of values comes without it."""
+    """Return the command that ``options`` name.
+
+    Typer gives no context with an error about an option's number of values.
+    """
     names, at = ["convoy"], typer.main.get_command(app)
     for word in options:
         if not isinstance(at, TyperGroup):

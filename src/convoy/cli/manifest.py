@@ -1,4 +1,4 @@
-"""``convoy manifest``: what a model is to the last bit, and the operator's signature under it."""
+"""``convoy manifest``: list a model's tensors and files with their hashes, and sign the list as operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.manifest import Manifest
     from convoy.model.checkpoints.source import ModelSource
 
-app = typer.Typer(help="Show, sign or verify what a model is, tensor by tensor.", rich_markup_mode=None)
+app = typer.Typer(help="Show, sign or verify the hashes of a model's tensors.", rich_markup_mode=None)
 
 ModelArgument = Annotated[str, typer.Argument(help="A directory, org/name of the hub, or demo.")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache and hub.")]
@@ -31,7 +31,7 @@ ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model
 
 @app.command()
 def show(model: ModelArgument, config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
-    """Hash a model, and say its digest."""
+    """Hash a model, and show its digest."""
     source, manifest = _made(load_config(config), model, quiet=as_json)
     _print(source.name, manifest, as_json=as_json)
 
@@ -45,7 +45,7 @@ def sign(
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Hash a model, and sign that. Members with `signed` in their [model] run no other."""
+    """Hash a model, and sign the result. Members with `signed` in their [model] run no other model."""
     from convoy.model.checkpoints.hub.files import commit_of
     from convoy.trust.signed_model import sign_model
 
@@ -68,7 +68,7 @@ def verify(
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a signed manifest, and say what model it is of."""
+    """Check a signed manifest, and show the model that it is for."""
     from convoy.model.checkpoints.manifest import Manifest
     from convoy.trust.signed_model import MAX_SIGNED_BYTES, verify_signed_model
 

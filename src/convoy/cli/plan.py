@@ -1,4 +1,4 @@
-"""``convoy plan``: how a model would be split, from its configuration alone: nothing is loaded or run."""
+"""``convoy plan``: show how a model would be split, from its configuration alone. It loads no weights."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[str | None, typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.")]
 MembersFlag = Annotated[
-    str | None, typer.Option(help="How many on this machine, or NAME=GB,NAME=GB; the first is the head.")
+    str | None, typer.Option(help="A number of members here, or NAME=GB,NAME=GB; the first is the head.")
 ]
 PolicyFlag = Annotated[
     Path | None, typer.Option(help="A policy file with [[placement]] rules.  [default: the config's]")
 ]
 LevelFlag = Annotated[
     list[str] | None,
-    typer.Option(help="NAME=LEVEL: suppose that this was proved of a member: none, self_signed, hardware."),
+    typer.Option(help="NAME=LEVEL: assume that a member proved this level: none, self_signed, hardware."),
 ]
 ConfigFlag = Annotated[
     Path | None,
@@ -64,7 +64,7 @@ ConfigFlag = Annotated[
     ),
 ]
 StandbysFlag = Annotated[
-    list[str] | None, typer.Option(help="NAME of a member that holds nothing until another one is lost.")
+    list[str] | None, typer.Option(help="NAME of a member that holds no layers until another member is lost.")
 ]
 _HOST = "cpu"
 
@@ -87,12 +87,12 @@ def plan(
     threads: ThreadsFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who would hold which layers, how fast, and why.
+    """Show which member would hold which layers, how fast, and why.
 
-    Also who can read prompts, how much fits, and which rule of a policy excludes whom. Loads nothing, and
-    runs no more than a measurement of this machine.
+    Also show which members can read prompts, how much fits, and which members a rule of a policy excludes.
+    Loads no weights; runs at most a measurement of this machine.
     """
-    # Members that were named on the command line are not those of the cluster that this folder may belong to.
+    # Members that the command line names are not the members of this folder's cluster.
     settings = load_config(config_file(config) if members is None else config)
     settings = override(settings, plan=override(settings.plan, **sharing))
     head_options(settings).check()
@@ -103,11 +103,13 @@ def plan(
     asked = kernel_for(quantize, settings.model.kernel)
     offers = _with_levels(_offers(settings, members), level or [])
     demands.check_members([offer.name for offer in offers])
+    # The policy comes before the placement: memory beyond its cap must not attract layers.
     offers = _capped(offers, demands)
     offers, standbys = _without_standbys(settings, offers, standby or [])
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers
     offers, left_out = _above(demands.minimum, offers)
-    spec = _read_spec(named)  # last, because it takes the seconds that torch takes to load
+    # Last, because it loads torch, which takes seconds.
+    spec = _read_spec(named)
     head_options(settings).check_context(spec)
     kernel, device = _kernel(asked, settings.model.device)
     offers = [dataclasses.replace(offer, kernel=kernel) for offer in offers]
@@ -161,7 +163,7 @@ def _demand(settings: Config, placement: Placement) -> BlockDemand:
 
 @dataclasses.dataclass(frozen=True)
 class _Paces:
-    """What rates are predicted from; measured when the first is asked for, after a plan was found."""
+    """Predict rates of plans. Measures this machine when the first rate is needed, after a plan was found."""
 
     settings: Config
     offers: list[MemberOffer]
@@ -180,7 +182,7 @@ class _Paces:
         return links_of(self.offers, self.trip_flags, self.here)
 
     def step_s(self, placement: Placement) -> float:
-        """Of one sequence."""
+        """Return the seconds of a decode step of one sequence."""
         from convoy.plan.rates.rates import predict
 
         return predict(placement, self.speeds, self.links, self._workload(placement.spec)).decode.step_s
@@ -201,7 +203,7 @@ class _Paces:
 def _rules_shown(
     spec: ModelSpec, offers: list[MemberOffer], demands: Policy, *, quiet: bool
 ) -> Iterator[None]:
-    """Where no plan comes of it, the rules are shown before the error is."""
+    """Print the rules of the policy if the block finds no plan, before the error is reported."""
     from convoy.plan.report import rule_reports
 
     try:
@@ -213,12 +215,12 @@ def _rules_shown(
 
 
 def _kernel(asked: str, device: str) -> tuple[str, str]:
-    """What members would run, and on which device of this machine.
+    """Return the kernel that members would run, and the device of this machine.
 
-    Nothing is proved here: `auto` is taken for CUDA where that is, else for exact mode where that can be, on
-    x86-64.
+    This proves nothing: `auto` counts as CUDA where there is CUDA, otherwise as exact mode on x86-64.
     """
-    if device == _HOST:  # without the second that torch takes to load
+    # Skips the second that torch takes to load.
+    if device == _HOST:
         chosen = _HOST
     else:
         from convoy.model.device import choose_devices, kernel_on_cuda
@@ -234,7 +236,7 @@ def _kernel(asked: str, device: str) -> tuple[str, str]:
 def _without_standbys(
     settings: Config, offers: list[MemberOffer], standbys: list[str]
 ) -> tuple[list[MemberOffer], list[str]]:
-    """The members that have a stage from the start, and the names of the others. Raises UsageError."""
+    """Return the members with a stage from the start, and the names of the standbys. Raises UsageError."""
     names = [offer.name for offer in offers]
     own = settings.cluster.name
     if settings.cluster.standby and own in names:
@@ -249,7 +251,9 @@ def _without_standbys(
 
 
 def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:
-    """The offers as if these levels had been proved; a plan asks nobody for evidence. Raises UsageError."""
+    """Return the offers with the levels of ``--level``. A plan asks no member for evidence. Raises
+    UsageError.
+    """
     from convoy.trust.evidence.level import Level
 
     names = [offer.name for offer in offers]
@@ -266,7 +270,7 @@ def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOff
 
 
 def _capped(offers: list[MemberOffer], demands: Policy) -> list[MemberOffer]:
-    """The offers with as much memory as the policy lets count."""
+    """Return the offers with at most the memory that the policy allows."""
     found = []
     for offer in offers:
         counted = demands.capped(offer.name, offer.memory_bytes, head=offer.head)
@@ -278,7 +282,10 @@ def _capped(offers: list[MemberOffer], demands: Policy) -> list[MemberOffer]:
 
 
 def _above(minimum: Level, offers: list[MemberOffer]) -> tuple[list[MemberOffer], list[ExcludedReport]]:
-    """Those that may have a stage at all: the head, which judges, and peers of at least the minimum."""
+    """Return the members that may have a stage, and a report on each excluded peer.
+
+    The head always may, because it is the judge. A peer needs at least the minimum level.
+    """
     from convoy.plan.report import ExcludedReport
 
     out = [offer for offer in offers if not offer.head and offer.level < minimum]
@@ -294,12 +301,15 @@ def _above(minimum: Level, offers: list[MemberOffer]) -> tuple[list[MemberOffer]
 
 
 def _offers(settings: Config, members: str | None) -> list[MemberOffer]:
-    """Those of ``--members``, else of the roster, else two. Others' memory is unknown until they answer."""
+    """Return the members of ``--members``, otherwise of the roster, otherwise two.
+
+    The memory of other members is unknown before they answer.
+    """
     from convoy.plan.offer import MemberOffer
 
     if members is None and settings.cluster.roster is not None:
         names = _roster_names(settings)
-        print_note("memory of the other members is unknown: each is taken to have as much as this one")
+        print_note("memory of the other members is unknown: each is assumed to have as much as this one")
         return [MemberOffer(name, _memory_bytes(settings), index == 0) for index, name in enumerate(names)]
     listed = parse_members(members or "2")
     share = _memory_bytes(settings) // len(listed)
@@ -307,7 +317,10 @@ def _offers(settings: Config, members: str | None) -> list[MemberOffer]:
 
 
 def _roster_names(settings: Config) -> list[str]:
-    """The roster's members, the head first: this member if it may be head, else the first that may."""
+    """Return the names in the roster, head first.
+
+    The head is this member if the roster allows it, otherwise the first member that may be head.
+    """
     from convoy.cli.show.files import read_bytes
     from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
@@ -319,7 +332,7 @@ def _roster_names(settings: Config) -> list[str]:
 
 
 def _memory_bytes(settings: Config) -> int:
-    """What was granted, or what a member would offer of what is free now."""
+    """Return the memory granted in [model], or the share of free memory that a member would offer."""
     import psutil
 
     from convoy.plan.memory.memory import MEMORY_SHARE

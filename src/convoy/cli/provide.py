@@ -1,4 +1,4 @@
-"""``convoy provide``: answer for a coordinator, with an engine that speaks OpenAI's HTTP on this machine."""
+"""``convoy provide``: answer a coordinator's requests with an engine that has OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from convoy.config.settings import read_api_key
 if TYPE_CHECKING:
     from convoy.fleet.capacity import Capacity
 
-CoordinatorArgument = Annotated[str, typer.Argument(help="wss://HOST[:PORT]; ws:// to this machine alone.")]
-UpstreamFlag = Annotated[str, typer.Option(help="The engine: a `convoy serve`, vLLM, llama.cpp, Ollama.")]
+CoordinatorArgument = Annotated[str, typer.Argument(help="wss://HOST[:PORT]; ws:// only to this machine.")]
+UpstreamFlag = Annotated[
+    str, typer.Option(help="The engine's URL: `convoy serve`, vLLM, llama.cpp or Ollama.")
+]
 UpstreamKeyFlag = Annotated[Path | None, typer.Option(help="File with the engine's API key.")]
 ModelFlag = Annotated[
-    list[str] | None, typer.Option(help="Offer this model of the engine's.  [default: all]")
+    list[str] | None, typer.Option(help="Offer this model of the engine; repeatable.  [default: all]")
 ]
 SharedCacheFlag = Annotated[
     bool,
-    typer.Option(help="The engine may share prefixes of prompts between accounts: send it no cache_salt."),
+    typer.Option(help="Let the engine share prompt prefixes between accounts: send no cache_salt."),
 ]
-SlotsFlag = Annotated[int, typer.Option(min=1, max=4096, help="Requests at once, of each model.")]
+SlotsFlag = Annotated[int, typer.Option(min=1, max=4096, help="Concurrent requests for each model.")]
 
 
 def provide(
@@ -44,7 +46,7 @@ def provide(
     directory: DirectoryFlag = DEFAULT_HOME,
     as_json: JsonFlag = False,
 ) -> None:
-    """Register with a coordinator, and answer what it sends."""
+    """Register with a coordinator, and answer its requests."""
     from convoy.cluster.head.provider_evidence import OwnProcess
     from convoy.fleet.provider.provide import ProvideOptions
     from convoy.fleet.provider.run import provide_until_drained

@@ -1,8 +1,8 @@
-"""``convoy proxy``: beside a user's tools, seal what they ask to a provider that they trust.
+"""``convoy proxy``: run beside a user's tools, and seal their requests to a provider that the user trusts.
 
-proxy.toml: coordinator, api_key_file, trust_providers, trust_operators, allow_plain, default_max_tokens,
-and under [telemetry] traces, under [evidence] what providers must show: see `cli.running.trust_rules`.
-It gives way to flags; keys to trust of both count.
+proxy.toml has the keys coordinator, api_key_file, trust_providers, trust_operators, allow_plain and
+default_max_tokens. Its tables are [telemetry] with traces, and [evidence], which `cli.running.trust_rules`
+describes. A flag overrides the file, but trusted keys of both count.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ if TYPE_CHECKING:
 
 
 CoordinatorArgument = Annotated[
-    str | None, typer.Argument(help="https://HOST[:PORT]; http:// to this machine alone.")
+    str | None, typer.Argument(help="https://HOST[:PORT]; http:// only to this machine.")
 ]
-ConfigFlag = Annotated[Path | None, typer.Option(help="proxy.toml: the same, and whom to trust.")]
+ConfigFlag = Annotated[Path | None, typer.Option(help="proxy.toml: these settings, and the trusted keys.")]
 KeyFlag = Annotated[
     Path | None, typer.Option(help="File with your API key at the coordinator.  [default: CONVOY_API_KEY]")
 ]
-ProviderFlag = Annotated[
-    list[str] | None, typer.Option(help="Seal to the provider with this key, which it shows.")
-]
+ProviderFlag = Annotated[list[str] | None, typer.Option(help="Seal to the provider that prints this key.")]
 OperatorFlag = Annotated[
-    list[str] | None, typer.Option(help="Seal to providers that this operator's key certified.")
+    list[str] | None, typer.Option(help="Seal to providers that this operator's key has certified.")
 ]
 PlainFlag = Annotated[
-    bool, typer.Option("--allow-plain", help="Without one to trust, let the coordinator read.")
+    bool, typer.Option("--allow-plain", help="Without a trusted provider, let the coordinator read requests.")
 ]
 LevelFlag = Annotated[
-    LevelName | None, typer.Option(help="The least that a provider's evidence must prove.  [default: none]")
+    LevelName | None,
+    typer.Option(help="The lowest level that a provider's evidence must prove.  [default: none]"),
 ]
-PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 lets the system choose.")]
+PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 lets the system choose.")]
 
 
 class ProxyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """Hold the whole proxy.toml."""
 
     coordinator: str | None = None
     api_key_file: str | None = None
@@ -73,7 +72,7 @@ def proxy(
     traces: TracesFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Seal what tools ask, so that a coordinator cannot read it."""
+    """Seal requests of tools, so that a coordinator cannot read them."""
     from convoy.api.listen.options import ServeOptions
     from convoy.fleet.proxy.proxy import ProxyOptions
     from convoy.fleet.proxy.server import run_proxy
@@ -101,7 +100,7 @@ def proxy(
 
 
 def _coordinator(read: ProxyFile, url: str | None, key_file: Path | None) -> tuple[str, str]:
-    """Return its URL and the API key there. Raises `UsageError` where one is not given."""
+    """Return the coordinator's URL and the API key there. Raises `UsageError` if one is missing."""
     url = url or read.coordinator
     key = client_key(key_file or (None if read.api_key_file is None else Path(read.api_key_file)))
     if url is None or key is None:
@@ -113,11 +112,11 @@ def _coordinator(read: ProxyFile, url: str | None, key_file: Path | None) -> tup
 
 
 def _no_words(_num_answers: int, _drain_s: float) -> None:
-    """For scripts."""
+    """Print nothing, because a script reads the output."""
 
 
 def _trust(read: ProxyFile, file: Path | None, providers: list[str], operators: list[str]) -> Trust:
-    """What the file says, and the keys of flags besides."""
+    """Return the trust of the file, and of the keys that flags add."""
     from convoy.fleet.proxy.trust import Trust
 
     operator_keys = read_keys("--trust-operator", [*read.trust_operators, *operators])
@@ -126,7 +125,7 @@ def _trust(read: ProxyFile, file: Path | None, providers: list[str], operators: 
 
 
 def read_keys(what: str, texts: list[str]) -> frozenset[bytes]:
-    """Ed25519 public keys. Raises `UsageError` for one that is none."""
+    """Return Ed25519 public keys from hex. Raises `UsageError` for text that is no key."""
     keys = set()
     for text in texts:
         try:
@@ -143,5 +142,5 @@ def read_keys(what: str, texts: list[str]) -> frozenset[bytes]:
 
 
 def read_proxy_file(path: Path) -> ProxyFile:
-    """Raises `ConfigError` naming the file and the key."""
+    """Return the settings in a proxy.toml. Raises `ConfigError` naming the file and the key."""
     return read_toml(path, ProxyFile)

@@ -48,10 +48,10 @@ def new(
         list[Path],
         typer.Argument(metavar="CARD", help="A card of each member, from `convoy identity new`."),
     ],
-    head: Annotated[list[str], typer.Option(help="A member that may be head; may be given again.")],
+    head: Annotated[list[str], typer.Option(help="A member that may be head; repeatable.")],
     days: DaysFlag = 30,
     epoch: Annotated[
-        int | None, typer.Option(min=1, help="Its version.  [default: one more than that in --out]")
+        int | None, typer.Option(min=1, help="The roster's version.  [default: one more than in --out]")
     ] = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
     out: Annotated[Path, typer.Option(help="Where the roster goes.")] = Path("roster.toml"),
@@ -120,20 +120,22 @@ def add(
 
 @app.command()
 def remove(
-    names: Annotated[list[str], typer.Argument(help="Members that are to be out.")],
+    names: Annotated[list[str], typer.Argument(help="The members to remove.")],
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,
     roster: RosterFlag = None,
     passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign the roster again without some members, one epoch later. They are out wherever it arrives."""
+    """Sign the roster again without some members, one epoch later. They are out wherever the new roster
+    arrives.
+    """
     change = open_change(roster_file(roster), operator, days, passphrase_file)
     for name in names:
         change.old.roster.member(name)
     left = tuple(member for member in change.old.roster.members if member.name not in names)
     if not left:
-        raise RosterError("nobody would be left in the roster")
+        raise RosterError("no member would be left in the roster")
     _print_change(change, left, as_json=as_json)
 
 
@@ -149,7 +151,7 @@ def sign(
     new_passphrase_file: NewPassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign the same members again: a new expiry, or a new operator key. It is one epoch later."""
+    """Sign the same members again, for a new expiry or operator key. The roster is one epoch later."""
     from convoy.trust.roster.addresses import check_own_addresses
 
     change = open_change(roster_file(roster), operator, days, passphrase_file)
@@ -173,7 +175,7 @@ def show(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a roster says and whose key it names. `verify` checks that the key is your operator's."""
+    """Show a roster and the operator key that it names. `verify` checks that the key is your operator's."""
     from convoy.trust.roster.roster import open_roster
 
     file = roster_file(file)
@@ -194,11 +196,11 @@ def verify(
         Path | None,
         typer.Option(help="A convoy.toml that names roster and key.  [default: .convoy/convoy.toml]"),
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="The cluster it must be for.")] = None,
-    member: Annotated[str | None, typer.Option(help="A member that it must list.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster that the roster must be for.")] = None,
+    member: Annotated[str | None, typer.Option(help="A member that the roster must list.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a roster as a member does. Signature, time, cluster and member: exit 78 if it does not hold."""
+    """Check a roster as a member does. Exit 78 if signature, time, cluster or member do not hold."""
     from convoy.trust.roster.roster import open_roster
 
     lacking = file is None or operator_key is None
@@ -224,7 +226,7 @@ def verify(
 
 
 def _command(verb: str, name: str, operator: Path, roster: Path | None) -> str:
-    """A command line about the same files as the one that is running."""
+    """Return a command line that works on the same files as this command."""
     words = ["convoy", "roster", verb, name]
     words += [] if roster is None else ["--roster", str(roster)]
     words += [] if operator == OPERATOR_DIRECTORY else ["--operator", str(operator)]
@@ -232,7 +234,9 @@ def _command(verb: str, name: str, operator: Path, roster: Path | None) -> str:
 
 
 def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:
-    """The roster that is about to be replaced: members refuse to go back behind its epoch."""
+    """Return the roster that ``out`` holds, or None. The new epoch must follow it: members refuse an older
+    one.
+    """
     from convoy.trust.roster.roster import open_roster
 
     if not out.exists():
@@ -245,10 +249,11 @@ def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:
 
 
 def _claims(data: bytes, file: Path) -> tuple[bytes, datetime.datetime]:
-    """The operator key that a roster claims and a time at which it is valid; nothing is verified by that."""
+    """Return the operator key that a roster names, and a time at which it is valid. This verifies nothing."""
     try:
         table = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):  # ValueError also for a number of 4,301 digits
+    # tomllib also raises ValueError for a number of 4,301 digits.
+    except (ValueError, RecursionError):
         raise RosterError(f"{file} is not TOML, so it is no roster") from None
     signature, valid_at = table.get("signature"), table.get("not_before")
     if not isinstance(signature, dict) or not isinstance(signature.get("operator"), str):

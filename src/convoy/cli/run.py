@@ -1,4 +1,4 @@
-"""``convoy run``: a whole cluster on this machine, to serve or to answer one prompt."""
+"""``convoy run``: run a whole cluster on this machine, to serve or to answer one prompt."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def run(
     model: ModelArgument,
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
     layers: LayersFlag = None,
-    prompt: Annotated[str | None, typer.Option(help="Answer this and exit, instead of serving.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="With --prompt: at most so many tokens.")] = 256,
+    prompt: Annotated[
+        str | None, typer.Option(help="Answer this prompt and exit, instead of serving.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="With --prompt: the most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="With --prompt and a temperature.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="With --prompt: no chat template.")] = False,
+    seed: Annotated[int, typer.Option(help="With --prompt and a temperature: the random seed.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="With --prompt: use no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
     quantize: QuantizeFlag = None,
     device: DeviceFlag = "auto",
@@ -53,7 +55,7 @@ def run(
     listens: dict[str, Any],
     as_json: JsonFlag = False,
 ) -> None:
-    """Split a model over processes here; serve it or answer."""
+    """Split a model over processes here, to serve it or answer."""
     from convoy.model.checkpoints.source import ModelSource
 
     if max_tokens < 1:
@@ -70,7 +72,8 @@ def run(
         asked.check()
     else:
         asked = PromptRun(prompt, raw, max_tokens, temperature, seed).request(source)
-    options.check(source.spec)  # what is wrong is said before anything is started
+    # Errors in the options come before any process starts.
+    options.check(source.spec)
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = override(local.config(local.head), serve=http)
@@ -98,7 +101,7 @@ def _serve_or_answer(
 
 @dataclass(frozen=True, slots=True)
 class PromptRun:
-    """What the flags say about the one prompt."""
+    """Hold the flags of the one prompt."""
 
     prompt: str
     raw: bool
@@ -107,7 +110,9 @@ class PromptRun:
     seed: int
 
     def request(self, source: ModelSource) -> GenerationRequest:
-        """Raises `RequestError` for what cannot be asked."""
+        """Return the request to the engine. Raises `RequestError` for a prompt or parameters that are
+        invalid.
+        """
         from convoy.engine.requests.request import GenerationRequest
         from convoy.model.sampling.params import SamplingParams
         from convoy.model.text.tokens import Tokenizer
@@ -140,7 +145,7 @@ def _answer(
 
 
 def _summary(answer: Completion) -> str:
-    """With a rate where there is more than the first token."""
+    """Return the number of tokens and the time to the first, with a rate if there is more than one token."""
     num_tokens = len(answer.token_ids)
     summary = f"{counted(num_tokens, 'token')}, first after {answer.time_to_first_token_s * 1000:.0f} ms"
     return f"{summary}, then {answer.decode_tokens_per_s:.1f} tokens/s" if num_tokens > 1 else summary

@@ -1,4 +1,4 @@
-"""``convoy serve``: be the head. Reaches the peers, splits the model, and answers the OpenAI API."""
+"""``convoy serve``: run the head. It reaches the peers, splits the model, and answers the OpenAI API."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ConfigFlag = Annotated[
     typer.Option(help="This member's convoy.toml.  [default: that in --dir, or this machine alone]"),
 ]
 InviteFlag = Annotated[
-    bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
+    bool, typer.Option("--invite", help="First let one machine in. Makes keys, roster and config if missing.")
 ]
 InvitePortFlag = Annotated[
     int | None,
@@ -73,7 +73,7 @@ def serve(
     invite: InviteFlag = False,
     auto_approve: AutoApproveFlag = False,
     address: InviteAddressFlag = None,
-    name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="With --invite: the first machine's name.")] = None,
     invite_port: InvitePortFlag = None,
     passphrase_file: PassphraseFlag = None,
     directory: DirectoryFlag = DEFAULT_HOME,
@@ -88,7 +88,7 @@ def serve(
     traces: TracesFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Be the head: split a model, answer the OpenAI API."""
+    """Run the head: split a model, answer the OpenAI API."""
     asked = InviteFlags(config, directory, auto_approve, address, name, invite_port, passphrase_file)
     config = asked.let_in(model, as_json=as_json) if invite else config_file(config, directory)
     settings = _settings(with_discover(load_config(config), discover), weights, signed, traces)
@@ -110,7 +110,7 @@ def _settings(settings: Config, weights: str | None, signed: Path | None, traces
 
 
 def _checked(settings: Config, chosen: OpenedModel) -> Config:
-    """Return ``settings``, or raise what is wrong with them before anything is started."""
+    """Return ``settings`` if they are valid. Raise their errors before anything is started."""
     options = head_options(settings)
     options.check()
     options.check_context(chosen.source.spec)
@@ -118,7 +118,7 @@ def _checked(settings: Config, chosen: OpenedModel) -> Config:
 
 
 def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
-    """A cluster of one, as long as ``stack``."""
+    """Return the settings of a cluster of one member that lives as long as ``stack``."""
     local = stack.enter_context(LocalCluster(_alone_options(settings)))
     http, limits = settings.serve, settings.engine
     return override(local.config(local.head), serve=http, engine=limits, telemetry=settings.telemetry)
@@ -129,14 +129,14 @@ def _alone_options(settings: Config) -> LocalOptions:
 
 
 def _whose(config: Path | None, directory: Path) -> str:
-    """Return what is said of the cluster that this head serves."""
+    """Return a note on the cluster that this head serves."""
     if config is not None:
         return f"as the head of {config}; `convoy run` is this machine alone"
     return f"no --config and no {Home(directory).config}: this machine serves alone"
 
 
 def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
-    """The model that was named, on this machine."""
+    """Return the named model, with the files that it needs on this machine."""
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
@@ -144,9 +144,10 @@ def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
 
 
 def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> Config:
-    """``--layers`` in place of what [plan] says; a bare span is for the head, then for the roster's peers.
+    """Return ``settings`` with the spans of ``--layers`` in place of those of [plan].
 
-    Raises `UsageError`, or what `plan.placement.placement.place` raises for spans that no members could hold.
+    A bare span is for the head, then for the roster's peers in order. Raises `UsageError`, and the errors of
+    `plan.placement.placement.place` for spans that the members cannot hold.
     """
     from convoy.plan.placement.grouping import names_in
     from convoy.plan.placement.placement import MemberOffer, place
@@ -157,11 +158,12 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
     names = [me.name, *(member.name for member in me.roster.members if member.name != me.name)]
     spans = spans_by_name(layers, names)
     assert spans is not None
-    # Who is in no span may be a standby, or share what is left.
+    # A member without a span may be a standby, or share the remaining layers. So try both.
     groups = names, list(dict.fromkeys([me.name, *names_in(spans)]))
     failed: ConvoyError | None = None
     for group in groups:
         try:
+            # The memory of peers is unknown before they answer. This check is for the spans alone.
             place(spec, [MemberOffer(name, 1 << 62, head=name == me.name) for name in group], spans)
             break
         except ConvoyError as error:
@@ -182,9 +184,9 @@ def serve_cluster(
     providing: Providing | None = None,
     options: ServeOptions | None = None,
 ) -> None:
-    """Bring the cluster up, serve until a signal, take it down. ``note`` is said beside the address.
+    """Bring the cluster up, serve until a signal, and take it down. Print ``note`` beside the address.
 
-    ``options``: of ``settings``, where they were read before. A pipe with keys is read once.
+    ``options`` are those of ``settings`` if they were read before: a pipe with keys can be read only once.
     """
     from convoy.api.server import bind
 
@@ -192,11 +194,11 @@ def serve_cluster(
     options.check()
     if options.in_clear and not as_json:
         warn_in_clear(options.host)
-    # A port in use is said before anything is loaded; until there is something to serve, nobody listens.
+    # Report a port in use before anything is loaded. Nothing listens until the model is ready.
     bind(options).close()
     me = load_head(settings)
     with watched_roster(settings, me, quiet=as_json):
-        # the network is only to find the peers: a head that serves asks for nobody
+        # The network only finds peers at the start: a serving head looks for no member.
         with _said_when_interrupted(quiet=as_json), network_of(settings) as network:
             cluster = start_cluster(
                 settings,
@@ -205,7 +207,8 @@ def serve_cluster(
                 quiet=as_json,
                 watch=watch,
                 network=network,
-                keep_waiting=watch is None,  # processes of this machine that do not come are watched
+                # `watch` already reports a local process that does not come.
+                keep_waiting=watch is None,
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
@@ -214,7 +217,7 @@ def serve_cluster(
 
 @contextmanager
 def _said_when_interrupted(*, quiet: bool) -> Iterator[None]:
-    """Around the start: it may take minutes, and whoever ends it reads that it has ended."""
+    """Report that the command ended if the start is interrupted. A start may take minutes."""
     try:
         yield
     except KeyboardInterrupt:
@@ -250,7 +253,8 @@ def _serve(
                 beside.append(providing.begin(url, cluster.head, options, quiet=as_json))
 
         def on_stop() -> None:
-            for provider in beside:  # what it runs for others ends before the head does
+            # The coordinator's requests end before the head does.
+            for provider in beside:
                 provider.drain(options.drain_s)
 
         def on_drain(num_answers: int, drain_s: float) -> None:
@@ -284,13 +288,14 @@ def start_cluster(
     network: Network | None = None,
     keep_waiting: bool = False,
 ) -> RunningCluster:
-    """Everything up to a token that has passed every stage.
+    """Return a running cluster, after a token has passed every stage.
 
-    ``me``: the head, where it was loaded already. ``watch``: see `Head`. ``keep_waiting``: see
-    `cluster.options.HeadOptions`.
+    ``me`` is the head's membership if it is loaded already. See `Head` for ``watch``, and
+    `cluster.options.HeadOptions` for ``keep_waiting``.
     """
     with heavy_rooms(lambda text: None if quiet else print_note(text)):
-        import convoy.model.loading.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
+        # A stage needs this import soon, and peers start meanwhile.
+        import convoy.model.loading.load  # noqa: F401
         from convoy.cluster.running import RunningCluster
     from convoy.model.checkpoints.source import ModelSource
 

@@ -1,4 +1,4 @@
-"""``convoy session``: answer a prompt, keep the conversation in a file, go on with it under any split."""
+"""``convoy session``: answer a prompt, save the conversation, and continue it later with any split."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from convoy.model.text.tokens import Tokenizer
 
 
-LoadFlag = Annotated[Path | None, typer.Option(help="Go on with this saved session.")]
-SaveFlag = Annotated[Path | None, typer.Option(help="Keep the session in this file, which holds the prompt.")]
+LoadFlag = Annotated[Path | None, typer.Option(help="Continue this saved session.")]
+SaveFlag = Annotated[
+    Path | None, typer.Option(help="Save the session to this file. The file holds the prompt.")
+]
 KeyFlag = Annotated[
     Path | None,
     typer.Option(
@@ -37,14 +39,12 @@ KeyFlag = Annotated[
         "identity]"
     ),
 ]
-PlainFlag = Annotated[bool, typer.Option("--plain", help="Save without a seal; load a file that has none.")]
+PlainFlag = Annotated[bool, typer.Option("--plain", help="Save without a seal, or load a file without one.")]
 
 
 def session(
     model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
-    prompt: Annotated[
-        str | None, typer.Option(help="What to answer; without it, only load and save.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt. Without it: only load and save.")] = None,
     load: LoadFlag = None,
     save: SaveFlag = None,
     key: KeyFlag = None,
@@ -60,10 +60,10 @@ def session(
             "for --members]"
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of the answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0, or as saved]")] = None,
-    seed: Annotated[int | None, typer.Option(help="[default: 0, or as saved]")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    seed: Annotated[int | None, typer.Option(help="The random seed.  [default: 0, or as saved]")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Use no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
     quantize: QuantizeFlag = None,
     as_json: JsonFlag = False,
@@ -83,7 +83,7 @@ def session(
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """What the flags say about one run of a session."""
+    """Hold the flags of one run of a session."""
 
     prompt: str | None
     load: Path | None
@@ -96,14 +96,14 @@ class SessionTurn:
     quantize: str | None = None
 
     def check(self) -> None:
-        """Raises UsageError for what makes no sense together."""
+        """Raise UsageError for flags that do not fit together."""
         if self.max_tokens < 1:
             raise UsageError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
         if self.prompt is None and self.load is None:
             raise UsageError("there is nothing to do", hint="give --prompt, --load or both")
 
     def check_files(self, key: bytes | None) -> None:
-        """What is wrong with the files is said before anything is started. Raises SessionError."""
+        """Raise SessionError for the session's files, before anything is started."""
         from convoy.engine.sessions.file import SessionReader
 
         if self.load is not None:
@@ -112,7 +112,7 @@ class SessionTurn:
         if self.save is not None and self.save.exists() and not _same(self.save, self.load):
             raise SessionError(
                 f"{self.save} exists already, and saving would replace it",
-                hint=f"--load {self.save} goes on with it; or name another file",
+                hint=f"--load {self.save} continues it; or name another file",
             )
         if self.save is not None and not self.save.parent.is_dir():
             raise SessionError(
@@ -121,7 +121,7 @@ class SessionTurn:
             )
 
     def check_model(self, source: ModelSource) -> None:
-        """Before anything is started, too. Raises RequestError for a model that knows no turns."""
+        """Raise RequestError for a model without a chat template, before anything is started."""
         from convoy.model.text.tokens import Tokenizer
 
         if self.prompt is not None and not self.raw and not Tokenizer(source).has_chat_template:
@@ -132,13 +132,13 @@ class SessionTurn:
             )
 
     def params(self, saved: SamplingParams) -> SamplingParams:
-        """As saved, but for what a flag says. Raises RequestError."""
+        """Return the saved parameters with the values of flags in their place. Raises RequestError."""
         if self.temperature is not None:
             saved = replace(saved, temperature=self.temperature)
         return saved if self.seed is None else replace(saved, seed=self.seed)
 
     def tokens(self, tokenizer: Tokenizer, so_far: tuple[int, ...]) -> list[int]:
-        """The session's tokens with the prompt behind them."""
+        """Return the session's tokens followed by those of the prompt."""
         if self.prompt is None:
             return list(so_far)
         if self.raw:
@@ -155,7 +155,7 @@ def _same(one: Path, other: Path | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys of the file that is loaded and of the file that is saved; None where it has no seal."""
+    """Hold the keys of the file to load and of the file to save. A key is None for a file without a seal."""
 
     load: bytes | None
     save: bytes | None
@@ -169,12 +169,15 @@ class SessionKeys:
 
 
 def first_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A conversation that begins with ``prompt``."""
+    """Return the tokens of a conversation that begins with ``prompt``."""
     return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What the template puts behind an answer that ``prompt`` follows: what two answers have in common."""
+    """Return the tokens that the template puts between an answer and the next one, for ``prompt``.
+
+    They are the common end of two conversations that differ in the first answer alone.
+    """
 
     def after(answer: str) -> list[int]:
         said = [("user", "x"), ("assistant", answer), ("user", prompt)]
@@ -190,7 +193,7 @@ def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def _start(
     turn: SessionTurn, keys: SessionKeys, model: str, config: Path | None, options: LocalOptions
 ) -> None:
-    """On the cluster of ``config``, or on one of this machine's processes."""
+    """Run the turn on the cluster of ``config``, or on one of processes on this machine."""
     from convoy.model.checkpoints.source import ModelSource
 
     source = ModelSource.resolve(model)
@@ -236,7 +239,7 @@ def _talk(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster, talk: S
         tell(f"the answer was cut off after {counted(turn.max_tokens, 'token')}: --max-tokens allows more")
     if turn.save is not None:
         talk.save(turn.save, keys.save)
-        sealed = "sealed" if keys.save is not None else "readable for whoever can read the file"
+        sealed = "sealed" if keys.save is not None else "not sealed: anyone with the file can read it"
         size = format_bytes(turn.save.stat().st_size)
         tell(f"saved {counted(talk.position, 'token')} to {turn.save}, {size}, {sealed}")
     return {
@@ -263,7 +266,7 @@ def _answer(turn: SessionTurn, tokenizer: Tokenizer, talk: Session) -> tuple[str
             print(piece, end="", flush=True)
 
     reason = "length"
-    # A full context ends the answer, and not the conversation: it can still be saved.
+    # A full context ends the answer but not the conversation, which can still be saved.
     for _ in range(min(turn.max_tokens, talk.model.max_context - talk.position)):
         token = talk.sample().token_id
         if token in tokenizer.eos_ids:

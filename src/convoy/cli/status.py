@@ -1,4 +1,4 @@
-"""``convoy status``: who holds what in a running cluster, and whether tokens pass."""
+"""``convoy status``: show the stages of a running cluster, and whether tokens pass."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def status(
     ca: CaFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a running cluster: stages, links, load. Exit 75 when it is not ready."""
+    """Show a running cluster: stages, links, load. Exit 75 if it is not ready."""
     from convoy.cluster.status import ClusterStatus
 
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
     health = endpoint.get("/health", accept=frozenset({200, 503}))
     answer = endpoint.get("/status")
     try:
+        # The server may be of another version, or no Convoy at all.
         ready = msgspec.convert(health, dict[str, Any])
         cluster = msgspec.convert(answer, ClusterStatus)
     except msgspec.ValidationError as error:
@@ -40,7 +41,8 @@ def status(
         _print(ready, cluster)
     if ready.get("status") != "ready":
         if as_json:
-            raise typer.Exit(EXIT_RETRY)  # the value above says why, and there is only one
+            # The JSON value already gives the reason, and a script expects one value only.
+            raise typer.Exit(EXIT_RETRY)
         raise NotReady(f"the cluster is {ready.get('status')}: {ready.get('reason', 'no reason given')}")
 
 

@@ -15,7 +15,7 @@ from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE, GroupedCommand
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A row of the table: the verb's name, its group on the help page, and its line there.
+    """Hold a row of the table: the verb's name, its group on the help page, and its line there.
 
     ``target`` is "module:name" in this package; the name is a function or a `typer.Typer`.
     """
@@ -41,37 +41,37 @@ class Verb:
 
 VERBS = (
     Verb("demo", "demo:demo", RUN, "Split the bundled model over two sealed processes and ask it."),
-    Verb("run", "run:run", RUN, "Split a model over processes here; serve it or answer.", GroupedCommand),
-    Verb("serve", "serve:serve", RUN, "Be the head: split a model, answer the OpenAI API.", GroupedCommand),
+    Verb("run", "run:run", RUN, "Split a model over processes here, to serve it or answer.", GroupedCommand),
+    Verb("serve", "serve:serve", RUN, "Run the head: split a model, answer the OpenAI API.", GroupedCommand),
     Verb(
-        *("join", "join:join", RUN, "Hold layers for a head: one command on each further machine."),
+        *("join", "join:join", RUN, "Hold layers for a head: run it on each further machine."),
         GroupedCommand,
     ),
     Verb("chat", "chat:chat", RUN, "Talk to a running cluster; answers stream as they come."),
     Verb("session", "session:session", RUN, "Answer a prompt, and keep the conversation in a file."),
     Verb("status", "status:status", RUN, "Show a running cluster: stages, links, load."),
-    Verb("invite", "invite:invite", SET_UP, "Let one more machine in: shows its token for `join`."),
-    Verb("plan", "plan:plan", SET_UP, "Show who would hold which layers, how fast, and why."),
-    Verb("doctor", "doctor:doctor", SET_UP, "Look at this machine, its keys, the roster and every peer."),
-    Verb("cache", "cache:cache", SET_UP, "Show what is kept of models, with sizes; remove it."),
+    Verb("invite", "invite:invite", SET_UP, "Let one more machine in: show a token for its `join`."),
+    Verb("plan", "plan:plan", SET_UP, "Show which member would hold which layers, how fast, and why."),
+    Verb("doctor", "doctor:doctor", SET_UP, "Check this machine, its keys, the roster and every peer."),
+    Verb("cache", "cache:cache", SET_UP, "Show the cached model files and their sizes; remove them."),
     Verb("identity", "identity:app", SET_UP, "Make or show keys and cards; an operator key's passphrase."),
     Verb("roster", "roster:app", SET_UP, "Sign, change, show or verify the list of members."),
     Verb("keys", "keys:app", SET_UP, "Make and list files with API keys."),
-    Verb("manifest", "manifest:app", SET_UP, "Show, sign or verify what a model is, tensor by tensor."),
-    Verb("attest", "attest:app", SET_UP, "Prove what this machine is; enrol its TPM."),
-    Verb("audit", "audit:app", SET_UP, "Show or verify the log of what a key did."),
-    Verb("provide", "provide:provide", SHARE, "Register with a coordinator, and answer what it sends."),
-    Verb("proxy", "proxy:proxy", SHARE, "Seal what tools ask, so that a coordinator cannot read it."),
+    Verb("manifest", "manifest:app", SET_UP, "Show, sign or verify the hashes of a model's tensors."),
+    Verb("attest", "attest:app", SET_UP, "Show this machine's evidence; enrol its TPM."),
+    Verb("audit", "audit:app", SET_UP, "Show or verify the log of a key's acts."),
+    Verb("provide", "provide:provide", SHARE, "Register with a coordinator, and answer its requests."),
+    Verb("proxy", "proxy:proxy", SHARE, "Seal requests of tools, so that a coordinator cannot read them."),
     Verb(
         *("coordinator", "coordinator:app", SHARE),
-        "Route requests of accounts to providers, and look after both.",
+        "Route requests of accounts to providers; administer both.",
     ),
     Verb("eval", "eval:evaluate", PROVE, "Score a model on questions with one right answer each."),
     Verb(
         *("verify", "verify:verify", PROVE),
-        "Prove that a model split in any way answers as it does whole.",
+        "Prove that a model answers the same whole and split.",
     ),
-    Verb("bench", "bench:app", PROVE, "Measure sealing, and what one and two members reach."),
+    Verb("bench", "bench:app", PROVE, "Measure sealing, and the speed of one and of two members."),
 )
 
 
@@ -104,13 +104,14 @@ class VerbCommands(MutableMapping[str, Any]):
 
 
 class VerbGroup(TyperGroup):
-    """List the verbs in groups, from the table alone. The options of every verb are left out."""
+    """List the verbs in groups, from the table alone, without the options that every verb has."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = VerbCommands()
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as the base class has it
+    # The base class's signature has the parameter `ctx`.
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         width = max(len(verb.name) for verb in VERBS)
         for panel in (RUN, SET_UP, SHARE, PROVE):
             with formatter.section(panel):

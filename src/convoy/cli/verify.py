@@ -1,4 +1,4 @@
-"""``convoy verify``: the parity certificate of a model on this machine, cut in every way that is allowed."""
+"""``convoy verify``: make the parity certificate of a model on this machine, over every allowed cut."""
 
 from __future__ import annotations
 
@@ -37,21 +37,26 @@ def verify(
     ],
     kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
     cuts: Annotated[
-        str, typer.Option(help="all, or at most how many places to cut into two; and a sample into three.")
+        str, typer.Option(help="all, or the most places to cut into two. A sample is cut into three.")
     ] = "all",
-    prompts: Annotated[str, typer.Option(help="How many prompts, or a file with one on each line.")] = "4",
-    tokens: Annotated[int, typer.Option(min=1, max=256, help="To decode behind each prompt.")] = 6,
+    prompts: Annotated[
+        str, typer.Option(help="A number of prompts, or a file with one prompt per line.")
+    ] = "4",
+    tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to decode after each prompt.")] = 6,
     device: DeviceFlag = "cpu",
-    ranks: Annotated[int, typer.Option(min=1, max=8, help="That hold each stage together, on the CPU.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=8, help="Ranks that hold each stage together, on the CPU.")
+    ] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
     leak: LeakFlag = False,
     leak_tokens: LeakTokensFlag = LEAK_TOKENS,
     leak_depths: LeakDepthsFlag = LEAK_DEPTHS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove that a model split in any way answers as it does whole.
+    """Prove that a model answers the same whole and split.
 
-    With --leak: show how much of a prompt a peer recovers from the activations that it is sent.
+    It tries every allowed cut. With --leak: show how much of a prompt a peer can recover from the activations
+    that it receives.
     """
     max_cuts = _max_cuts(cuts)
     if not leak and (leak_tokens, leak_depths) != (LEAK_TOKENS, LEAK_DEPTHS):
@@ -77,13 +82,15 @@ def verify(
 def _device_and_kernel(
     source: ModelSource, device: str | None, kernel: str, ranks: int, threads: int | None
 ) -> tuple[str, str]:
-    """On what stages compute, and how. Raises UsageError for ranks that cannot be verified there."""
+    """Return the device and the kernel of the stages. Raises UsageError for ranks that cannot be verified
+    there.
+    """
     from convoy.model.backends.host.checks.selfcheck import choose_kernel, why_not_exact
     from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
     from convoy.plan.spec.sharding import check_sharding
 
     if device and RANKS in device:
-        raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="say --ranks")
+        raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="give --ranks")
     device = ",".join(choose_devices(device or "cpu", kernel))
     chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on_cuda(kernel)
     if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
@@ -96,7 +103,7 @@ def _device_and_kernel(
 
 
 def report(found: Certificate, *, as_json: bool) -> None:
-    """The table or the one JSON value; exit 1 where anything failed."""
+    """Print the table or the one JSON value. Exit 1 if any layout failed."""
     if as_json:
         print_json(_finite({"passed": found.passed, **_object(found)}))
     else:
@@ -132,7 +139,10 @@ def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]
 
 
 def _progress(unit: str, *, quiet: bool) -> Progress:
-    """One line that changes on a terminal; elsewhere a line now and then, none where ``quiet``."""
+    """Return a progress callback: one changing line on a terminal, otherwise a line now and then.
+
+    It prints nothing elsewhere if ``quiet``.
+    """
     if not sys.stderr.isatty():
         return (lambda *_: None) if quiet else VerifyLines(unit).on_progress
 
@@ -184,7 +194,7 @@ def _tokens(result: LayoutResult) -> str:
 
 
 def _limits(found: Certificate) -> list[str]:
-    """What the columns are and what they must be."""
+    """Return lines that explain the columns and their limits."""
     unsplit, library = found.limits.unsplit, found.limits.library
     must = f"at most {unsplit:g} for each ten units of logit" if unsplit else "which must be 0"
     lines = [
@@ -225,7 +235,7 @@ def _object(found: Certificate) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
-    """JSON has no infinity: None is what was not a number."""
+    """Return ``value`` with None in place of infinity and NaN, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

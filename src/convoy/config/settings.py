@@ -1,8 +1,8 @@
 """``convoy.toml``: one file for a member, read into frozen values.
 
     [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it),
-               policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine),
-               standby (a peer: hold layers only once another member is lost)
+               policy (file: the evidence that others must show), tpm (such as device:/dev/tpmrm0, for
+               this machine's evidence), standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, allow_unauthenticated, tls_certificate, tls_key, allowed_hosts,
                allowed_origins, max_waiting, drain_s                     a head's HTTP server
@@ -15,7 +15,7 @@
     [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s,
                parallel (auto, pipeline, tensor or single), ranks (members that hold a stage together)
 
-Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
+Every table and key is optional here. A verb asks for a key that it needs with a `require_` method.
 Paths are relative to the file. An unknown key is an error that names the nearest known one.
 """
 
@@ -34,7 +34,8 @@ from convoy.errors import ConfigError
 
 DEFAULT_PEER_PORT = 7777
 DEFAULT_SERVE_PORT = 8765
-DEFAULT_SPECULATE = 8  # bench/METHODOLOGY.md, `convoy bench spec`, says why
+# bench/METHODOLOGY.md, under `convoy bench spec`, gives the reason.
+DEFAULT_SPECULATE = 8
 _MAX_FILE_BYTES = 1 << 20
 _OPERATOR_KEY_BYTES = 32
 
@@ -50,13 +51,13 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[telemetry]. ``traces``: the URL of an OTLP/HTTP collector."""
+    """Hold [telemetry]. ``traces`` is the URL of an OTLP/HTTP collector."""
 
     traces: Annotated[str, msgspec.Meta(min_length=1, max_length=500)] | None = None
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
-    """Who this member is, whom it trusts, and what it asks of them. ``standby`` is for peers alone."""
+    """Hold [cluster]: this member's name, keys, trust and policy. ``standby`` is for peers only."""
 
     name: Name | None = None
     identity: Path | None = None
@@ -68,19 +69,23 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
 
 class ListenConfig(msgspec.Struct, frozen=True):
-    """Where peers reach this member: an address of this machine, or 0.0.0.0; no port is the roster's.
+    """Hold [listen]: the address where peers reach this member.
 
-    ``discover``: say on the local network that it listens, and look there for others.
+    ``host`` is an address of this machine or 0.0.0.0. Without ``port`` the roster's port counts. ``discover``
+    announces this member on the local network and looks there for others.
     """
 
-    host: Name = "0.0.0.0"  # noqa: S104 - nothing is said here to anyone who is not in the roster
+    # A listener tells nothing to a caller that the roster does not list.
+    host: Name = "0.0.0.0"  # noqa: S104
     port: Port | None = None
     discover: bool = False
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
-    """The HTTP server of a head. ``allow_unauthenticated``: off loopback too, with no key. ``allowed_hosts``:
-    further names that it answers to. ``allowed_origins``: sites whose pages may call it.
+    """Hold [serve]: the HTTP server of a head.
+
+    ``allow_unauthenticated`` allows requests without a key also off loopback. ``allowed_hosts`` are further
+    host names of the server. ``allowed_origins`` are sites with pages that may call it.
     """
 
     host: Name = "127.0.0.1"
@@ -96,14 +101,13 @@ class ServeConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
+    """Hold [model]: the model to run, and this machine's share in it.
 
-    ``device``: auto, cpu, cuda, cuda:N, several cuda:N behind commas, cpu+cpu, or
-    cuda:0+cuda:1.
-    ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files. ``hub``:
-    the address of another Hugging Face hub than the public one. ``weights_from``: whom a peer without files
-    asks; a head with "head" tells its peers of no hub. ``signed``: the only model that may run, as
-    `convoy manifest sign` wrote it.
+    ``memory_gb`` 0 means the free memory at the start. ``device`` is auto, cpu, cuda, cuda:N, several cuda:N
+    with commas, cpu+cpu, or cuda:0+cuda:1. ``cache`` is the folder for a peer's files from a head, and for
+    every member's digests of files. ``hub`` is the address of a Hugging Face hub other than the public one.
+    ``weights_from`` is the source for a peer without files; a head with "head" tells its peers of no hub.
+    ``signed`` is the only model that may run, a file of `convoy manifest sign`.
     """
 
     name: Name | None = None
@@ -120,9 +124,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """Limits of the scheduler. 0 means: ``max_model_len`` the model's own context, ``num_blocks`` as many as
-    fit in memory, ``micro_batches`` as many as stages, ``prefill_window`` as many as micro-batches,
-    ``speculate`` that nothing is guessed; None guesses `DEFAULT_SPECULATE` tokens where that changes no text.
+    """Hold [engine]: limits of the scheduler.
+
+    0 has a meaning of its own. ``max_model_len``: the model's own context. ``num_blocks``: as many as fit in
+    memory. ``micro_batches``: as many as stages. ``prefill_window``: as many as micro-batches. ``speculate``:
+    no guesses; None guesses `DEFAULT_SPECULATE` tokens where that changes no text.
     """
 
     max_batch: Count = 32
@@ -139,11 +145,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
 
 class PlanConfig(msgspec.Struct, frozen=True):
-    """Who holds which layers (nobody named: by memory), and how long to wait for the members.
+    """Hold [plan]: the members' layers, and how long to wait for members.
 
-    ``wait_s`` is for the start, ``recover_wait_s`` for one that was lost and that nobody can stand in for.
-    ``parallel``: how they share the model; a name in ``layers`` may join ranks, "alpha+beta". ``ranks``: of
-    each stage, None for as many as can be.
+    Without ``layers``, memory decides. A name in ``layers`` may join ranks, as in "alpha+beta". ``wait_s`` is
+    for the start. ``recover_wait_s`` is for a lost member that no other can replace. ``parallel`` is how
+    members share the model. ``ranks`` is the number of ranks of each stage, None for as many as possible.
     """
 
     layers: dict[str, str] | None = None
@@ -154,7 +160,7 @@ class PlanConfig(msgspec.Struct, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The whole file. ``path`` is the file itself, None for the defaults of a command without one."""
+    """Hold the whole file. ``path`` is the file itself, or None for the defaults of a command without one."""
 
     cluster: ClusterConfig = ClusterConfig()
     listen: ListenConfig = ListenConfig()
@@ -175,12 +181,12 @@ class Config(msgspec.Struct, frozen=True):
         return self._required("cluster", "roster", self.cluster.roster)
 
     def require_operator_key(self) -> bytes:
-        """The 32 bytes. Raises ConfigError if it is not there or not a key."""
+        """Return the 32 bytes of the key. Raises ConfigError if it is missing or no key."""
         text = self._required("cluster", "operator_key", self.cluster.operator_key)
         return decode_public_key(text, f"{self._file}: [cluster] operator_key")
 
     def model_name(self) -> str | None:
-        """[model] name, or path as text: what `ModelSource.resolve` takes."""
+        """Return [model] name, or path as text, for `ModelSource.resolve`."""
         return self.model.name if self.model.path is None else str(self.model.path)
 
     @property
@@ -215,15 +221,16 @@ def load_config(path: Path | None) -> Config:
 
 
 def override(struct: S, **flags: object) -> S:
-    """``struct`` with the flags that were given (not None) in place of the file's values."""
+    """Return ``struct`` with the given flags (not None) in place of the file's values."""
     return msgspec.structs.replace(
         struct, **{name: value for name, value in flags.items() if value is not None}
     )
 
 
 def decode_public_key(text: str, what: str) -> bytes:
-    """32 bytes from hex, as rosters show keys, or from base64. Raises ConfigError naming ``what``."""
+    """Return 32 bytes from hex, as rosters show keys, or from base64. Raises ConfigError naming ``what``."""
     try:
+        # The length tells hex from base64.
         is_hex = len(text) == 2 * _OPERATOR_KEY_BYTES
         key = bytes.fromhex(text) if is_hex else base64.b64decode(text, validate=True)
     except ValueError:
@@ -256,6 +263,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 def _parse(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
+            # One byte more than the limit shows a longer file without reading all of it.
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {_reason(error)}", hint=_how_to_read(error, path)) from None
@@ -287,6 +295,7 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$.")
         key = where.rstrip("`").removesuffix("[...]")
+        # For a closed set of values the message lists them.
         choices = get_args(fields[key]) if get_origin(fields[key]) is Literal else ()
         expected = f"expected {', '.join(choices)}" if choices else reason[:1].lower() + reason[1:]
         raise ConfigError(f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}") from None
@@ -300,6 +309,7 @@ def _decode_path(kind: type, value: object) -> object:
 
 
 def _beside(struct: S, folder: Path) -> S:
+    # Paths in a file are relative to the file's folder, and not to the working folder.
     paths = {name: getattr(struct, name) for name in struct.__struct_fields__}
     return msgspec.structs.replace(
         struct, **{name: folder / value for name, value in paths.items() if isinstance(value, Path)}

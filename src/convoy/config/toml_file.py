@@ -1,4 +1,4 @@
-"""A TOML file of a closed set of keys, read as a whole."""
+"""Read a TOML file that has a closed set of keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_toml(path: Path, kind: type[S]) -> S:
-    """Raises `ConfigError` naming the file and the key, with the nearest known one."""
+    """Return the file as a ``kind``. Raises `ConfigError` naming the file and the key, with the nearest known
+    one.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -46,7 +48,7 @@ def _nearest(text: str, kind: type[msgspec.Struct]) -> str | None:
 
 
 def _names(kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Of its keys and those of its tables."""
+    """Yield the names of the keys of ``kind`` and of its tables."""
     for field in msgspec.structs.fields(kind):
         yield field.encode_name
         for one in (field.type, *get_args(field.type)):

@@ -86,7 +86,7 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_behind_a_proxy_the_name_must_be_said_and_is_a_host_that_is_answered() -> None:
-    with pytest.raises(ConfigError, match="nothing says by which name"):
+    with pytest.raises(ConfigError, match="the coordinator needs the name that providers dial"):
         flags(behind_tls_proxy=True).names()
     said = flags(behind_tls_proxy=True, authorities=("coordinator.example:443",))
     assert said.names() == ()

@@ -1,4 +1,4 @@
-"""``convoy bench device``: batches that decode on one device, and over members on several, sealed."""
+"""``convoy bench device``: decode batches on one device, and over sealed links of members on several."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _WINDOWS, _WINDOW_TOKENS = 3, 24
 _MAX_BATCH = 256
 
-DevicesFlag = Annotated[str, typer.Option(help="A device for each member, behind commas.")]
-LayersFlag = Annotated[list[str] | None, typer.Option(help="As for `convoy run`, of those members.")]
+DevicesFlag = Annotated[str, typer.Option(help="A device for each member, separated by commas.")]
+LayersFlag = Annotated[list[str] | None, typer.Option(help="Spans of these members, as for `convoy run`.")]
 
 
 @bench_verb(model="synthetic:llama-3-8b", max_seconds=900)
@@ -25,11 +25,15 @@ def device(
     devices: DevicesFlag = "cuda:0,cuda:1",
     layers: LayersFlag = None,
     batch: Annotated[int, typer.Option(min=1, max=_MAX_BATCH, help="Requests of a micro-batch.")] = 64,
-    micro_batches: Annotated[str, typer.Option(help="How many of them, over several members.")] = "2,3,4",
+    micro_batches: Annotated[
+        str, typer.Option(help="Numbers of micro-batches, over several members.")
+    ] = "2,3,4",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    local: Annotated[bool, typer.Option(help="Also all devices in one member, with no link.")] = True,
+    local: Annotated[
+        bool, typer.Option(help="Also measure all devices in one member, without a link.")
+    ] = True,
 ) -> None:
-    """Steps made by hand, and through the engine. One device, then all of them, each of a member."""
+    """Measure decode steps by hand and through the engine. On one device, then on all, each in a member."""
     names = devices.split(",")
     sizes = counts("--micro-batches", micro_batches, _MAX_BATCH // batch)
     one = replace(run, device=names[0])
@@ -64,7 +68,7 @@ def _limits(batch: int, micro_batches: int, num_blocks: int) -> dict[str, int]:
 
 
 def _ring(run: BenchRun, members: int, batch: int, sizes: tuple[int, ...], context: int) -> list[RingRow]:
-    """The executor itself, without a scheduler."""
+    """Return the rows of the executor alone, without a scheduler."""
     from convoy.bench.bare import BLOCK_SIZE
     from convoy.bench.cuda.device_ring import RingDecode, RingRow, room_tokens
     from convoy.model.checkpoints.source import ModelSource
@@ -85,7 +89,7 @@ def _ring(run: BenchRun, members: int, batch: int, sizes: tuple[int, ...], conte
 
 
 def _engine(run: BenchRun, members: int, batch: int, micro_batches: int, context: int) -> RingRow:
-    """Requests through the engine, whose outputs somebody takes."""
+    """Return the row of requests through the engine, while clients read the outputs."""
     from convoy.bench.cuda.device_ring import RingRow
     from convoy.bench.throughput import DecodeOptions, measure_decode
 

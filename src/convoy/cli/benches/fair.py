@@ -1,4 +1,4 @@
-"""``convoy bench fair``: what a long prompt does to the streams that run while it is read."""
+"""``convoy bench fair``: measure the effect of a long prompt on streams that run during its prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fair(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt.")] = 8192,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, at most.")] = 256,
 ) -> None:
-    """Pauses between two tokens while a long prompt is read. Against the time of a step that has both."""
+    """Measure pauses between two tokens during a long prefill. Compares them with a step that has both."""
     from convoy.bench.fair import FairOptions, fair_ratios
 
     options = FairOptions(running, context, prompt_tokens, chunk)

@@ -1,4 +1,4 @@
-"""``convoy bench fleet-sim``: the coordinator's own routing and queues over simulated providers."""
+"""``convoy bench fleet-sim``: run the coordinator's own routing and queues over simulated providers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import typer
 from convoy.cli.benches.run import BenchRun, bench_verb, counts
 
 _MAX_PROVIDERS = 100_000
-_REQUESTS_EACH = 20  # of a provider: by then what they said of themselves is what was measured
+# For each provider. After so many requests, the speeds that providers report are measured ones.
+_REQUESTS_EACH = 20
 
 
 @bench_verb(model=None, max_seconds=1800)
@@ -19,13 +20,15 @@ def fleet_sim(
     requests: Annotated[
         int, typer.Option(min=0, help=f"Requests of each run; 0: {_REQUESTS_EACH} for each provider.")
     ] = 0,
-    accounts: Annotated[int, typer.Option(min=1, help="A few of them ask for most.")] = 200,
+    accounts: Annotated[
+        int, typer.Option(min=1, help="Number of accounts. A few of them send most requests.")
+    ] = 200,
     load: Annotated[
-        float, typer.Option(min=0.01, max=2, help="Asked for, of what all together can serve.")
+        float, typer.Option(min=0.01, max=2, help="The requested share of what all providers can serve.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and machines.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed of lengths, arrivals and machines.")] = 1,
 ) -> None:
-    """Routing by the time to finish beside two others, simulated. The least loaded, and a random one."""
+    """Simulate routing by the time to finish. The rivals are the least loaded provider, and a random one."""
     from convoy.bench.fleet.simulation import SimOptions, measure_fleet, policies, sim_ratios
 
     rows = []

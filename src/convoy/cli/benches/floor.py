@@ -1,4 +1,4 @@
-"""``convoy bench floor``: a decode step beside the rate at which this machine reads memory."""
+"""``convoy bench floor``: compare a decode step with the rate at which this machine reads memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def floor(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each count.")] = 24,
 ) -> None:
-    """A decode step and its linears beside what the memory allows. By shape; --kernel takes several."""
+    """Compare a decode step with the memory's limit. Also by shape of linears; --kernel takes several."""
     from convoy.bench.floor import FloorOptions, MemoryRead, floor_ratios, load_whole, measure_floor
     from convoy.model.checkpoints.source import ModelSource
 
@@ -31,7 +31,8 @@ def floor(
         stage = load_whole(source, kernel, run.threads)
         run.kernels.add(stage.options.kernel)
         found = measure_floor(stage, options, read, run.say)
-        del stage  # before the next one is loaded
+        # Free the weights before the next kernel loads its own.
+        del stage
         rows += found[0]
         linears += found[1]
     settings = {"context": context, "steps": steps, "threads": run.threads or 0}

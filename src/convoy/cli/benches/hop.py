@@ -1,4 +1,4 @@
-"""``convoy bench hop`` and ``comms``: what hops and sums between two processes cost, by size and sealing."""
+"""``convoy bench hop`` and ``comms``: time hops and sums between two processes, by size and sealing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ _QUIET_S = 1.0
 _MAX_ROWS = 16384
 _MAX_SUM_KIB = 256 * 1024
 
-RoundsFlag = Annotated[int, typer.Option(min=1, help="Round trips per block and sealing; large ones fewer.")]
+RoundsFlag = Annotated[
+    int, typer.Option(min=1, help="Round trips per size and sealing; fewer for large sizes.")
+]
 
 
 @bench_verb(model=None, max_seconds=600)
 def hop(run: BenchRun, rounds: RoundsFlag = 400) -> None:
-    """Time a hop between two processes, sealed twice and less. Once and, in here only, not at all."""
+    """Time a hop between two processes, by layers of sealing. Twice, once and, only in this bench, not at
+    all.
+    """
     from convoy.bench.hop.hop import HopOptions, ratios_of
 
     rows, settings = _hops(run, HopOptions(rounds))
@@ -46,7 +50,7 @@ def comms(
     sums: Annotated[str, typer.Option(help="KiB of float32 that ranks add.")] = "2,8,32,128,512,2048,16384",
     rounds: RoundsFlag = 200,
 ) -> None:
-    """The same by size, and what two ranks take to add. Sealed, and in clear among one member's ranks."""
+    """Time hops by size, and sums of two ranks. Sums are sealed, or in clear between one member's ranks."""
     from convoy.bench.hop.hop import HopOptions, ratios_of
     from convoy.bench.ranks.all_reduce import all_reduce_ratios
 
@@ -96,7 +100,7 @@ def _lines_of_sums(rows: Sequence[AllReduceRow]) -> dict[str, list[tuple[float, 
 
 
 class _Noted:
-    """A line on standard error per block, once the run takes longer than a second."""
+    """Print a line on standard error per block, once the run takes longer than a second."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""``convoy bench providers``: ten scenarios of a fleet, and what has to hold in each of them."""
+"""``convoy bench providers``: run ten scenarios of a fleet, and check each of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 @bench_verb(model=None, max_seconds=3600)
 def providers(
     run: BenchRun,
-    scenario: Annotated[str, typer.Option(help="Names between commas, or all.")] = "all",
-    slots: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, of each provider.")] = 4,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here too.")] = None,
+    scenario: Annotated[str, typer.Option(help="Scenario names separated by commas, or all.")] = "all",
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Concurrent requests of each provider.")] = 4,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page with plots to this file.")
+    ] = None,
 ) -> None:
-    """Ten loads on a coordinator and its providers. Exit 1 unless every request is served, and right."""
+    """Run ten loads on a coordinator and its providers. Exit 1 unless every request is answered correctly."""
     from convoy.bench.fleet.page import page, waits
     from convoy.bench.fleet.scenario import chosen_scenarios
     from convoy.bench.fleet.verdict import failure_rows
@@ -88,7 +90,7 @@ def _measure(
 
 
 def _own_answers(fleet: LocalFleet, scenario: Scenario) -> dict[int, str]:
-    """After the load, so that nothing which it asks is in a cache."""
+    """Return the answers of the models themselves. Ask after the load, so that the load finds no cache."""
     from convoy.bench.fleet.load import ask_directly
 
     found: dict[int, str] = {}

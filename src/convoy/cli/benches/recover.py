@@ -1,4 +1,4 @@
-"""``convoy bench recover``: what becomes of streams when a member is lost, on real processes."""
+"""``convoy bench recover``: lose members of real processes, and watch the streams."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
     from convoy.bench.recover import Loss, RecoverOptions, RecoverRow
 
-_PREFILL_CHUNK = 32  # so that a loss finds a prompt in the middle
+# Small, so that a loss hits a prompt in the middle of its prefill.
+_PREFILL_CHUNK = 32
 
 
 @bench_verb(model="demo", max_seconds=1800)
 def recover(
     run: BenchRun,
     losses: Annotated[
-        str, typer.Option(help="Which, between commas, by the names in the rows; or all.")
+        str, typer.Option(help="Names of losses, as in the rows, separated by commas; or all.")
     ] = "all",
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each of the two streams.")] = 256,
     before: Annotated[int, typer.Option(min=1, help="Tokens of each stream before the loss.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     long_prompt_tokens: Annotated[
-        int, typer.Option(min=64, help="The same for a loss during prefill.")
+        int, typer.Option(min=64, help="Tokens of each prompt for a loss during prefill.")
     ] = 1024,
 ) -> None:
-    """Lose members in every way while clients stream. When the next token comes, and if the text is the same.
+    """Lose members in every way while clients stream. Reports the time to the next token, and if the text is
+    the same.
 
     Exits with 1 unless every loss was survived with identical text.
     """
@@ -81,7 +83,7 @@ def _rows(run: BenchRun, losses: list[Loss], options: RecoverOptions) -> list[Re
         long: options.bodies(source.name, source.spec.vocab_size, long=long)
         for long in {loss.prefill for loss in losses}
     }
-    # one member has nothing to lose, and its text is that of the whole model
+    # A cluster of one member cannot lose one. Its text is that of the whole model.
     with _served(run, replace(LOSSES[0], num_members=1)) as arena:
         expected = {long: undisturbed(arena, asked, deadline) for long, asked in bodies.items()}
     rows = []
@@ -121,6 +123,6 @@ def _served(run: BenchRun, loss: Loss) -> Iterator[ServedCluster]:
 
 
 def _forward(num_layers: int) -> list[str]:
-    """Spans of three members, the last of which owns the output."""
+    """Return spans of three members. The last member owns the output."""
     third = max(1, num_layers // 3)
     return [f"0:{third - 1}", f"{third}:{2 * third - 1}", f"{2 * third}:output"]

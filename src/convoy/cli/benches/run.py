@@ -1,6 +1,7 @@
-"""What every bench shares: its flags, the cluster that it measures, and the forms of its report.
+"""The common parts of all benches: flags, the measured cluster, and the forms of a report.
 
-A bench is a function whose first argument is a `BenchRun`, decorated with `bench_verb`; its own flags follow.
+A bench is a function with the decorator `bench_verb`. Its first argument is a `BenchRun`, and its own flags
+follow.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
-ModelArgument = Annotated[str, typer.Argument(help="As for `convoy run`.")]
+ModelArgument = Annotated[str, typer.Argument(help="A model, as for `convoy run`.")]
 KernelFlag = Annotated[str, typer.Option(help=f"{KERNELS}.")]
 ThreadsFlag = Annotated[int | None, typer.Option(min=1, help="CPU threads of each member.")]
-MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after so long.")]
-CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Write the rows here too.")]
-PlotFlag = Annotated[Path | None, typer.Option("--plot", help="Write an SVG here too.")]
+MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after this many seconds.")]
+CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this CSV file.")]
+PlotFlag = Annotated[Path | None, typer.Option("--plot", help="Also write a plot to this SVG file.")]
 
-# those of a bench of a model, and those of every bench
+# Flags of the benches of a model, and flags of every bench.
 _MODEL_FLAGS: dict[str, tuple[Any, Any]] = {
     "kernel": (KernelFlag, "auto"),
     "threads": (ThreadsFlag, None),
@@ -56,9 +57,9 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
 def bench_verb(
     *, model: str | None = "synthetic:llama-250m", max_seconds: float = 600.0
 ) -> Callable[[Callable[Concatenate[BenchRun, P], None]], Callable[..., None]]:
-    """Give a bench the flags that all have: MODEL with this default, --max-seconds, --json, --csv, --plot.
+    """Give a bench the flags that all share: MODEL with this default, --max-seconds, --json, --csv, --plot.
 
-    ``model`` None: it measures no model, and has no flags about one.
+    With ``model`` None the bench measures no model, and has no flags about one.
     """
     flags = {"max_seconds": (MaxSecondsFlag, max_seconds), **_FLAGS}
     if model is not None:
@@ -81,6 +82,7 @@ def bench_verb(
         parameters += shared[model is not None :]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__dict__["__signature__"] = inspect.Signature(parameters)
+        # `inspect` would follow __wrapped__ to the verb's own signature.
         del command.__dict__["__wrapped__"]
         return command
 
@@ -89,7 +91,7 @@ def bench_verb(
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What the shared flags say. With ``pin`` a member has the same cores, alone or not."""
+    """Hold the shared flags. With ``pin`` a member has the same cores, alone or beside another."""
 
     max_seconds: float
     csv: Path | None
@@ -101,26 +103,29 @@ class BenchRun:
     pin: bool = False
     device: str = "cpu"
     layers: Sequence[str] | None = None
-    kernels: set[str] = field(init=False, default_factory=set)  # that were really used
+    # The kernels that stages really ran, filled in as clusters start.
+    kernels: set[str] = field(init=False, default_factory=set)
 
     @functools.cached_property
     def clock(self) -> Clock:
-        """Begins when it is first asked for: after the flags were looked at."""
+        """Return the clock of the run. It starts at the first use, after the flags were checked."""
         from convoy.bench.report.clock import Clock
 
         return Clock(self.max_seconds)
 
     @functools.cached_property
     def cores(self) -> tuple[tuple[int, ...], ...] | None:
-        """Each of two members' own. Raises UsageError where --pin cannot be."""
+        """Return the cores of each of two members, None without --pin. Raises UsageError if --pin is
+        impossible.
+        """
         return share_cores(2) if self.pin else None
 
     def say(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Print a line about the progress of the run."""
         print_note(text)
 
     def check_context(self, num_tokens: int) -> None:
-        """Said before anything is started. Raises UsageError."""
+        """Raise UsageError, before anything is started, for a model with a context under ``num_tokens``."""
         from convoy.model.checkpoints.source import ModelSource
 
         most = ModelSource.resolve(self.named_model).spec.max_context
@@ -137,15 +142,15 @@ class BenchRun:
 
     @property
     def alone_cores(self) -> tuple[int, ...] | None:
-        """Those of a member that is alone: half of all, as each of two has them."""
+        """Return the cores of a lone member: half of all, as each of two members has."""
         return None if self.cores is None else self.cores[0]
 
     def options(
         self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
     ) -> LocalOptions:
-        """``sharing``: how members share the model, as [plan] has it."""
+        """Return options for so many members. ``sharing`` is how members share the model, as in [plan]."""
         cores = None if self.cores is None else self.cores[:members]
-        # a random model repeats itself, and guesses would be measured in place of steps
+        # A random model repeats itself, so a bench with guesses would measure these in place of steps.
         engine = {"speculate": 0, **limits}
         return LocalOptions(
             members,
@@ -162,7 +167,7 @@ class BenchRun:
     def cluster(
         self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
     ) -> Iterator[RunningCluster]:
-        """A fresh cluster: the head in this process, each peer in one of its own."""
+        """Yield a new cluster: the head in this process, and a process for each peer."""
         with self._local(members, limits, sharing) as local:
             config = local.config(local.head)
             cluster = start_cluster(config, self.named_model, quiet=True, watch=local.check_alive)
@@ -174,7 +179,7 @@ class BenchRun:
 
     @contextmanager
     def head(self, members: int, limits: dict[str, int]) -> Iterator[tuple[Head, HeadOptions]]:
-        """The same without an engine: the bench drives the executor, or has an engine of its own."""
+        """Yield a head without an engine, and its options: the bench drives the executor or an own engine."""
         from convoy.cli.running.member import head_options, load_head
         from convoy.cluster.head.head import Head
         from convoy.model.checkpoints.source import ModelSource
@@ -209,7 +214,9 @@ class BenchRun:
         rows: Sequence[Any],
         ratios: Mapping[str, float],
     ) -> Report:
-        """With what the machine did meanwhile: after the processes that were measured have ended."""
+        """Return the report, with the machine's load meanwhile. Call it after the measured processes have
+        ended.
+        """
         from convoy.bench.report.report import Report
 
         said = dict(settings)
@@ -224,7 +231,7 @@ class BenchRun:
         lines: Lines,
         table: Callable[[Report], None] | None = None,
     ) -> None:
-        """To the files that were named, and to standard output. ``axes`` name x and y of the plot."""
+        """Write the report to the named files and to standard output. ``axes`` name x and y of the plot."""
         from convoy.bench.report.plot import plot
 
         if self.csv is not None:
@@ -239,7 +246,7 @@ class BenchRun:
 
 
 def print_rows(report: Report) -> None:
-    """Tables of the rows, then the ratios and how busy the machine was."""
+    """Print tables of the rows, then the ratios and the machine's load."""
     for rows in report.tables():
         names = list(type(rows[0]).__dataclass_fields__)
         print_table(names, [[getattr(row, name) for name in names] for row in rows])
@@ -255,7 +262,7 @@ def print_machine(report: Report) -> None:
 
 
 def counts(flag: str, text: str, most: int, *, least: int = 1) -> tuple[int, ...]:
-    """``1,4,16`` in rising order. Raises UsageError."""
+    """Return the numbers of ``1,4,16`` in rising order. Raises UsageError."""
     found = set()
     for part in text.split(","):
         number = part.strip()

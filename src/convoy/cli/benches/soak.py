@@ -1,4 +1,4 @@
-"""``convoy bench soak``: what an idle cluster costs, and its memory over many requests, on real processes."""
+"""``convoy bench soak``: the load of an idle cluster, and memory over many requests, on real processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from convoy.cli.benches.run import BenchRun, bench_verb
 from convoy.cli.local.cluster import LocalOptions
 from convoy.cli.local.served_cluster import ServedCluster, ServedOptions
 
-_NUM_BLOCKS = 256  # few, so that every block has been used before memory is looked at
+# Few, so that every block has been used before memory is first measured.
+_NUM_BLOCKS = 256
 
 
 @bench_verb(model="demo-mini", max_seconds=3600)
 def soak(
     run: BenchRun,
     members: Annotated[int, typer.Option(min=1, help="Processes; the first is the head.")] = 2,
-    requests: Annotated[int, typer.Option(min=1, help="How many are asked.")] = 10_000,
-    first: Annotated[int, typer.Option(min=1, help="After so many memory is looked at first.")] = 1_000,
-    concurrent: Annotated[int, typer.Option(min=1, max=64, help="Clients at once.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 10_000,
+    first: Annotated[int, typer.Option(min=1, help="Requests before memory is first measured.")] = 1_000,
+    concurrent: Annotated[int, typer.Option(min=1, max=64, help="Concurrent clients.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
-    idle: Annotated[float, typer.Option(min=0.1, help="Seconds for which idling is watched.")] = 30.0,
+    idle: Annotated[float, typer.Option(min=0.1, help="Seconds to watch the idle cluster.")] = 30.0,
 ) -> None:
-    """Cores and memory of head and peers, idle and busy. Over many requests through HTTP."""
+    """Measure cores and memory of head and peers, idle and busy. Busy means many requests over HTTP."""
     from convoy.bench.soak import Bodies, SoakOptions, measure_soak, soak_ratios
     from convoy.model.checkpoints.source import ModelSource
 

@@ -1,4 +1,4 @@
-"""``convoy bench spec``: what guessing ahead brings, over wires of several lengths."""
+"""``convoy bench spec``: measure the gain of guessed tokens, over links with several delays."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ _MAX_DELAY_MS = 1000.0
 @bench_verb(model="demo", max_seconds=1800)
 def spec(
     run: BenchRun,
-    delays: Annotated[str, typer.Option(help="Milliseconds put into each hop, between commas.")] = "0.2,2,20",
+    delays: Annotated[
+        str, typer.Option(help="Milliseconds added to each hop, separated by commas.")
+    ] = "0.2,2,20",
     speculate: Annotated[
         int, typer.Option(min=1, max=64, help="Tokens guessed at once, at most.")
     ] = DEFAULT_SPECULATE,
     members: Annotated[int, typer.Option(min=2, help="Members, each a process.")] = 2,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text, at most.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each text is said.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each text is generated.")] = 3,
 ) -> None:
-    """Guess ahead or not, where text repeats itself and where not. It must be the same text."""
+    """Compare guessing with none, on repetitive and other text. The text must be the same."""
     from convoy.bench.spec import Said, SpecOptions, measure_spec, spec_ratios
 
     options, said = SpecOptions(tokens, rounds), Said()
@@ -52,7 +54,7 @@ def spec(
 
 @contextmanager
 def _contender(run: BenchRun, members: int, delay_ms: float, length: int) -> Iterator[Contender]:
-    """A cluster whose members reach each other through relays."""
+    """Yield a cluster with relays between its members that delay each hop."""
     from convoy.bench.hop.delay import DelayRelay
     from convoy.bench.spec import Contender
 
@@ -90,7 +92,7 @@ def _lines(rows: Iterable[SpecRow]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _delays(text: str) -> list[float]:
-    """``0.2,2,20`` in rising order. Raises UsageError."""
+    """Return the numbers of ``0.2,2,20`` in rising order. Raises UsageError."""
     try:
         found = sorted({float(part) for part in text.split(",")})
     except ValueError:

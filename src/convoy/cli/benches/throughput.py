@@ -1,4 +1,4 @@
-"""``convoy bench solo``, ``loop``, ``batch`` and ``prefill``: what one and two members here reach."""
+"""``convoy bench solo``, ``loop``, ``batch`` and ``prefill``: the speed of one and two members here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TokensFlag = Annotated[int, typer.Option(min=1, help="Tokens of each request in 
 def solo(
     run: BenchRun, context: ContextFlag = 512, windows: WindowsFlag = 5, tokens: TokensFlag = 32
 ) -> None:
-    """One process with the whole model: no engine, no links. With --pin on half of the cores."""
+    """Measure one process with the whole model: no engine, no links. With --pin on half of the cores."""
     run.check_context(_bare_tokens(context, windows, tokens))
     threads = run.options(1, {}).threads
     row = _solo(run, context, windows, tokens, threads)
@@ -41,7 +41,7 @@ def solo(
 def loop(
     run: BenchRun, context: ContextFlag = 512, windows: WindowsFlag = 5, tokens: TokensFlag = 32
 ) -> None:
-    """One request: bare, through one member's engine, and over two. And what a hop costs."""
+    """Measure one request: bare, and over one and two members. Also shows the cost of a hop."""
     from convoy.bench.report.report import decode_ratios, hop_ratios
     from convoy.bench.throughput import DecodeOptions
 
@@ -72,7 +72,7 @@ def batch(
     windows: WindowsFlag = 5,
     tokens: TokensFlag = 8,
 ) -> None:
-    """Requests that decode at once, on one member and on two."""
+    """Measure requests that decode at once, on one member and two."""
     from convoy.bench.report.report import decode_ratios
     from convoy.bench.throughput import DecodeOptions
 
@@ -80,7 +80,7 @@ def batch(
     options = DecodeOptions(sizes, context, windows, tokens)
     run.check_context(context + options.max_tokens)
     rows = [row for members in (1, 2) for row in _decode(run, members, options)]
-    # a lone request of the engine has the longest context; the bare one is measured behind the same
+    # The engine's lone request has the longest context. Measure the bare process after the same context.
     alone = next((row for row in rows if row.members == 2 and row.concurrent == 1), None)
     if alone is not None:
         behind = max(1, alone.context_tokens - (windows + 1) * tokens)
@@ -102,19 +102,21 @@ def batch(
 def prefill(
     run: BenchRun,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 8192,
-    chunks: Annotated[str, typer.Option(help="Sizes of a chunk.")] = "128,256,512",
+    chunks: Annotated[str, typer.Option(help="Sizes of a chunk, in tokens.")] = "128,256,512",
     windows: Annotated[
-        str, typer.Option(help="How many chunks are in flight on two members; 0 is as many as stages.")
+        str, typer.Option(help="Chunks in flight on two members; 0: as many as stages.")
     ] = "0,4",
     rounds: Annotated[int, typer.Option(min=1, help="Prompts for each size and window.")] = 3,
 ) -> None:
-    """One long prompt in chunks of several sizes, so many in flight. On one member, and on two."""
+    """Measure a long prompt in chunks of several sizes. On one member, and on two with several chunks in
+    flight.
+    """
     from convoy.bench.report.report import prefill_ratios
 
     sizes = counts("--chunks", chunks, _MAX_CHUNK)
     in_flight = counts("--windows", windows, 64, least=0)
     run.check_context(prompt_tokens + 1)
-    # one member runs one step at a time, whatever the window
+    # One member runs one step at a time, whatever the window.
     plans = [(1, size, 0) for size in sizes] + [(2, size, window) for size in sizes for window in in_flight]
     rows = [_prefill(run, *one, prompt_tokens, rounds) for one in plans]
     lines = {"members 1": [(float(row.chunk), row.tokens_per_s) for row in rows if row.members == 1]}
@@ -130,7 +132,7 @@ def prefill(
 
 
 def _window(members: int, window: int) -> int:
-    """How many chunks that comes to."""
+    """Return the number of chunks in flight."""
     return (window or members) if members > 1 else 1
 
 
@@ -188,7 +190,10 @@ def _solo(run: BenchRun, context: int, windows: int, tokens: int, threads: int) 
 
 
 def _bare_rows(run: BenchRun, context: int, windows: int, tokens: int) -> tuple[DecodeRow, list[StepRow]]:
-    """Three ways without an engine, that take turns: what else the machine does hits all alike."""
+    """Return the rows of three ways without an engine.
+
+    The ways take turns, so that other load on the machine affects all of them alike.
+    """
     from convoy.bench.bare import load_in_turn, step_row, whole
     from convoy.bench.report.report import RING, STAGE, STAGES
     from convoy.model.checkpoints.source import ModelSource
@@ -221,7 +226,8 @@ def _take_turns(
 ) -> dict[str, list[Window]]:
     for through, way in ways.items():
         way.read(context)
-        way.window(tokens)  # the caches and the prompt's steps go
+        # This window is not measured, so that cold caches and the prompt's steps do not count.
+        way.window(tokens)
         run.say(f"{through}: a prompt of {context} tokens is read")
     measured: dict[str, list[Window]] = {through: [] for through in ways}
     for _ in range(windows):

@@ -1,4 +1,4 @@
-"""``convoy bench tp``: when two members on every layer are faster than one, or than one behind the other."""
+"""``convoy bench tp``: compare two ranks on every layer with one member, and with a pipeline of two."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def tp(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     windows: Annotated[int, typer.Option(min=1, help="Measured windows for each count.")] = 5,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each request in a window.")] = 8,
-    modes: Annotated[str, typer.Option(help="Which of the three; a large model takes long to load.")] = _ALL,
+    modes: Annotated[str, typer.Option(help="Some of the three; a large model takes long to load.")] = _ALL,
 ) -> None:
-    """One member, a pipeline of two, and two ranks on every layer. And when each pays."""
+    """Compare one member, a pipeline of two, and two ranks. Also shows when each pays. Both ranks hold every
+    layer.
+    """
     from convoy.bench.ranks.tp import mode_row, ratios_of
     from convoy.bench.throughput import DecodeOptions
 
@@ -52,7 +54,7 @@ def tp(
 
 
 def _modes(text: str) -> list[str]:
-    """In their order. Raises UsageError."""
+    """Return the modes in their order. Raises UsageError."""
     asked = [part.strip() for part in text.split(",")]
     for name in asked:
         if name not in _ALL.split(","):
@@ -76,7 +78,7 @@ def _decode(run: BenchRun, mode: str, options: DecodeOptions) -> list[DecodeRow]
 
 
 def _all_reduces(run: BenchRun, sizes: tuple[int, ...]) -> list[AllReduceRow]:
-    """Of two processes, by themselves: of a step's rows, for each count of requests."""
+    """Measure all-reduces of two processes alone, on a step's rows for each number of requests."""
     from convoy.bench.ranks.all_reduce import SEALED, AllReduceOptions, measure_all_reduce
     from convoy.model.checkpoints.source import ModelSource
 
@@ -86,7 +88,7 @@ def _all_reduces(run: BenchRun, sizes: tuple[int, ...]) -> list[AllReduceRow]:
 
 
 def _machine(run: BenchRun, sums: list[AllReduceRow]) -> TpMachine:
-    """On the cores of one member, by itself."""
+    """Measure this machine on the cores of one member."""
     from convoy.bench.ranks.tp import TpMachine
     from convoy.model.backends.host.checks.selfcheck import choose_kernel
     from convoy.model.backends.host.speed import measure_speed

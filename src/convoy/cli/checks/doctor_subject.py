@@ -1,4 +1,4 @@
-"""The member that `convoy doctor` examines: its files, read one after the other, each only if it can be."""
+"""The member that `convoy doctor` examines. Its files are read one after another, each only if possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DoctorSubject:
-    """``config`` and ``roster`` are None until they were read, and stay so where they could not be."""
+    """Read the files of a member. ``config`` and ``roster`` are None until they were read successfully."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,9 +37,9 @@ class DoctorSubject:
         yield ok(f"{self._path} can be read")
 
     def read_roster(self) -> Iterator[Finding]:
-        """The newer of the file's roster and the one that was accepted before.
+        """Yield findings on the newer of the file's roster and the one accepted before.
 
-        Only signatures count here: an expired roster still says who is who.
+        Only signatures count here: an expired roster still identifies the members.
         """
         from convoy.cluster.checkup.member import check_roster
         from convoy.trust.roster.accepted import AcceptedFile
@@ -57,7 +57,7 @@ class DoctorSubject:
         yield from check_roster(self.roster, datetime.datetime.now(datetime.UTC), file.epoch)
 
     def load_identity(self) -> Identity | None:
-        """None where the keys are not there or not private: the check of the keys says so."""
+        """Return the keys, or None if they are missing or not private. The check of the keys reports that."""
         from convoy.crypto.identity import Identity
 
         try:
@@ -66,8 +66,10 @@ class DoctorSubject:
             return None
 
     def membership(self) -> Membership | None:
-        """What can dial: None where keys or roster are missing, or do not belong to each other, or the roster
-        is not valid now.
+        """Return the membership that can dial peers, or None.
+
+        It is None if keys or roster are missing, if they do not belong together, or if the roster is not
+        valid now.
         """
         from convoy.trust.roster.authority import open_membership
 
@@ -75,7 +77,7 @@ class DoctorSubject:
         if identity is None or name is None or self.roster is None:
             return None
         try:
-            # No store: an examination changes nothing on disk, whatever a peer brings it.
+            # No store: an examination changes nothing on disk, whatever roster a peer sends.
             return open_membership(name, identity, self._signed, operator_key=self._operator).membership
         except ConvoyError:
             return None
@@ -86,13 +88,13 @@ class DoctorSubject:
         yield from check_policy(load_policy(file), self.roster)
 
     def files(self) -> list[Path]:
-        """Files that somebody wrote on this machine."""
+        """Return the member's files that were written on this machine."""
         cluster = self._config.cluster
         folder = [] if cluster.identity is None else [cluster.identity / "identity.key"]
         return [self._path, *([] if cluster.roster is None else [cluster.roster]), *folder]
 
     def look_at_model(self) -> Iterator[Finding]:
-        """The model of the configuration: what a member would load, without loading it."""
+        """Yield findings on the configured model, without loading its weights."""
         from convoy.cluster.checkup.finding import ok
         from convoy.plan.memory.memory import format_bytes
 

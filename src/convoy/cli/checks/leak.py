@@ -1,4 +1,4 @@
-"""``convoy verify --leak``: how much of a prompt a peer recovers from the activations that it is sent."""
+"""``convoy verify --leak``: show how much of a prompt a peer can recover from its activations."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LEAK_DEPTHS = "some"
 _MAX_TOKENS, _MAX_TEXT = 1024, 4096
 
 LeakFlag = Annotated[
-    bool, typer.Option("--leak", help="Recover a prompt from the activations behind some layers.")
+    bool, typer.Option("--leak", help="Recover a prompt from the activations after some layers.")
 ]
 LeakTokensFlag = Annotated[
-    int, typer.Option(min=1, max=_MAX_TOKENS, help="Of the first prompt, to recover with --leak.")
+    int, typer.Option(min=1, max=_MAX_TOKENS, help="Tokens of the first prompt to recover with --leak.")
 ]
 LeakDepthsFlag = Annotated[
-    str, typer.Option(help="Numbers of layers before the cut, such as 1,6,11; all; or some: three of them.")
+    str, typer.Option(help="Layers before the cut: all, numbers such as 1,6,11, or some for three of them.")
 ]
 
 
 @dataclass(frozen=True)
 class LeakSearch:
-    """The flags. ``depths`` as the person wrote it."""
+    """Hold the flags. ``depths`` is the text of its flag."""
 
     kernel: str
     device: str
@@ -51,7 +51,7 @@ def show_leak(
     *,
     as_json: bool,
 ) -> None:
-    """Run the search and print a row for each depth, or one JSON value. The exit code is 0 in every case."""
+    """Run the search and print a row for each depth, or one JSON value. The exit code is always 0."""
     from convoy.evaluate.leak import LeakOptions, leak
 
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""How `convoy plan` shows what it found: stages and ranks, blocks, rates of every mode, rules."""
+"""Print the plan of `convoy plan`: stages and ranks, blocks, the rates of every mode, and rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_plan(found: PlanReport) -> None:
         print()
     print_rules(found.rules)
     for name in found.standbys:
-        print(f"standby: {name} holds nothing until another member is lost")
+        print(f"standby: {name} holds no layers until another member is lost")
     for out in found.left_out:
         print(f"no stage: {out.reason}")
     _print_readers(found.can_read_prompts)
@@ -71,13 +71,16 @@ def _print_stages(found: PlanReport) -> None:
 
 
 def _print_readers(found: dict[str, str]) -> None:
-    """Every member, also one without a layer."""
+    """Print for every member, also one without a layer, whether it can read prompts."""
     told = (f"{name} {reads_text(source)}" for name, source in found.items())
     print(f"can read prompts: {', '.join(told)}")
 
 
 def _print_modes(found: PlanReport) -> None:
-    """Every way to share the model among these members, which one it is and why, and when another pays."""
+    """Print the rates of every mode that these members allow.
+
+    Mark the chosen mode and give the reason, the reasons against the others, and when another pays.
+    """
     if found.parallel is None:
         return
     if len(found.rates_by_mode) > 1:
@@ -104,7 +107,7 @@ def _print_modes(found: PlanReport) -> None:
 
 
 def crossover_text(tensor: TensorReport) -> str:
-    """When ranks that share layers are faster than a pipeline, for one sequence."""
+    """Return when ranks that share layers are faster than a pipeline, for one sequence."""
     size, each_s = format_bytes(tensor.all_reduce_bytes), format_seconds(tensor.all_reduce_s)
     each = (
         f"tensor pays {tensor.num_all_reduces} all-reduces of {size} a step, {each_s} each as predicted, "
@@ -116,7 +119,7 @@ def crossover_text(tensor: TensorReport) -> str:
 
 
 def _print_blocks(found: PlanReport, blocks: BlocksReport) -> None:
-    """A row for each cache group, and which member leaves no room for more."""
+    """Print a row for each cache group, and the member that leaves no room for more."""
     print_table(
         ["cache group", "layers", "K/V blocks", "tokens a block", "memory over all", "of one sequence"],
         [
@@ -138,7 +141,7 @@ def _print_blocks(found: PlanReport, blocks: BlocksReport) -> None:
 
 
 def print_rules(rules: list[RuleReport]) -> None:
-    """A row for each rule of the policy and each member that it excludes; nothing without rules."""
+    """Print a row for each rule of the policy with the members that it excludes; nothing without rules."""
     if not rules:
         return
     print_table(
@@ -148,8 +151,8 @@ def print_rules(rules: list[RuleReport]) -> None:
                 rule.number,
                 rule.keeps,
                 rule.on,
-                ", ".join(rule.satisfied_by) or "nobody",
-                ", ".join(f"{out.member} ({out.level})" for out in rule.excluded) or "nobody",
+                ", ".join(rule.satisfied_by) or "no member",
+                ", ".join(f"{out.member} ({out.level})" for out in rule.excluded) or "no member",
             )
             for rule in rules
         ],

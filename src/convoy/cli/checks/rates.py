@@ -1,4 +1,4 @@
-"""What `convoy plan` predicts rates from: flags, this machine's own measurement, and what is assumed."""
+"""The inputs of the rates of `convoy plan`: flags, a measurement of this machine, and assumptions."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ if TYPE_CHECKING:
 SpeedFlag = Annotated[
     list[str] | None,
     typer.Option(
-        help="[NAME=]GB/S,GFLOP/S: what a member reads and multiplies, or all numbers that `convoy doctor` "
-        "shows there.  [default: measured here]"
+        help="[NAME=]GB/S,GFLOP/S: a member's speed to read and to multiply, or all numbers that `convoy "
+        "doctor` shows there.  [default: measured here]"
     ),
 ]
 RoundTripFlag = Annotated[
     list[str] | None,
-    typer.Option(help="[NAME,NAME=]MS: a link there and back, as `convoy doctor` shows.  [default: assumed]"),
+    typer.Option(
+        help="[NAME,NAME=]MS: the round trip of a link, as `convoy doctor` shows.  [default: assumed]"
+    ),
 ]
 ContextFlag = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the decode rates.")]
 ThreadsFlag = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads of each member that is here, for the rates.")
+    int | None, typer.Option(min=1, help="CPU threads of each member on this machine, for the rates.")
 ]
-_HERE_S, _ELSEWHERE_S = 0.15e-3, 0.5e-3  # assumed: both ends on one machine; a wired network
-_HERE_BYTES_PER_S = 400e6  # sealed twice on the way, between cores of one machine
+# Assumed round trips: both ends on one machine; a wired network.
+_HERE_S, _ELSEWHERE_S = 0.15e-3, 0.5e-3
+# Sealed twice on the way, between cores of one machine.
+_HERE_BYTES_PER_S = 400e6
 _SPEED_COUNTS = {2, 8}
-_MOST = 1e9  # GB/s, GFLOP/s and milliseconds that make sense
+# The largest GB/s, GFLOP/s or milliseconds that make sense.
+_MOST = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Which members this machine is, and on what each of them computes here."""
+    """Hold the member or members on this machine, and how each of them computes here."""
 
     name: str
     all_members: bool
@@ -58,7 +63,11 @@ class Here:
         device: str,
         threads: int | None,
     ) -> Here:
-        """A mere count of members is a cluster on this machine; of those with names the head is on it."""
+        """Return the members that this machine runs.
+
+        A mere number of members is a cluster on this machine. Of members with names, the head is on this
+        machine.
+        """
         elsewhere = settings.cluster.roster is not None if members is None else "=" in members
         name = settings.cluster.name if members is None and elsewhere else None
         sharing = 1 if elsewhere else len(offers)
@@ -70,9 +79,9 @@ class Here:
 def speeds_of(
     offers: Sequence[MemberOffer], flags: Sequence[str], here: Here, cache: Path | None = None
 ) -> dict[str, Speed]:
-    """Of every member. Measures this machine if a flag leaves anybody out; ``cache`` keeps the best.
+    """Return the speed of every member. Measure this machine if a flag is missing for a member.
 
-    Raises UsageError for flags that make no sense.
+    ``cache`` keeps the best measurement. Raises UsageError for flags that make no sense.
     """
     from convoy.plan.speed import Speed
 
@@ -99,7 +108,7 @@ def speeds_of(
 
 
 def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -> Links:
-    """Round trips by pair; without a flag they are assumed. Raises UsageError."""
+    """Return the round trip of each pair, assumed without a flag. Raises UsageError."""
     from convoy.plan.rates.rates import Links
 
     names = [offer.name for offer in offers]
@@ -128,7 +137,7 @@ def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list
 
 
 def print_rates(rates: RatesReport) -> None:
-    """Three lines, and what they assume."""
+    """Print three rates, and their assumptions."""
     print(f"expected, of sequences of {rates.context} tokens:")
     rows = [
         ("decode, one sequence", rates.decode),
@@ -147,6 +156,6 @@ def _rate_text(rate: Rate) -> str:
 
 
 def format_rate(rate: Rate) -> str:
-    """``12.3 tokens/s``."""
+    """Return the rate like ``12.3 tokens/s``."""
     shown = f"{rate.tokens_per_s:,.0f}" if rate.tokens_per_s >= 100 else f"{rate.tokens_per_s:.1f}"
     return f"{shown} tokens/s"

@@ -1,1 +1,1 @@
-"""Groups of options that several verbs share, each with the conversion to the values that the rooms take."""
+"""Groups of options that several verbs share, and their conversion to the values of other packages."""

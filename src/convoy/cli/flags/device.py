@@ -1,4 +1,4 @@
-"""``--device``: on what a member computes."""
+"""``--device``: the device on which a member computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from convoy.config.settings import Config, override
 DeviceFlag = Annotated[
     str | None,
     typer.Option(
-        help="auto, cpu, cuda, cuda:N, several cuda:N behind commas, or for ranks cpu+cpu or cuda:0+cuda:1.  "
+        help="auto, cpu, cuda, cuda:N, several cuda:N with commas; for ranks cpu+cpu or cuda:0+cuda:1.  "
         "[default: auto]",
         show_default=False,
     ),
@@ -20,15 +20,16 @@ DeviceFlag = Annotated[
 
 
 def computing(settings: Config, quantize: str | None, device: str | None) -> Config:
-    """``settings`` with what these two flags say of the kernel and the device.
+    """Return ``settings`` with the kernel and the device that these two flags ask for.
 
-    Raises `UsageError` for a kernel or device that makes no sense, or is not here.
+    Raises `UsageError` for a wrong kernel, and for a device that this machine lacks.
     """
     model = settings.model
     kernel = kernel_for(quantize, model.kernel)
     wish = device or model.device
     if wish not in {"auto", "cpu"} or kernel.startswith("cuda"):
-        from convoy.model.device import choose_devices  # torch, which takes seconds
+        # This import loads torch, which takes seconds.
+        from convoy.model.device import choose_devices
 
         choose_devices(wish, kernel)
     return override(settings, model=override(model, kernel=kernel, device=wish))

@@ -1,4 +1,4 @@
-"""``--discover``: the network of a member that says where it is, and looks where others are."""
+"""``--discover``: the network of a member that announces its address, and looks for others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ DiscoverFlag = Annotated[
     bool | None,
     typer.Option(
         "--discover/--no-discover",
-        help="Find members on the local network (mDNS), and be found.  [default: that in the config]",
+        help="Find members on the local network (mDNS), and be found.  [default: the config's]",
         show_default=False,
     ),
 ]
 
 
 def with_discover(config: Config, discover: bool | None) -> Config:
-    """The flag in place of the file's value, if it was given."""
+    """Return ``config`` with the flag in place of the file's value, if the flag was given."""
     return override(config, listen=override(config.listen, discover=discover))
 
 
 @contextmanager
 def network_of(config: Config) -> Iterator[Network | None]:
-    """The network to run on; None is the standing one. Raises `ConfigError` without the extra."""
+    """Yield the network to use; None is the standard one. Raises `ConfigError` without the extra."""
     if not config.listen.discover:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Flags for the HTTP server of a head: keys, TLS, and who may call it by which name."""
+"""Flags for the HTTP server of a head: keys, TLS, host names and origins."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from convoy.cli.show.output import print_note
 HostFlag = Annotated[str | None, typer.Option(help="HTTP address.  [default: 127.0.0.1]")]
 PortFlag = Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.  [default: 8765]")]
 ServerKeysFlag = Annotated[
-    Path | None, typer.Option(help="File with the API key, or with several: see `convoy keys`.")
+    Path | None, typer.Option(help="File with one or more API keys: see `convoy keys`.")
 ]
-ServerCertificateFlag = Annotated[Path | None, typer.Option(help="PEM: answer https, with --tls-key.")]
-ServerTlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM: the certificate's key.")]
+ServerCertificateFlag = Annotated[
+    Path | None, typer.Option(help="PEM certificate: answer https, with --tls-key.")
+]
+ServerTlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM key of the certificate.")]
 AllowedHostFlag = Annotated[
-    list[str] | None, typer.Option(help="A further name that it is called by; may be given again.")
+    list[str] | None, typer.Option(help="A further host name of this server; repeatable.")
 ]
 AllowedOriginFlag = Annotated[
-    list[str] | None, typer.Option(help="A site whose pages may call it; may be given again.")
+    list[str] | None, typer.Option(help="A site with pages that may call this server; repeatable.")
 ]
 HTTP_FLAGS: dict[str, Any] = {
     "host": HostFlag,
@@ -34,13 +36,13 @@ HTTP_FLAGS: dict[str, Any] = {
 
 
 def serve_settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of [serve] that these flags stand for; lists become what the file has."""
+    """Return the keys of [serve] for these flags. Lists become tuples, as the file has them."""
     lists = {"allowed_host": "allowed_hosts", "allowed_origin": "allowed_origins"}
     return {lists.get(name, name): tuple(value) if name in lists else value for name, value in given.items()}
 
 
 def warn_in_clear(host: str) -> None:
-    """Say that keys and prompts cross a network in clear text."""
+    """Warn that keys and prompts cross a network in clear text."""
     print_note(
         f"warning: {host} has no TLS: keys and prompts cross the network in clear text "
         "(give --tls-certificate and --tls-key, or put a TLS proxy before it)"

@@ -1,4 +1,4 @@
-"""``--metrics``: where a program that answers no HTTP otherwise may be scraped; nowhere unless it says."""
+"""``--metrics``: the address for scrapes of a program without another HTTP server. None by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _checked(text: str | None) -> str | None:
-    """Said before anything is started. Raises `UsageError`."""
+    """Return ``text``. Raise `UsageError` for a wrong address before anything is started."""
     if text is not None:
         _parsed(text)
     return text
@@ -39,9 +39,10 @@ MetricsKeyFlag = Annotated[
 def serving_metrics(
     text: str | None, key_file: Path | None, source: Source, tell: Callable[[str, str], None]
 ) -> Iterator[None]:
-    """While the block runs, at HOST:PORT; nothing for None. It says where, and who may read off loopback.
+    """Serve metrics at HOST:PORT while the block runs; nothing for None.
 
-    Raises `ConfigError` where the address is not to be had, or the file with the key is wrong.
+    ``tell`` gets the address, and a note if it needs no key off loopback. Raises `ConfigError` if the address
+    is not available, or the key file is wrong.
     """
     if text is None and key_file is not None:
         raise UsageError("--metrics-key-file is for --metrics", hint="--metrics 127.0.0.1:9464")
@@ -56,12 +57,12 @@ def serving_metrics(
     hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host}) if here else None
     admits = None if key_file is None else _key_check(key_file)
     with metrics_server([source], (host, port), hosts, admits) as url:
-        tell("metrics", url if here or admits is not None else f"{url}, for whoever reaches it")
+        tell("metrics", url if here or admits is not None else f"{url}, without a key")
         yield
 
 
 def _key_check(file: Path) -> Callable[[dict[str, str]], bool]:
-    """Return what says whether a request's headers carry a key of ``file``."""
+    """Return a function that tells whether a request's headers carry a key of ``file``."""
     from convoy.api.keys.keys import KeyRing, key_of
     from convoy.api.refusals import Unauthenticated
 

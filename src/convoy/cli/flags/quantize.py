@@ -1,4 +1,4 @@
-"""``--quantize``: weights rounded as they are loaded, as a kernel of the plan."""
+"""``--quantize``: round weights as they are loaded, as a kernel of the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KERNEL_OF = {"int8": "w8a8", "int4": "w4a16"}
 
 
 def kernel_for(quantize: str | None, kernel: str) -> str:
-    """The kernel that ``--quantize`` asks for, or ``kernel`` without it. Raises UsageError."""
+    """Return the kernel for ``--quantize``, or ``kernel`` without it. Raises UsageError."""
     if quantize is None:
         return kernel
     if quantize not in _KERNEL_OF:

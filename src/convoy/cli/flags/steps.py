@@ -1,4 +1,4 @@
-"""Flags for how much runs at once, and for how members share a model: those that several verbs have."""
+"""Flags of several verbs: the amount of work at once, and how members share a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convoy.errors import UsageError
 from convoy.plan.placement.parallel import ASKED
 
 MaxBatchFlag = Annotated[
-    int | None, typer.Option(min=1, help="Sequences that run at once; 1: one after the other.")
+    int | None, typer.Option(min=1, help="Sequences that run at once; 1: one after another.")
 ]
 PrefillChunkFlag = Annotated[
     int | None,
@@ -23,7 +23,7 @@ PrefillChunkFlag = Annotated[
     ),
 ]
 PrefillWindowFlag = Annotated[
-    int | None, typer.Option(min=0, help="Chunks of one prompt in flight, 1 to 64; 0: as micro-batches.")
+    int | None, typer.Option(min=0, help="Chunks of one prompt in flight, 1 to 64; 0: as --micro-batches.")
 ]
 MicroBatchesFlag = Annotated[
     int | None, typer.Option(min=0, help="Steps in flight, 1 to 64; 0: as many as there are stages.")
@@ -56,9 +56,7 @@ WaitFlag = Annotated[
 ]
 RecoverWaitFlag = Annotated[
     float | None,
-    typer.Option(
-        "--recover-wait", min=0, help="Seconds that a lost member may take to return.  [default: 60]"
-    ),
+    typer.Option("--recover-wait", min=0, help="Seconds to wait for a lost member to return.  [default: 60]"),
 ]
 
 _FLAGS = {
@@ -79,7 +77,7 @@ _FLAGS = {
 def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb these flags for its parameters ``engine``, ``sharing``, ``waiting`` and ``listens``.
 
-    They are the keys of [engine], of [plan] and of [serve] that were given.
+    Each parameter gets the given keys of [engine], [plan] or [serve].
     """
     own = inspect.signature(verb, eval_str=True).parameters
 
@@ -105,11 +103,12 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
         ]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__dict__["__signature__"] = inspect.Signature(parameters)
+    # `inspect` would follow __wrapped__ to the verb's own signature.
     del command.__dict__["__wrapped__"]
     return command
 
 
 def check_parallel(text: str | None) -> None:
-    """Raises UsageError for a word that says nothing about how members share a model."""
+    """Raise UsageError for an unknown value of ``--parallel``."""
     if text is not None and text not in ASKED:
         raise UsageError(f"--parallel is {text}, expected {', '.join(ASKED)}")

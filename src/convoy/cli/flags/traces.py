@@ -1,4 +1,4 @@
-"""``--traces URL``, and ``traces`` under [telemetry]: spans of requests for an OpenTelemetry collector."""
+"""``--traces URL``, and ``traces`` in [telemetry]: send spans of requests to an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TracesFlag = Annotated[
 
 @contextmanager
 def tracing(url: str | None, service: str) -> Iterator[Traces]:
-    """Spans of ``service`` to ``url``, or nowhere; what waits is sent at the end.
+    """Yield traces that send spans of ``service`` to ``url``, or nowhere. Send the waiting spans at the end.
 
-    Raises `ConfigError` for a URL that is none, and where OpenTelemetry is not installed.
+    Raises `ConfigError` for a wrong URL, and if OpenTelemetry is not installed.
     """
     from convoy.api.traces import NO_TRACES
 

@@ -1,7 +1,7 @@
-"""A whole cluster on this machine: an identity each, a signed roster, and every peer a process of its own.
+"""A cluster on this machine: an identity for each member, a signed roster, and a process for each peer.
 
-The peers end when this process does, however it ends: each reads its standard input, which is a pipe from
-here, and goes when that closes.
+The peers end when this process ends, in whatever way. Each peer reads its standard input, which is a pipe
+from this process, and ends when the pipe closes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _STOP_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly.
+    """Hold the options that all members of a local cluster share.
 
-    ``layers`` are the texts of ``--layers``; ``cores`` are each member's own, None leaves them to the system.
-    ``memory_gb`` is each member's, None shares out what is free. ``device`` is dealt out to the members, see
-    `model.device.deal_devices`. ``publish`` says where others reach a member
-    that listens at an address: a relay's, for a bench of what fails between them.
+    ``layers`` are the texts of ``--layers``. ``num_threads`` None shares the cores out evenly. ``cores`` are
+    those of each member; None leaves them to the system. ``memory_gb`` is for each member; None shares out
+    the free memory. ``device`` is dealt out to the members, see `model.device.deal_devices`. ``publish`` maps
+    the address at which a member listens to the one that others dial: a relay's, in a bench of link failures.
     """
 
     num_members: int
@@ -55,16 +55,17 @@ class LocalOptions:
     memory_gb: float | None = None
     device: str = "cpu"
     publish: Callable[[str, Address], Address] = lambda _name, address: address
-    sharing: dict[str, Any] = field(default_factory=dict)  # keys of [plan]: parallel, ranks
+    # Keys of [plan]: parallel and ranks.
+    sharing: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head_cores(self) -> Cores | None:
-        """For `pin.pinned`, where the head runs in this process."""
+        """Return the head's cores for `pin.pinned`, if the head runs in this process."""
         return None if self.cores is None else self.cores[0]
 
     @property
     def threads(self) -> int:
-        """Of each member."""
+        """Return the number of threads of each member."""
         if self.num_threads:
             return self.num_threads
         shared = max(1, (os.cpu_count() or 1) // self.num_members)
@@ -72,10 +73,12 @@ class LocalOptions:
 
     @property
     def devices(self) -> list[str]:
-        """Of each member. Raises UsageError."""
+        """Return the device of each member. Raises UsageError."""
         if self.device == "cpu" or (self.device == "auto" and self.num_members == 1):
-            return [self.device] * self.num_members  # a lone member looks for itself
-        with heavy_rooms(print_note):  # torch, which takes seconds
+            # A lone member looks for devices itself.
+            return [self.device] * self.num_members
+        # This import loads torch, which takes seconds.
+        with heavy_rooms(print_note):
             from convoy.model.device import deal_devices
 
         return deal_devices(self.device, self.num_members, self.kernel)
@@ -89,9 +92,10 @@ class LocalOptions:
         return spans_by_name(self.layers, self.names)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises what `plan.placement.ways.choose_way` raises for these spans, before anything is started.
+        """Check spans and flags before anything is started.
 
-        And what `HeadOptions.check` raises for the flags of the engine.
+        Raises the errors of `plan.placement.ways.choose_way` for the spans, and those of `HeadOptions.check`
+        for the flags of the engine.
         """
         from convoy.cli.running.member import head_options
         from convoy.plan.offer import MemberOffer
@@ -101,13 +105,15 @@ class LocalOptions:
         asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
         asked.check()
         asked.check_context(spec)
+        # Memory does not count here: this check is for the spans and flags alone.
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         choose_way(asked.parallel, find_ways(spec, offers, self.spans, ranks=asked.ranks))
-        self.devices  # noqa: B018 - raises UsageError for what is not here; last, because torch takes seconds
+        # Raises UsageError for a device that this machine lacks. Last, because torch takes seconds to load.
+        self.devices  # noqa: B018
 
 
 class LocalCluster(Started):
-    """Files in a temporary directory and processes; leaving the `with` ends and removes both."""
+    """Own the processes of a cluster and a temporary directory. Leaving the `with` ends and removes them."""
 
     def __init__(self, options: LocalOptions) -> None:
         super().__init__()
@@ -129,24 +135,25 @@ class LocalCluster(Started):
         return load_config(self.config_file(name))
 
     def start_peers(self, model: str) -> None:
-        """`convoy join` for every member but the head."""
+        """Run `convoy join` for every member but the head."""
         for name in self.names[1:]:
             self.start_peer(name, model)
 
     def start_peer(self, name: str, model: str) -> subprocess.Popen[bytes]:
-        """One of them; also once more, after it ended."""
+        """Start one peer. A peer that ended can be started again."""
         file = str(self.config_file(name))
         return self.start(name, "join", "--config", file, "--model", model, "--until-stdin-closes")
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """A `convoy` command as a process whose output goes to a log beside its configuration."""
+        """Start a `convoy` command as a process. Its output goes to a log beside its configuration."""
         with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "convoy", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the others in order
+                # Ctrl-C reaches this process alone, which then ends the others in order.
+                start_new_session=True,
             )
         self._processes[name] = process
         if self._options.cores is not None:
@@ -157,7 +164,7 @@ class LocalCluster(Started):
         return self.directory / f"{name}.log"
 
     def check_alive(self) -> None:
-        """Raises `PeerError` with a dead member's own last words."""
+        """Raise `PeerError` with the last error of a member that has ended."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise PeerError(
@@ -165,7 +172,7 @@ class LocalCluster(Started):
                 )
 
     def explain(self, error: ConvoyError) -> ConvoyError:
-        """The error of a member that died, where one did, in place of its consequence here."""
+        """Return the error of a member that ended, if one did, in place of its consequence ``error``."""
         try:
             self.check_alive()
         except PeerError as dead:
@@ -175,17 +182,20 @@ class LocalCluster(Started):
     def _last_error(self, name: str) -> str:
         lines = self.log_file(name).read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+        # Without a reported error, the last line is the best explanation.
         return (errors or lines or ["no output"])[-1]
 
     def _stop_all(self) -> None:
         for process in self._processes.values():
+            # Close every pipe first, so that all peers end at the same time.
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes.values():
-            end(process, _STOP_WAIT_S)  # a head does not read its standard input
+            # A head does not read its standard input, so it needs a signal.
+            end(process, _STOP_WAIT_S)
 
     def _start(self) -> None:
-        """Only the files: `start_peers` and `start` make processes."""
+        """Write the files. `start_peers` and `start` make processes."""
         from convoy.crypto.identity import Identity, OperatorKey
         from convoy.trust.roster.card import member_of
         from convoy.trust.roster.roster import make_roster, sign_roster
@@ -233,7 +243,7 @@ class LocalCluster(Started):
 
 
 def _kernel_on(device: str, kernel: str) -> str:
-    """The kernel of a member on ``device``; beside members on hosts a device takes what it can run."""
+    """Return the kernel of a member on ``device``. A CUDA device takes "auto" if it cannot run ``kernel``."""
     if device == "auto" or device.startswith("cpu"):
         return kernel
     from convoy.model.device import runs_on_cuda
@@ -242,9 +252,10 @@ def _kernel_on(device: str, kernel: str) -> str:
 
 
 def _share_bytes(devices: Sequence[str], device: str) -> float:
-    """Of what is free, what one of those that compute on ``device`` may take."""
+    """Return the share of free memory for one of the members that compute on ``device``, in bytes."""
     if device == "auto":
-        return 0.0  # it looks for itself
+        # The member measures its own memory.
+        return 0.0
     if not device.startswith("cpu"):
         from convoy.model.device import device_memory_bytes
 

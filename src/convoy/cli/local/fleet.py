@@ -1,6 +1,7 @@
-"""A whole fleet on this machine: a coordinator, and providers of one or several members, as processes.
+"""A fleet on this machine: processes of a coordinator, and of providers with one or several members.
 
-Each is what a person starts: ``convoy coordinator``, and ``convoy serve MODEL --provide`` with its peers.
+The processes are those that a person starts: ``convoy coordinator``, and ``convoy serve MODEL --provide``
+with its peers.
 """
 
 from __future__ import annotations
@@ -37,21 +38,20 @@ _NICE = 5
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """``providers`` counts them by model; each has ``members`` and runs ``slots`` requests at once."""
+    """Count the providers by model. Each has ``members``, and runs ``slots`` requests at once."""
 
     providers: Mapping[str, int]
     max_waiting: int = 1000
     slots: int = 4
     members: int = 1
-    prices: Mapping[str, int] = field(
-        default_factory=dict
-    )  # prompt_micro and completion_micro, of each model
+    # prompt_micro and completion_micro of each model.
+    prices: Mapping[str, int] = field(default_factory=dict)
     start_wait_s: float = 170.0
     say: Callable[[str], None] = lambda _text: None
 
 
 class LocalFleet(Started):
-    """Leaving the `with` ends every process, also those that were killed and started again."""
+    """Own the processes of a fleet. Leaving the `with` ends them all, also those killed and started again."""
 
     def __init__(self, options: FleetOptions) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LocalFleet(Started):
 
     @property
     def names(self) -> list[str]:
-        """The providers'."""
+        """Return the providers' names."""
         return list(self._heads)
 
     @property
@@ -78,30 +78,30 @@ class LocalFleet(Started):
 
     @property
     def admin(self) -> Endpoint:
-        """The administrators' door."""
+        """Return the endpoint for administrators."""
         key = read_api_key(self.directory / "admin.key")
         return Endpoint(f"http://127.0.0.1:{self._admin_port}", key, server="coordinator")
 
     def head_url(self, model: str) -> str:
-        """Of a provider that serves ``model``, past the coordinator."""
+        """Return the URL of a provider that serves ``model``, past the coordinator."""
         name = next(name for name in self._heads if self._models[name] == model)
         return f"http://127.0.0.1:{self._ports[name]}"
 
     def open_account(self, name: str, credit_micro: int) -> str:
-        """An account with a key, which is returned."""
+        """Make an account with a key, and return the key."""
         self.admin.post("/accounts", {"name": name, "credit_micro": credit_micro})
         made = self.admin.post("/keys", {"scope": "consumer", "account": name})
         assert isinstance(made, dict), "an object, as the coordinator of this version answers"
         return str(made["key"])
 
     def status(self) -> dict[str, Any]:
-        """As `convoy coordinator status` shows it."""
+        """Return the status as `convoy coordinator status` shows it."""
         found = self.admin.get("/status")
         assert isinstance(found, dict), "an object, as the coordinator of this version answers"
         return found
 
     def books(self) -> Books:
-        """What the ledger holds now."""
+        """Return the present contents of the ledger."""
         from convoy.bench.fleet.verdict import books_of
         from convoy.fleet.books.ledger import Ledger
         from convoy.fleet.books.store import Store
@@ -112,16 +112,17 @@ class LocalFleet(Started):
         finally:
             store.close()
 
-    # What happens to processes.
+    # The events that happen to processes.
 
     def put_coordinator_first(self) -> None:
-        """Providers get what the coordinator leaves of the cores, as if they had machines of their own.
+        """Lower the priority of providers, as if the coordinator had a machine of its own.
 
-        On Linux; elsewhere nothing happens.
+        This works on Linux only; elsewhere nothing happens.
         """
         for name, head in self._heads.items():
             for process in (head, *self._peers[name]):
-                for thread in Path(f"/proc/{process.pid}/task").glob("*"):  # each has a priority of its own
+                # Linux gives each thread a priority of its own.
+                for thread in Path(f"/proc/{process.pid}/task").glob("*"):
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICE)
 
     def kill_coordinator(self) -> None:
@@ -130,7 +131,10 @@ class LocalFleet(Started):
         self._coordinator.wait()
 
     def start_coordinator(self) -> dict[str, Any]:
-        """Also once more, at the same ports and over the same database; what it says when it is ready."""
+        """Start the coordinator and return its JSON event once it is ready.
+
+        A second start uses the same ports and the same database.
+        """
         log = self.directory / "coordinator.log"
         arguments = ["coordinator", "--port", str(self._port), "--admin-port", str(self._admin_port)]
         arguments += ["--dir", str(self.directory), "--config", str(self._config()), "--json"]
@@ -155,23 +159,26 @@ class LocalFleet(Started):
         raise PeerUnreachable("the coordinator did not listen in time")
 
     def kill_provider(self, name: str) -> None:
-        """Its head, as by kill -9."""
+        """Kill a provider's head, like kill -9."""
         self._heads[name].kill()
         self._heads[name].wait()
 
     def kill_peer(self, name: str) -> None:
-        """The last of a provider's peers, as by kill -9."""
+        """Kill the last of a provider's peers, like kill -9."""
         process = self._peers[name].pop()
         process.kill()
         process.wait()
 
     def last_words(self, name: str) -> str:
-        """The end of what a provider's head wrote."""
+        """Return the end of the log of a provider's head."""
         local = self._locals[name]
         return local.log_file(local.head).read_text(errors="replace")[-2000:]
 
     def wait_registered(self, count: int) -> None:
-        """Until so many providers are there. Raises `PeerError` for one that ended, or `PeerUnreachable`."""
+        """Wait until ``count`` providers are registered.
+
+        Raises `PeerError` for one that ended, or `PeerUnreachable` at the deadline.
+        """
         deadline_s = time.monotonic() + self._options.start_wait_s
         said = -1
         while time.monotonic() < deadline_s:
@@ -190,7 +197,7 @@ class LocalFleet(Started):
             time.sleep(_POLL_S)
         raise PeerUnreachable(f"{said} of {count} providers came in {self._options.start_wait_s:g} s")
 
-    # The way up.
+    # The start.
 
     def _start(self) -> None:
         self.start_coordinator()

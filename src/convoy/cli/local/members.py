@@ -1,4 +1,4 @@
-"""Members as the command line names them: those of a local cluster, and who gets which span."""
+"""Members on the command line: the names in a local cluster, and the span of each member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GREEK = (
 
 
 def local_names(num_members: int) -> tuple[str, ...]:
-    """Names for the members of a cluster on this machine; the first is the head. Raises UsageError."""
+    """Return names for the members of a cluster on this machine, the head first. Raises UsageError."""
     if not 1 <= num_members <= MAX_LOCAL_MEMBERS:
         raise UsageError(f"--members is {num_members}, expected 1 to {MAX_LOCAL_MEMBERS}")
     numbered = (f"member-{number}" for number in range(len(_GREEK) + 1, num_members + 1))
@@ -32,10 +32,10 @@ def local_names(num_members: int) -> tuple[str, ...]:
 
 
 def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[str, str] | None:
-    """What ``--layers`` says, by member; None where it was not given. `plan.span` reads the spans themselves.
+    """Return the spans of ``--layers`` by member, or None without the flag. `plan.span` parses the spans.
 
-    A bare span is for the next member that has none, ``alpha+beta=`` for one stage of two ranks. Raises
-    UsageError for an unknown or doubled name and for more spans than members.
+    A bare span is for the next member without one. ``alpha+beta=`` is for one stage of two ranks. Raises
+    UsageError for an unknown or repeated name, and for more spans than members.
     """
     if not layers:
         return None
@@ -66,7 +66,10 @@ def _ranks(text: str, name: str) -> tuple[str, ...]:
 
 
 def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
-    """``3``, or ``alpha=8,beta=16GB``: names with bytes, None for a bare count. Raises UsageError."""
+    """Parse ``3`` or ``alpha=8,beta=16GB``. Return names with bytes, or with None for a bare count.
+
+    Raises UsageError.
+    """
     if text.isascii() and text.isdigit():
         return tuple((name, None) for name in local_names(int(text[:9])))
     members = []

@@ -1,4 +1,4 @@
-"""Members of one machine on cores of their own: only then does one machine say anything about two."""
+"""Pin members of one machine to cores of their own. Only then do figures hold for two machines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typer
 from convoy.errors import UsageError
 
 Cores = tuple[int, ...]
-PinFlag = Annotated[bool, typer.Option("--pin", help="Each member on cores of its own (Linux).")]
+PinFlag = Annotated[bool, typer.Option("--pin", help="Pin each member to cores of its own (Linux).")]
 
 
 def share_cores(num_members: int) -> tuple[Cores, ...]:
-    """The cores that this process may use, dealt out evenly; what is left over stays idle.
+    """Share out the cores that this process may use evenly. A remainder stays idle.
 
-    Raises UsageError where a process cannot be pinned, and where there are fewer cores than members.
+    Raises UsageError if a process cannot be pinned, and if there are fewer cores than members.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError(
@@ -36,13 +36,13 @@ def share_cores(num_members: int) -> tuple[Cores, ...]:
 
 
 def pin_process(process_id: int, cores: Cores) -> None:
-    """A process that has just been started, before it has threads: they inherit it."""
+    """Pin a process right after its start. Threads that it starts later inherit the cores."""
     os.sched_setaffinity(process_id, cores)
 
 
 @contextmanager
 def pinned(cores: Cores | None) -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, on these cores; on all as before without any."""
+    """Pin this thread, and those that it starts in the block, to ``cores``. None changes nothing."""
     if cores is None:
         yield
         return

@@ -1,7 +1,7 @@
 """A served cluster of real processes, for benches and tests that kill, stop, cut off and slow its members.
 
-The head is ``convoy serve`` and each peer ``convoy join``, as a person starts them; every peer is reached
-through a relay that can cut its links.
+The head is ``convoy serve`` and each peer is ``convoy join``, as a person starts them. A relay that can cut
+links stands before every peer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 _START_S = 120.0
 _END_S = 20.0
 _POLL_S = 0.1
-_STOPPED_S, _RUNNING_S = 1.9, 0.1  # a slow member's share of the time
+# How long a slow member is stopped, and how long it runs, in turn.
+_STOPPED_S, _RUNNING_S = 1.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """``local.serve_port`` is chosen here."""
+    """Hold the options. `ServedCluster` chooses ``local.serve_port`` itself."""
 
     model: str
     local: LocalOptions
@@ -48,7 +49,7 @@ class _Slowness:
 
 
 class ServedCluster(Started):
-    """Leaving the `with` ends every process, also those that were stopped. An `Arena` of `bench.recover`."""
+    """Own the processes; an `Arena` of `bench.recover`. Leaving the `with` ends them, also stopped ones."""
 
     def __init__(self, options: ServedOptions) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class ServedCluster(Started):
         self.names: Sequence[str] = options.local.names
         self.peers: Sequence[str] = self.names[1:]
 
-    # What a client does.
+    # The acts of a client.
 
     @property
     def url(self) -> str:
@@ -78,19 +79,19 @@ class ServedCluster(Started):
             raise self._endpoint.not_ours("no JSON object")
         return status
 
-    # What happens to members.
+    # The events that happen to members.
 
     def process(self, name: str) -> psutil.Process:
-        """The process that a member is now."""
+        """Return a member's present process."""
         return psutil.Process(self._processes[name].pid)
 
     def cpu_s(self, name: str) -> float:
-        """Seconds of a core that a member's process has used."""
+        """Return the core seconds that a member's process has used."""
         times = self.process(name).cpu_times()
         return float(times.user + times.system)
 
     def rss_bytes(self, name: str) -> int:
-        """Its resident memory."""
+        """Return the resident memory of a member's process."""
         return int(self.process(name).memory_info().rss)
 
     def kill(self, name: str) -> None:
@@ -106,7 +107,7 @@ class ServedCluster(Started):
         os.kill(self._processes[name].pid, signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Ends `stop` and `slow`; of a member that runs as it should, nothing."""
+        """End `stop` and `slow`. Do nothing for a member that runs normally."""
         slowness = self._slowness.pop(name, None)
         if slowness is not None:
             slowness.ended.set()
@@ -134,15 +135,16 @@ class ServedCluster(Started):
         slowness.thread.start()
 
     def last_words(self, name: str) -> str:
-        """The end of a member's log."""
+        """Return the end of a member's log."""
         return "\n".join(self._local.log_file(name).read_text(errors="replace").splitlines()[-20:])
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         process = self._processes[name]
-        if process.poll() is None:  # until it has been waited for, its id is nobody else's
+        # The system does not reuse the id of a process before the process has been waited for.
+        if process.poll() is None:
             os.kill(process.pid, number)
 
-    # The way up and down.
+    # The start and the end.
 
     def _start(self) -> None:
         from convoy.bench.hop.delay import DelayRelay
@@ -185,7 +187,9 @@ class ServedCluster(Started):
 
 
 def memory_for(model: str, num_members: int) -> float:
-    """So many GB for each of ``num_members`` that they hold the model together, and no member less does."""
+    """Return the GB for each of ``num_members`` that hold the model together. One member fewer could not hold
+    it.
+    """
     from convoy.model.checkpoints.source import ModelSource
     from convoy.plan.memory.memory import stage_bytes
     from convoy.plan.span import Span

@@ -1,4 +1,4 @@
-"""``convoy identity certify``: an operator's word for a provider, for proxies that pin the operator's key."""
+"""``convoy identity certify``: certify a provider, for proxies that pin the operator's key."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DAY_S = 24 * 3600
 
 def certify(
     key: Annotated[str, typer.Argument(help="The provider's identity key, as `convoy provide` shows it.")],
-    name: Annotated[str, typer.Argument(help="Whose it is, for whoever reads the certificate.")],
+    name: Annotated[str, typer.Argument(help="The provider's name in the certificate.")],
     file: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("provider.certificate"),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long it holds.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until the certificate expires.")] = 365,
     directory: DirectoryFlag = DEFAULT_HOME,
     passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
@@ -49,7 +49,10 @@ def certify(
 
 
 def read_certificate_file(file: Path, identity: bytes) -> bytes:
-    """For the provider with this key. Raises `ConfigError` for one that is none, is over or is another's."""
+    """Return the certificate in a file for the provider with key ``identity``.
+
+    Raises `ConfigError` for a file that is no certificate, has expired, or belongs to another provider.
+    """
     from convoy.wire.fleet.certified import MAX_CERTIFICATE_BYTES, read_certificate
 
     try:

@@ -1,4 +1,4 @@
-"""The operator's desk: its key, the newest roster, and the record of the invitations that were used."""
+"""The operator's files: its key, the newest roster, and the records of used invitations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OperatorFiles:
-    """The operator's side: the key, the rosters, and the record of used invitations."""
+    """Hold the operator's key, settings, records of used invitations, and audit log."""
 
     key: OperatorKey
     settings: Config
@@ -58,9 +58,10 @@ class OperatorFiles:
         return self.newest().roster
 
     def newest(self) -> SignedRoster:
-        """The file's, or a newer one that this machine accepted from others; an expired one may be followed.
+        """Return the file's roster, or a newer one that this machine accepted from others.
 
-        Read anew each time: somebody may have signed another one since.
+        The roster may have expired: its successor may still follow it. Read it anew each time, because
+        another process may have signed a new one.
         """
         from convoy.trust.roster.accepted import AcceptedFile
         from convoy.trust.roster.roster import verify_roster
@@ -77,7 +78,9 @@ class OperatorFiles:
         return newest
 
     def judge(self, card: EnrolmentCard) -> Refusal | None:
-        """Why it cannot come in. A shared address is said here too, with the name of who has it."""
+        """Return the reason to refuse a newcomer, or None. Print a note with the owner of an address that is
+        taken.
+        """
         from convoy.trust.roster.newcomer import whose_address, why_not
         from convoy.trust.roster.roster import format_address
         from convoy.wire.messages.enrolment import Refusal
@@ -100,26 +103,29 @@ class OperatorFiles:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """As long as this process is at the desk. Whoever comes alone says what a crash has left, once."""
+        """Hold the files in use while the block runs. The only user reports the traces of a crash, once."""
         with _lock(self.records, "desk") as descriptor:
             try:
+                # The exclusive lock succeeds only if no other invitation is open.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                pass  # another invitation is open: what it has not finished is no crash
+                # Another invitation is open. Its unfinished work is not the trace of a crash.
+                pass
             else:
                 self._tell_unfinished()
+            # A shared lock lets further invitations run beside this one.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
 
     @contextmanager
     def signing(self) -> Iterator[None]:
-        """Two invitations at once never sign two rosters of one epoch."""
+        """Lock the roster while the block runs, so that two invitations never sign the same epoch twice."""
         with _lock(self.records, "signing") as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
     def _tell_unfinished(self) -> None:
-        """An earlier process ended between the use of an invitation and the roster: say so, once."""
+        """Report an earlier process that ended between the use of an invitation and the new roster, once."""
         from convoy.trust.consumption import forget, unfinished
 
         for who in unfinished(self.records):
@@ -139,4 +145,5 @@ def _lock(directory: Path, name: str) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)  # which gives the lock back, as the end of the process does
+        # Closing releases the lock, as the end of the process does.
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a first machine needs, made once: operator key, identity, a roster of one, convoy.toml."""
+"""Set up the first machine of a cluster: operator key, identity, a roster of one member, convoy.toml."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_first_machine(
     cluster: str | None,
     passphrase_file: Path | None = None,
 ) -> None:
-    """Leaves a convoy.toml in ``home``. Interrupted anywhere, it goes on where it was the next time.
+    """Make a convoy.toml in ``home``, and the files that it names. After an interruption, continue next time.
 
     Raises `IdentityError`, `RosterError` or `ConfigError`.
     """
@@ -39,6 +39,7 @@ def make_first_machine(
     host, _ = parse_place(address or local_addresses()[0], None)
     operator, identity = home.open_operator(passphrase_file), home.open_identity()
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
+    # An earlier run was interrupted after it wrote the roster.
     if home.roster.exists():
         data = read_bytes(home.roster, max_bytes=MAX_ROSTER_FILE_BYTES)
         roster = open_roster(data, operator_key=operator.public_key).roster

@@ -28,7 +28,7 @@ DirectoryFlag = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Paths below one folder. What is there already is used, and nothing secret is ever overwritten."""
+    """Hold the paths below one folder. Existing files are used, and secret ones are never overwritten."""
 
     directory: Path
 
@@ -49,11 +49,11 @@ class Home:
         return self.directory / "operator"
 
     def settings(self) -> Config | None:
-        """The convoy.toml that is here, or None."""
+        """Return the settings of the folder's convoy.toml, or None."""
         return load_config(self.config) if self.config.exists() else None
 
     def open_identity(self) -> Identity:
-        """The identity that is here, or a new one. Raises `IdentityError`."""
+        """Return the folder's identity, or a new one. Raises `IdentityError`."""
         from convoy.crypto.identity import IDENTITY_KEY, Identity
 
         if (self.identity / IDENTITY_KEY).exists():
@@ -64,7 +64,7 @@ class Home:
         return identity
 
     def open_operator(self, passphrase_file: Path | None = None) -> OperatorKey:
-        """The operator key that is here, or a new one. Raises `IdentityError`."""
+        """Return the folder's operator key, or a new one. Raises `IdentityError`."""
         self._make()
         return Passphrase(passphrase_file).load_or_make(self.operator)
 
@@ -77,7 +77,7 @@ class Home:
         listen_port: int | None = None,
         standby: bool = False,
     ) -> None:
-        """A convoy.toml with what nothing can do without, and what the next start is to know of this one."""
+        """Write a convoy.toml with the required keys, and with the choices that the next start needs."""
         cluster: dict[str, object] = {
             "name": name,
             "identity": self.identity.name,
@@ -94,7 +94,7 @@ class Home:
 
     def _make(self) -> None:
         try:
-            # parents as well: mkdir's own would be open to others
+            # Make the parents with the private mode too: mkdir's own parents would be open to others.
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -103,32 +103,35 @@ class Home:
 
 
 def config_file(named: Path | None, directory: Path = DEFAULT_HOME) -> Path | None:
-    """The convoy.toml of a verb, by the one rule for all of them: the one that was named, or else the one in
-    the home folder, where an invitation leaves it. None where there is neither.
+    """Return the convoy.toml of a verb: the named one, or the one in the home folder, or None.
+
+    An invitation leaves its file in the home folder. All verbs share this rule.
     """
     home = Home(directory).config
-    return home if named is None and os.path.exists(home) else named  # unlike Path's, this never raises
+    # Unlike `Path.exists`, `os.path.exists` never raises.
+    return home if named is None and os.path.exists(home) else named
 
 
 def roster_file(named: Path | None) -> Path:
-    """The roster of an operator's verb: the one that was named, or else roster.toml here, or else the one in
-    the home folder, where an invitation leaves it. What is returned need not be there.
+    """Return the roster of an operator's verb, which may be missing.
+
+    It is the named one, or roster.toml here, or the one that an invitation left in the home folder.
     """
     here, home = Path("roster.toml"), Home(DEFAULT_HOME).roster
     return named or next((file for file in (here, home) if os.path.exists(file)), here)
 
 
 def host_name() -> str:
-    """This machine's name as a member's: its first label, other characters as dashes."""
+    """Return this machine's name for a member: its first label, with dashes for other characters."""
     label = socket.gethostname().partition(".")[0]
     name = re.sub(r"[^A-Za-z0-9_-]", "-", label).strip("-_")[:63]
     return name or "member"
 
 
 def local_addresses() -> list[str]:
-    """The addresses of this machine's interfaces that others may reach; loopback if there is no other.
+    """Return the addresses of this machine that others may reach; loopback if there is no other.
 
-    First the one that most of the world is reached from, then IPv4 before IPv6.
+    The address of the default route comes first, then IPv4 before IPv6.
     """
     import psutil
 
@@ -149,10 +152,13 @@ def local_addresses() -> list[str]:
 
 
 def _outward_address() -> str | None:
-    """The local address of the default route. Nothing is sent: UDP only chooses a route here."""
+    """Return the local address of the default route, or None. UDP only chooses a route here and sends
+    nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(("198.51.100.1", 9))  # RFC 5737: nobody's address
+            # RFC 5737 reserves this address for documentation.
+            sock.connect(("198.51.100.1", 9))
         except OSError:
             return None
         host: str = sock.getsockname()[0]
@@ -160,7 +166,10 @@ def _outward_address() -> str | None:
 
 
 def parse_place(text: str, port: int | None) -> tuple[str, int | None]:
-    """``HOST`` or ``HOST:PORT`` (IPv6 alone, or in brackets with a port). Raises `UsageError`."""
+    """Return host and port of ``HOST`` or ``HOST:PORT``. IPv6 stands alone, or in brackets with a port.
+
+    The port is ``port`` if the text has none. Raises `UsageError`.
+    """
     from convoy.trust.roster.roster import parse_address
 
     host, given = text, port

@@ -1,4 +1,4 @@
-"""``convoy join TOKEN``: the part before the peer. Brings home a roster and a convoy.toml."""
+"""``convoy join TOKEN``: enrol before the peer starts. This fetches a roster and writes a convoy.toml."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ Tell = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class NewcomerFiles:
-    """What the flags say; None is the default of each. ``address`` is HOST or HOST:PORT, where others reach
-    this machine; it listens on ``port``, which is another one where a port is forwarded.
+    """Hold the flags of a newcomer; None is a flag's default.
+
+    ``address`` is HOST or HOST:PORT, where others reach this machine. The machine listens on ``port``, which
+    differs where a port is forwarded.
     """
 
     home: Home
@@ -35,10 +37,10 @@ class NewcomerFiles:
     standby: bool | None = None
 
     def join(self, token_text: str, tell: Tell) -> Path:
-        """Use the invitation, and write roster and convoy.toml. The path of the latter.
+        """Use the invitation, write roster and convoy.toml, and return the path of the latter.
 
-        ``tell`` gets (kind, text) for the person who watches. Raises what `join_by_token` raises; nothing
-        but the identity is written then.
+        ``tell`` gets (kind, text) to show. Raises the errors of `join_by_token`; then only the identity is
+        written.
         """
         from convoy.transport.listen.enrolment_tls import listen_everywhere
         from convoy.trust.invite import decode_token
@@ -47,11 +49,13 @@ class NewcomerFiles:
         name = self._name_here(token)
         host, given = parse_place(self.address, self.port) if self.address else (None, self.port)
         port = DEFAULT_PEER_PORT if given is None else given
-        # A port in use is said before the invitation is used up.
+        # Report a port in use before the invitation is used up.
         listen_host = "::" if host is not None and ":" in host else None
-        listen_everywhere(listen_host or "0.0.0.0", self.port or port).close()  # noqa: S104 - as [listen] has it
+        # 0.0.0.0 is the default of [listen] too.
+        listen_everywhere(listen_host or "0.0.0.0", self.port or port).close()  # noqa: S104
         identity = self.home.open_identity()
         enrolled = _enrol(token, identity, (name, host, port), tell)
+        # The roster comes first: a convoy.toml must not name a missing file.
         replace_file(self.home.roster, enrolled.signed.raw)
         if not self.home.config.exists():
             self.home.write_config(
@@ -70,7 +74,9 @@ class NewcomerFiles:
         return self.home.config
 
     def _next_time(self, port: int) -> str:
-        """The command that starts this member as it is now, with what the convoy.toml does not say."""
+        """Return the command that starts this member again, with the flags that the convoy.toml does not
+        hold.
+        """
         settings = load_config(self.home.config)
         command = f"convoy join --config {self.home.config}"
         if self.standby is not None and self.standby != settings.cluster.standby:
@@ -79,7 +85,7 @@ class NewcomerFiles:
         return command if self.port in {None, listens} else f"{command} --port {self.port}"
 
     def _name_here(self, token: Token) -> str | None:
-        """The name asked for, or that in the convoy.toml that is here. Raises `ConfigError`."""
+        """Return the requested name, or the one in the folder's convoy.toml. Raises `ConfigError`."""
         settings = self.home.settings()
         if settings is None:
             return self.name
@@ -117,7 +123,7 @@ def _enrol(
     except NameTaken:
         if name is not None:
             raise
-    # Nobody chose the host's name, so nobody minds another; machines often have the same one.
+    # The host's name was a default, so another name is fine. Machines often share a host name.
     other = f"{first.name[:58]}-{identity.public_key[:2].hex()}"
     return join_by_token(token, identity, EnrolmentRequest(other, host, port), on_code)
 

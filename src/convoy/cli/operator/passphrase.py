@@ -37,7 +37,7 @@ NewPassphraseFlag = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Passphrase:
-    """Where a command gets a passphrase from. ``file`` None: the terminal, if there is one."""
+    """Read a passphrase from ``file``, or from the terminal if there is one and ``file`` is None."""
 
     file: Path | None = None
     flag: str = "--passphrase-file"
@@ -79,8 +79,8 @@ class Passphrase:
             first = self._ask(f"new passphrase for the operator key in {directory}{empty}: ")
             if not first and may_be_empty:
                 print_note(
-                    f"the operator key in {directory} has no passphrase: its file alone can sign anybody in. "
-                    f"`convoy identity passphrase {directory}` sets one"
+                    f"the operator key in {directory} has no passphrase: the file alone can sign any machine "
+                    f"in. `convoy identity passphrase {directory}` sets one"
                 )
                 return None
             if first and self._ask("the same once more: ") == first:

@@ -1,4 +1,4 @@
-"""A roster that is replaced by its successor: the same cluster, one epoch later, signed by who may."""
+"""Replace a roster by its successor: the same cluster, one epoch later, with the operator's signature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATOR_DIRECTORY = Path(".convoy/operator")
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """``old`` is in ``file`` and was signed by ``key``'s operator, or by one who handed over to it."""
+    """Hold a change of a roster. The operator of ``key``, or a predecessor, signed ``old`` in ``file``."""
 
     file: Path
     old: SignedRoster
@@ -34,9 +34,9 @@ class RosterChange:
     audit: AuditLog
 
     def hand_over(self, new: OperatorKey, directory: Path) -> RosterChange:
-        """From this change on ``new``, the key in ``directory``, signs.
+        """Return this change with ``new``, the key in ``directory``, as the signer from now on.
 
-        Raises `RosterError` if it is the same key, `AuditError`.
+        Raises `RosterError` if it is the same key, and `AuditError`.
         """
         from convoy.trust.roster.operator import make_handover
 
@@ -48,11 +48,11 @@ class RosterChange:
         return replace(self, key=new, handovers=(*self.handovers, step), audit=operator_log(directory, new))
 
     def write(self, members: tuple[Member, ...]) -> SignedRoster:
-        """Replace the file. Raises `RosterError` for members that make no roster, `AuditError`."""
+        """Replace the file. Raises `RosterError` for members that make no valid roster, and `AuditError`."""
         from convoy.trust.roster.roster import sign_roster, verify_roster
 
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        # Its beginning stays: a member whose clock is behind must not put off who is out.
+        # The start time stays: a member with a slow clock must not delay the removal of another member.
         roster = replace(
             self.old.roster, epoch=self.old.roster.epoch + 1, expires=now + self.lifetime, members=members
         )
@@ -64,9 +64,9 @@ class RosterChange:
 
 
 def require_signer(signed: SignedRoster, key: OperatorKey) -> None:
-    """A key that handed over can still read the roster, but no member takes the next one from it.
+    """Raise `RosterError` if ``key`` handed over to another key.
 
-    Raises `RosterError`.
+    Such a key can still read the roster, but no member accepts the next one from it.
     """
     if signed.operator != key.public_key:
         raise RosterError(
@@ -76,7 +76,9 @@ def require_signer(signed: SignedRoster, key: OperatorKey) -> None:
 
 
 def load_operator(directory: Path, passphrase_file: Path | None) -> OperatorKey:
-    """The operator key in ``directory``. Raises `IdentityError`, with where else to look if there is none."""
+    """Return the operator key in ``directory``. Raises `IdentityError` with a hint where a missing key may
+    be.
+    """
     try:
         return Passphrase(passphrase_file).load(directory)
     except IdentityError as error:
@@ -90,7 +92,7 @@ def load_operator(directory: Path, passphrase_file: Path | None) -> OperatorKey:
 
 
 def open_change(file: Path, operator: Path, days: int, passphrase_file: Path | None) -> RosterChange:
-    """Read the roster and the key that may sign the next one; an expired roster may be followed too.
+    """Read the roster, and the key that may sign the next one. The roster may have expired.
 
     Raises `ConfigError`, `IdentityError` or `RosterError`.
     """

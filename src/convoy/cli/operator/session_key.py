@@ -1,4 +1,4 @@
-"""The keys that seal saved sessions: one beside the member's identity, unless another file is named."""
+"""The key that seals saved sessions: beside the member's identity, unless another file is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """The key file of one command. ``named``: a person named it; ``plain``: files may be without a seal."""
+    """Hold the key file of one command.
+
+    ``named``: the command line named the file. ``plain``: files without a seal are allowed.
+    """
 
     path: Path
     named: bool
@@ -25,7 +28,7 @@ class KeyFile:
 
     @classmethod
     def of(cls, named: Path | None, config: Path | None, *, plain: bool) -> KeyFile:
-        """The named file, or else ``session.key`` beside the identity of ``config`` or of the home folder."""
+        """Return the named file, or ``session.key`` beside the identity of ``config`` or the home folder."""
         if named is not None:
             return cls(named, True, plain)
         identity = None if config is None else load_config(config).cluster.identity
@@ -42,7 +45,7 @@ class KeyFile:
                 return None
             raise SessionError(
                 f"{file} is not sealed",
-                hint="--plain loads it; anybody who can write it can have made it, so load only your own",
+                hint="--plain loads it; any writer of the file may have made it, so load only your own",
             )
         if not self.named and not self.path.exists():
             raise SessionError(
@@ -64,13 +67,13 @@ class KeyFile:
 
 
 def session_key(path: Path, *, make: bool) -> bytes:
-    """The 32 bytes of a key file, which is made where it is missing and may be. Raises SessionError."""
+    """Return the 32 bytes of a key file. Make a missing file if ``make``. Raises SessionError."""
     from convoy.crypto.keyfile import read_private, write_private
 
     try:
         if make and not path.exists():
             write_private(path, secrets.token_bytes(_KEY_BYTES))
-            print_note(f"made the key {path}: without it, what it seals is lost")
+            print_note(f"made the key {path}: without it, the sessions that it seals are lost")
         key = read_private(path)
     except IdentityError as error:
         raise SessionError(f"the session's key: {error.message}", hint=_mend_key(path, error)) from error
@@ -83,9 +86,11 @@ def session_key(path: Path, *, make: bool) -> bytes:
 
 
 def _mend_key(path: Path, error: IdentityError) -> str | None:
-    """What helps with a session's key, where `keyfile` thinks of a member's."""
+    """Return a hint for a session's key, because the hints of `keyfile` are about a member's key."""
     if isinstance(error.__cause__, FileNotFoundError):
         return "name the key that the session was saved with; without it the session is lost"
     if isinstance(error.__cause__, OSError):
         return None
-    return error.hint and f"chmod 600 {path}; who could read it can open what it seals"
+    return (
+        error.hint and f"chmod 600 {path}; anyone with a copy of the key can open the sessions that it seals"
+    )

@@ -1,4 +1,4 @@
-"""The running of ``convoy coordinator``: its flags, its folder, and what it says once it listens."""
+"""Run ``convoy coordinator``: its flags, its folder, and its output once it listens."""
 
 from __future__ import annotations
 
@@ -28,41 +28,48 @@ DEFAULT_PORT, DEFAULT_ADMIN_PORT = 8780, 8781
 ADMIN_KEY = "admin.key"
 BODY_KEY = "idempotency.key"
 _BODY_KEY_BYTES = 32
-ADMIN_URL = "admin.url"  # where the coordinator of this folder listens for administrators
+# The file that holds the URL of this folder's administrators' listener.
+ADMIN_URL = "admin.url"
 _DATABASE = "fleet.db"
-_FIRST = "first"  # the label of the key that is made with a database
+# The label of the key that is made with a new database.
+_FIRST = "first"
 _MAX_URL_CHARS = 4096
 _MAX_PRICES, _MAX_MODEL_CHARS = 64, 128
 
 HostFlag = Annotated[str, typer.Option(help="Address for consumers and providers.")]
-PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")]
-AdminPortFlag = Annotated[int, typer.Option(min=0, max=65535, help="On loopback alone.")]
+PortFlag = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port for consumers and providers; 0 lets the system choose.")
+]
+AdminPortFlag = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port for administrators, only on loopback.")
+]
 ConfigFlag = Annotated[Path | None, typer.Option(help="coordinator.toml: models, prices, the queue.")]
 DatabaseFlag = Annotated[
     str | None, typer.Option(help="sqlite:///FILE or postgresql://...  [default: a file in --dir]")
 ]
 DatabaseFileFlag = Annotated[
     Path | None,
-    typer.Option(help="File with the database's URL on its first line, password and all; for --database."),
+    typer.Option(help="File with the database's URL and password on its first line, for --database."),
 ]
-InstanceFlag = Annotated[str, typer.Option(help="Its name, where several share a database.")]
+InstanceFlag = Annotated[str, typer.Option(help="This coordinator's name, if several share a database.")]
 AuthorityFlag = Annotated[
-    list[str] | None, typer.Option(help="host:port by which providers dial it, if another than it sees.")
+    list[str] | None,
+    typer.Option(help="host:port that providers dial, if it is not the address here; repeatable."),
 ]
-CertificateFlag = Annotated[Path | None, typer.Option(help="PEM, for a listener off loopback.")]
-TlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM.")]
+CertificateFlag = Annotated[Path | None, typer.Option(help="PEM certificate, for a listener off loopback.")]
+TlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM key of the certificate.")]
 BehindProxyFlag = Annotated[
     bool, typer.Option("--behind-tls-proxy", help="A proxy on this machine ends TLS.")
 ]
 PublicCertificateFlag = Annotated[
     Path | None,
-    typer.Option(help="PEM that the TLS proxy in front serves with: pinned providers compare it."),
+    typer.Option(help="PEM certificate of the TLS proxy in front: pinned providers compare it."),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class DoorFlags:
-    """Where it is to listen."""
+    """Hold the flags of the two listeners, for consumers and providers and for administrators."""
 
     host: str
     port: int
@@ -74,14 +81,16 @@ class DoorFlags:
     public_certificate: Path | None = None
 
     def names(self) -> tuple[str, ...]:
-        """Under which providers may dial it. Raises `ConfigError` where nothing says so, `IdentityError`."""
+        """Return the names by which providers may dial. Raises `ConfigError` if no flag gives one,
+        `IdentityError`.
+        """
         from convoy.api.listen.options import is_loopback
         from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
 
         if self.behind_tls_proxy:
             if not self.authorities:
                 raise ConfigError(
-                    "behind a proxy that ends TLS nothing says by which name providers dial",
+                    "behind a proxy that ends TLS, the coordinator needs the name that providers dial",
                     hint="--authority HOST:443",
                 )
             return ()
@@ -94,7 +103,7 @@ class DoorFlags:
         return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
 
     def doors(self) -> Doors:
-        """Raises `ConfigError` for a door that would be open in clear text."""
+        """Return the two listeners. Raises `ConfigError` for one that would be open in clear text."""
         from convoy.api.listen.options import ServeOptions
         from convoy.fleet.coordinator.server import Doors
 
@@ -111,7 +120,7 @@ class DoorFlags:
 def run_here(
     options: CoordinatorOptions, flags: DoorFlags, home: Home, database: str | None, *, as_json: bool
 ) -> None:
-    """Serve until a signal, with keys and, unless another is named, a database in ``home``."""
+    """Serve until a signal, with keys in ``home``, and the database there unless another is named."""
     from convoy.fleet.books.store import Store
     from convoy.fleet.coordinator.server import run_coordinator
     from convoy.trust.audit import FILE, AuditLog
@@ -152,11 +161,11 @@ def run_here(
 
 
 def database_url(url: str | None, file: Path | None) -> str | None:
-    """Return the URL that was given, or that of the file. Raises `UsageError` and `ConfigError`."""
+    """Return the given URL, or the file's. Raises `UsageError` and `ConfigError`."""
     if file is None:
         return url
     if url is not None:
-        raise UsageError("--database and --database-file are two ways to say one thing: give one of them")
+        raise UsageError("--database and --database-file both name the database: give one of them")
     from convoy.api.keys.key_file import check_private
 
     try:
@@ -173,7 +182,7 @@ def database_url(url: str | None, file: Path | None) -> str | None:
 
 
 def admin_url_of(directory: Path) -> str:
-    """Return where the coordinator of a folder listens for administrators: as it said, or its usual port."""
+    """Return the administrators' URL of a folder's coordinator: from its file, or with the default port."""
     try:
         said = (directory / ADMIN_URL).read_text(encoding="utf-8")[:_MAX_URL_CHARS].strip()
     except (OSError, UnicodeDecodeError):
@@ -182,7 +191,7 @@ def admin_url_of(directory: Path) -> str:
 
 
 def _body_key(home: Home) -> bytes:
-    """Return the secret of this folder for bodies with an Idempotency-Key; made at the first start."""
+    """Return the folder's secret for bodies with an Idempotency-Key. The first start makes it."""
     from convoy.crypto.keyfile import read_private, write_private
 
     file = home.directory / BODY_KEY
@@ -198,8 +207,10 @@ def _body_key(home: Home) -> bytes:
 
 
 def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
-    """The file with an administrator's key for this machine's own commands; made at the first start
-    of a database."""
+    """Return the file with an administrator's key for commands on this machine.
+
+    The first start of a database makes it.
+    """
     from convoy.api.keys.key_file import new_key
     from convoy.crypto.keyfile import write_private
     from convoy.fleet.books.directory import Directory
@@ -208,7 +219,7 @@ def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
     file, directory = home.directory / ADMIN_KEY, Directory(store)
     known = directory.keys()
     if not any(key.scope is Scope.ADMIN and key.revoked_s is None for key in known):
-        # a file that is there is of another database
+        # An existing file belongs to another database.
         file.unlink(missing_ok=True)
     if not file.exists():
         key = new_key()
@@ -218,7 +229,7 @@ def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
 
 
 def _prices(options: CoordinatorOptions) -> dict[str, str | list[str]]:
-    """What an entry says of the prices at a start: a digest of all, and the first of them."""
+    """Return the prices for an audit entry at a start: a digest of all, and the first of them."""
     lines = [
         f"{model[:_MAX_MODEL_CHARS]}: {one.price.prompt_micro} {one.price.completion_micro}"
         for model, one in sorted(options.models.items())

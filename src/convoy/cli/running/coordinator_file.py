@@ -1,8 +1,8 @@
-"""``coordinator.toml``: what a coordinator knows of models before anybody serves them, and its limits.
+"""``coordinator.toml``: a coordinator's limits, and its models before a provider serves them.
 
 [queue]    max_waiting, max_per_account, max_wait_s
 [telemetry] traces: the URL of an OTLP/HTTP collector
-[evidence] what providers must show of their members: see `cli.running.trust_rules`
+[evidence] the evidence that providers must show of their members: see `cli.running.trust_rules`
 [[model]]  name, prompt_micro and completion_micro (millionths of a unit for a million tokens),
            default_max_tokens
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[queue]."""
+    """Hold [queue]."""
 
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 1000
     max_per_account: Annotated[int, msgspec.Meta(ge=0)] = 200
@@ -32,7 +32,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One [[model]]."""
+    """Hold one [[model]]."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     prompt_micro: int = 0
@@ -41,7 +41,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """Hold the whole file."""
 
     queue: QueueTable = QueueTable()
     model: list[ModelTable] = []
@@ -50,7 +50,9 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_fleet_config(path: Path | None, instance: str, authorities: tuple[str, ...]) -> CoordinatorOptions:
-    """Defaults without a file. Raises `ConfigError` naming the file and the key."""
+    """Return the options of a file, or the defaults for None. Raises `ConfigError` naming the file and the
+    key.
+    """
     from convoy.fleet.asked import ModelOptions
     from convoy.fleet.books.price import Price
     from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -72,5 +74,7 @@ def load_fleet_config(path: Path | None, instance: str, authorities: tuple[str, 
 
 
 def load_telemetry(path: Path | None) -> TelemetryConfig:
-    """As `load_fleet_config`."""
+    """Return [telemetry] of a file, or the defaults for None. Raises `ConfigError` naming the file and the
+    key.
+    """
     return TelemetryConfig() if path is None else read_toml(path, FleetFile).telemetry

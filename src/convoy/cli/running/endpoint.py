@@ -1,4 +1,4 @@
-"""A running head as the command line reaches it: its HTTP API, with errors in our words."""
+"""The HTTP API of a running head, for commands, with errors in Convoy's grammar."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ _MAX_BODY_BYTES = 16 << 20
 _BUSY = frozenset({429, 502, 503, 504})
 
 
-class HttpRefused(ConvoyError):  # noqa: N818 - as in the rest of the tree: what happened, not a fault of ours
-    """The server answered with an error; the text is the server's own."""
+# Named after the event, as the other errors are: it is no fault of this program.
+class HttpRefused(ConvoyError):  # noqa: N818
+    """Report an error answer of the server, in the server's words."""
 
 
 class ServerBusy(HttpRefused, Unavailable):
-    """The server cannot serve the request now; another try may succeed."""
+    """Report that the server cannot serve the request now. Another try may succeed."""
 
 
 def client_key(api_key_file: Path | None) -> str | None:
-    """Return the key in a file, or else that of the environment; None where neither is given.
+    """Return the key in a file, otherwise the environment's, otherwise None.
 
-    Raises ConfigError for one that no HTTP header carries.
+    Raises ConfigError for a key that no HTTP header can carry.
     """
     if api_key_file is not None:
         return read_api_key(api_key_file)
@@ -61,7 +62,10 @@ def client_key(api_key_file: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """``get`` and ``post`` raise PeerUnreachable if nobody answers and HttpRefused for an error status."""
+    """Call the HTTP API of a server.
+
+    ``get`` and ``post`` raise PeerUnreachable if no server answers, and HttpRefused for an error status.
+    """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -73,9 +77,9 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key: str | None = None, ca: Path | None = None) -> Endpoint:
-        """From the flags; ``/v1``, as clients of the API have it, may stand behind the address.
+        """Return the endpoint for the flags. The address may end in ``/v1``, as clients of the API write it.
 
-        Raises UsageError for an address that is not one, ConfigError for a file without certificates.
+        Raises UsageError for a wrong address, and ConfigError for a file without certificates.
         """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
@@ -95,7 +99,7 @@ class Endpoint:
         return cls(address, api_key, ca=ca)
 
     def get(self, path: str, *, accept: frozenset[int] = frozenset({200})) -> object:
-        """The JSON at ``path``; ``accept`` lists statuses that are no error here."""
+        """Return the JSON at ``path``. The statuses in ``accept`` are no error."""
         with self._open("GET", path, None) as response:
             data = response.read(_MAX_BODY_BYTES)
             if response.status not in accept:
@@ -103,7 +107,7 @@ class Endpoint:
             return self._json(data)
 
     def post(self, path: str, body: object) -> object:
-        """The JSON that comes in answer to ``body``."""
+        """Send ``body`` and return the JSON of the answer."""
         with self._open("POST", path, json.dumps(body).encode()) as response:
             data = response.read(_MAX_BODY_BYTES)
             if response.status not in {http.client.OK, http.client.CREATED}:
@@ -122,9 +126,11 @@ class Endpoint:
                     event = self._json(line.removeprefix(b"data: "))
                     if not isinstance(event, dict):
                         raise self.not_ours("no JSON object")
+                    # Once the status line is sent, the server can only report an error as an event.
                     if "error" in event:
                         raise _refusal(response.status, line.removeprefix(b"data: "))
                     yield event
+            # Without [DONE] the answer is incomplete, even if the connection closed in order.
             raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -158,7 +164,7 @@ class Endpoint:
                 ) from None
             except ssl.SSLError:
                 raise ConfigError(
-                    f"what answers at {self.url} does not speak TLS",
+                    f"the server at {self.url} does not speak TLS",
                     hint="--url http://... for a server without a certificate",
                 ) from None
             except (OSError, http.client.HTTPException) as error:
@@ -177,35 +183,40 @@ class Endpoint:
             raise self.not_ours("no JSON") from None
 
     def not_ours(self, why: str) -> ConvoyError:
-        """The error for an answer that no head of this version gives."""
+        """Return the error for an answer that no head of this version gives."""
         return Incompatible(
-            f"what answers at {self.url} is not this Convoy: {why}", hint=f"check {self.url_option}"
+            f"the server at {self.url} is not this version of Convoy: {why}", hint=f"check {self.url_option}"
         )
 
 
 def _refusal(status: int, data: bytes) -> HttpRefused:
-    """The server's own words where it says any."""
+    """Return the error for a status, with the server's own message if it sent one."""
     message, hint = f"the server answered {status}", None
     try:
         error = json.loads(data)["error"]
         message = str(error["message"])
         hint = None if error.get("hint") is None else str(error["hint"])
-        if error.get("code") == "draining":  # what it advises is for programs that have other servers
+        # The server's advice is for programs that have other servers to ask.
+        if error.get("code") == "draining":
             message = message.removesuffix(" (send the request to another server)")
             hint = "ask again once `convoy serve` is started again"
     except (ValueError, TypeError, KeyError, AttributeError):
-        pass  # no words: the status is all there is to say
+        # The body explains nothing, so the status is all there is to report.
+        pass
     if status == http.client.UNAUTHORIZED and hint is None:
         hint = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
     return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
 
 
 def _trusting(ca: Path | None) -> ssl.SSLContext:
-    """Return what checks a server's certificate: by ``ca`` alone, or else by the system's authorities."""
+    """Return a TLS context that checks a server's certificate by ``ca`` alone, or by the system's
+    authorities.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is None:
         context.load_default_certs()
         return context
+    # This flag lets a server's own certificate be the trust anchor, without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
         context.load_verify_locations(ca)

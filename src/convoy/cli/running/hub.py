@@ -1,4 +1,4 @@
-"""A model as the command line names it: a directory, or a name on the Hugging Face hub, whole or in part."""
+"""Open a model that the command line names: a directory or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ WeightsFromFlag = Annotated[
     str | None,
     typer.Option(
         "--weights-from",
-        help="Whom members without files ask: auto (the hub, then the head), head, hub.  [default: auto]",
+        help="Source for members without files: auto (the hub, then the head), head, hub.  [default: auto]",
     ),
 ]
 SignedFlag = Annotated[
-    Path | None, typer.Option(help="A file from `convoy manifest sign`: no other model runs.")
+    Path | None, typer.Option(help="A file from `convoy manifest sign`: run only its model.")
 ]
 
 
 def weights_from(text: str | None) -> str | None:
-    """The flag's value. Raises ConfigError."""
+    """Return the flag's value. Raises ConfigError for an unknown one."""
     if text not in {None, "auto", "head", "hub"}:
         raise ConfigError(f"--weights-from is {text}, expected auto, head or hub")
     return text
@@ -42,16 +42,16 @@ def weights_from(text: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that a head is to run. ``own``: how its tensors come, where it is not here whole."""
+    """Hold a model for a head. ``own`` is the source of its tensors, if this machine lacks some of them."""
 
     source: ModelSource
     own: HeadWeights | None = None
 
 
 def local_model(settings: Config, named: str, *, quiet: bool) -> str:
-    """``named`` itself, or the directory with the files of ``org/name[@revision]``, all of them.
+    """Return ``named`` itself, or the directory with all files of ``org/name[@revision]``.
 
-    Raises ModelError where they cannot be had.
+    Raises ModelError if the files are not available.
     """
     from convoy.model.checkpoints.hub.files import FOLDER, Hub
 
@@ -67,7 +67,8 @@ def local_model(settings: Config, named: str, *, quiet: bool) -> str:
 
 
 def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
-    """The model for a head: of a hub's commit that the operator signed, only what is not weights comes now.
+    """Return the model for a head. For a signed commit of a hub, fetch only the files that are not weights
+    now.
 
     Raises ModelError.
     """
@@ -79,7 +80,9 @@ def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
     opened = _open_signed(settings, name, signed)
     if not quiet:
         commit = signed.hub.rpartition("@")[2]
-        print_note(f"model: {name.repo} at commit {commit}, as the operator signed it; each its own layers")
+        print_note(
+            f"model: {name.repo} at commit {commit}, signed by the operator; members fetch their own layers"
+        )
     return opened
 
 
@@ -102,13 +105,15 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
                 for chunk in commit.stream(part.name, 0, part.num_bytes):
                     file.write(chunk)
                 if not file.finish():
-                    raise ModelError(f"{part.name} of {signed.hub} is not what the operator signed")
+                    raise ModelError(
+                        f"{part.name} of {signed.hub} differs from the file that the operator signed"
+                    )
     source = received.source(name.repo, received.file("config.json"))
     return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))
 
 
 def _is_of(name: HubName, signed: SignedModel) -> bool:
-    """Whether the signed manifest is of that name, at the revision that was asked for, if one was."""
+    """Return whether the signed manifest is for that name, and for the requested revision if there is one."""
     repo, _, commit = signed.hub.rpartition("@")
     return repo == name.repo and name.revision in {"main", commit}
 

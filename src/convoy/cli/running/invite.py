@@ -1,7 +1,7 @@
-"""``convoy serve --invite``: first an enrolment, in a child process that alone touches the operator key.
+"""``convoy serve --invite``: enrol a machine first, in a child process that alone touches the operator key.
 
-The child has this terminal: it shows the token and asks its question there. The head starts when the newcomer
-is in the roster, and not before.
+The child uses this terminal: it shows the token and asks its question there. The head starts only once the
+newcomer is in the roster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from convoy.errors import InviteError, UsageError
 
 
 def _run_with_us(command: list[str]) -> int:
-    """Run it, and its exit code. However this process ends, the pipe closes then, and that ends the child."""
+    """Run the command and return its exit code.
+
+    However this process ends, the pipe closes then, and that ends the child.
+    """
     ours_read, ours_write = os.pipe()
     try:
         ends = ["--ends-with", str(ours_read)]
@@ -33,7 +36,7 @@ def _run_with_us(command: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InviteFlags:
-    """The flags of ``serve`` that are for `convoy invite`."""
+    """Hold the flags of ``serve`` that are for `convoy invite`."""
 
     config: Path | None
     directory: Path
@@ -44,7 +47,7 @@ class InviteFlags:
     passphrase_file: Path | None = None
 
     def _check(self, model: str | None) -> None:
-        """Say what is wrong with the model before anybody is invited. Raises `UsageError` or `ModelError`."""
+        """Raise the model's errors before a machine is invited: `UsageError` or `ModelError`."""
         from convoy.model.checkpoints.source import ModelSource
 
         file = self._file()
@@ -54,9 +57,10 @@ class InviteFlags:
         ModelSource.resolve(chosen)
 
     def let_in(self, model: str | None, *, as_json: bool) -> Path:
-        """Run `convoy invite` to its end; the convoy.toml to go on with.
+        """Run `convoy invite` to its end, and return the convoy.toml to continue with.
 
-        Exits as the child did if nobody was let in: it has said why. Raises what is wrong with the model.
+        If no machine was let in, exit with the child's code: the child has reported the reason. Raises the
+        model's errors.
         """
         self._check(model)
         arguments = ["--dir", str(self.directory)]

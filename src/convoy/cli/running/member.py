@@ -1,4 +1,4 @@
-"""From a convoy.toml to the values that the rooms below take."""
+"""Convert a convoy.toml to the options of other packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_PEM_BYTES = 1 << 20
 
 
 def load_member(config: Config) -> Membership:
-    """This machine's name, keys and verified roster, or a newer one that it accepted before.
+    """Return this machine's name and keys with the verified roster, or with a newer roster accepted before.
 
     Raises `ConfigError`, `IdentityError` or `RosterError`.
     """
@@ -48,7 +48,9 @@ def load_member(config: Config) -> Membership:
 
 
 def _older(config: Config, me: Membership) -> bytes | None:
-    """The roster file as it is, if an epoch accepted before counts in its place: `load_member` said that."""
+    """Return the roster file's bytes if an epoch accepted before counts in its place. `load_member` reported
+    that.
+    """
     from convoy.trust.roster.roster import verify_roster
 
     try:
@@ -61,7 +63,7 @@ def _older(config: Config, me: Membership) -> bytes | None:
 
 @contextmanager
 def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> Iterator[None]:
-    """The roster file is looked at as long as the block runs, and what comes of it is said."""
+    """Watch the roster file while the block runs, and print its changes."""
     from convoy.cluster.roster_watch import RosterWatch
 
     tell = (lambda _text: None) if quiet else print_note
@@ -75,7 +77,7 @@ def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> It
 
 
 def load_head(config: Config) -> Membership:
-    """As `load_member`, for a member that is about to be the head. Raises `RosterError` if it may not."""
+    """Return `load_member`'s result for a head. Raises `RosterError` if this member may not be the head."""
     me = load_member(config)
     if not me.member.head:
         heads = ", ".join(member.name for member in me.roster.members if member.head)
@@ -87,7 +89,7 @@ def load_head(config: Config) -> Membership:
 
 
 def load_policy(file: Path | None) -> Policy:
-    """What a policy file demands, nothing without one. Raises `ConfigError`."""
+    """Return the policy of a file, or an empty one for None. Raises `ConfigError`."""
     from convoy.trust.evidence.policy import MAX_POLICY_BYTES, Policy, parse_policy
 
     if file is None:
@@ -115,15 +117,18 @@ def member_options(config: Config) -> MemberOptions:
 
 
 def default_cache() -> Path:
-    """The user's own, where the system says that such things belong (XDG Base Directory Specification)."""
+    """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # a relative path there is to be ignored, by that specification
+    # The specification demands to ignore a relative path.
     home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
     return home / "convoy"
 
 
 def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
-    """``model`` is the flag; a name that needs no files is as good as none: the head says those itself."""
+    """Return the options of a peer. ``model`` is the flag.
+
+    A name that needs no files counts as none, because the head sends such names itself.
+    """
     from convoy.cluster.options import PeerOptions
     from convoy.model.checkpoints.source import needs_no_files
 
@@ -155,7 +160,8 @@ def head_options(config: Config) -> HeadOptions:
         prefill_window=engine.prefill_window,
         micro_batches=engine.micro_batches,
         speculate=DEFAULT_SPECULATE if engine.speculate is None else engine.speculate,
-        guess_inexact=engine.speculate is not None,  # who asks for guesses gets them
+        # An explicit setting allows guesses even where they may change a text.
+        guess_inexact=engine.speculate is not None,
         share_across_keys=engine.share_across_keys,
         level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,
@@ -165,7 +171,7 @@ def head_options(config: Config) -> HeadOptions:
 
 
 def serve_options(config: Config) -> ServeOptions:
-    """Raises `ConfigError` for a file that is wrong."""
+    """Return the options of the HTTP server. Raises `ConfigError` for a wrong file."""
     from convoy.api.keys.keys import KeyRing
     from convoy.api.listen.options import ServeOptions
 
@@ -189,14 +195,14 @@ def _tls_files(config: Config) -> tuple[str, str] | None:
     if certificate is None or key is None:
         missing = "tls_certificate" if certificate is None else "tls_key"
         raise ConfigError(
-            f"a TLS listener wants a certificate and its key, and {missing} is missing",
+            f"a TLS listener needs a certificate and its key, and {missing} is missing",
             hint="--tls-certificate FILE and --tls-key FILE go together",
         )
     return str(certificate), str(key)
 
 
 def _names_of(certificate: str) -> tuple[str, ...]:
-    """Return the names in a certificate: a server answers to them."""
+    """Return the names in a certificate, because the server answers to them."""
     from convoy.crypto.certificate import certificate_names
 
     return certificate_names(read_bytes(Path(certificate), max_bytes=_MAX_PEM_BYTES))

@@ -1,4 +1,4 @@
-"""``convoy serve --provide``: a head, or a whole cluster behind it, as one provider of a coordinator."""
+"""``convoy serve --provide``: offer a head and its cluster as one provider of a coordinator."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ if TYPE_CHECKING:
     from convoy.fleet.provider.run import ProviderBeside
 
 ProvideFlag = Annotated[
-    str | None, typer.Option(help="Answer for this coordinator too: wss://HOST, as `convoy provide`.")
+    str | None, typer.Option(help="Also answer for this coordinator, as `convoy provide` does: wss://HOST.")
 ]
 CoordinatorKeyFlag = Annotated[
-    str | None, typer.Option(help="Register with the coordinator of this key alone.")
+    str | None, typer.Option(help="Register only with the coordinator that has this key.")
 ]
 CertificateFlag = Annotated[
-    Path | None, typer.Option(help="What an operator signed: see `convoy identity certify`.")
+    Path | None, typer.Option(help="A certificate that an operator signed: see `convoy identity certify`.")
 ]
 
 
 def read_coordinator_key(text: str | None) -> bytes | None:
-    """Raises `UsageError` for one that is none."""
+    """Return the key's 32 bytes, or None. Raises `UsageError` for text that is no key."""
     try:
         key = None if text is None else bytes.fromhex(text)
     except ValueError:
         key = b""
     if key is not None and len(key) != 32:
-        raise UsageError("--coordinator-key is none", hint="64 digits that `convoy coordinator` shows")
+        raise UsageError(
+            "--coordinator-key is no key", hint="64 hexadecimal digits, as `convoy coordinator` shows"
+        )
     return key
 
 
 @dataclass(frozen=True, slots=True)
 class Providing:
-    """What was asked for; `begin` once the head answers."""
+    """Hold the flags of a provider. Call `begin` once the head answers."""
 
     url: str
     coordinator_key: bytes | None
@@ -62,7 +64,7 @@ class Providing:
         settings: Config,
         home: Path,
     ) -> Providing | None:
-        """None where none was asked for. Raises `UsageError` and `ConfigError` for what cannot be."""
+        """Return the provider, or None without --provide. Raises `UsageError` and `ConfigError`."""
         from convoy.cli.operator.home import Home
         from convoy.crypto.identity import Identity
         from convoy.fleet.provider.provide import ProvideOptions
@@ -80,7 +82,7 @@ class Providing:
         return cls(url, key, certified, identity, settings.engine.max_batch)
 
     def begin(self, head_url: str, head: Head, listens: ServeOptions, *, quiet: bool) -> ProviderBeside:
-        """On a thread of its own, for the head that ``listens`` there."""
+        """Return a provider that runs on a thread, for the head at ``head_url`` with options ``listens``."""
         from convoy.cluster.head.provider_evidence import witness_of
         from convoy.fleet.provider.provide import ProvideOptions
         from convoy.fleet.provider.run import ProviderBeside

@@ -1,4 +1,4 @@
-"""The one model that may run here: a file that `convoy manifest sign` wrote, and the key that must have."""
+"""The only model that may run here: a file of `convoy manifest sign`, and the key that must sign it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def signed_model(config: Config) -> SignedModel | None:
-    """What [model] signed names, None without it.
+    """Return the model that [model] signed names, or None.
 
     Raises ConfigError for a file that cannot be read, and ModelError for one that the operator did not sign.
     """
@@ -26,7 +26,7 @@ def signed_model(config: Config) -> SignedModel | None:
 
 
 def _operator(config: Config) -> bytes:
-    """Who signs now: the key in the file, or that which it handed over to."""
+    """Return the operator's present key: the configured one, or the key that it handed over to."""
     from convoy.trust.roster.accepted import AcceptedFile
 
     configured = config.require_operator_key()

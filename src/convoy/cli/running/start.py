@@ -1,8 +1,8 @@
-"""A short start, and a short end.
+"""Shorten the start and the end of a process.
 
-torch and transformers make a million objects that live as long as the process. Of the 4.1 s of computing
-that a member's start took on a 2.5 GHz core, 0.8 s went by looking for garbage among them, and 1.0 s more at
-its end.
+torch and transformers make a million objects that live as long as the process. A member's start took 4.1 s of
+computing on a 2.5 GHz core. Of these, 0.8 s were garbage collection among those objects. At the end of the
+process, garbage collection took another 1.0 s.
 """
 
 from __future__ import annotations
@@ -16,54 +16,61 @@ from contextlib import contextmanager
 from convoy.model.library import collector_at_rest
 
 _SWITCH_S = 0.001
-_SPINS = 10_000  # a fraction of a millisecond: longer than the gap between two products of a step
+# A fraction of a millisecond: longer than the gap between two products of a step.
+_SPINS = 10_000
 
 
 def switch_threads_soon() -> None:
-    """A thread that has something to send or that came waits for no other's Python for longer than this.
+    """Set the interval after which Python switches threads to 1 ms.
 
-    Python's own 5 ms is longer than a device takes for a step, and a hidden state is received in many pieces,
-    after each of which the receiver has to have its turn.
+    Python's own 5 ms is longer than a device's step. A hidden state arrives in many pieces, and the receiver
+    needs a turn after each of them.
     """
     sys.setswitchinterval(_SWITCH_S)
 
 
 def ask_for_huge_pages() -> None:
-    """Have torch ask for huge pages under what is large, unless the operator says otherwise.
+    """Let torch ask for huge pages for large tensors, unless the operator chose otherwise.
 
-    Two members that read weights at once on one machine wait less for memory (`bench/METHODOLOGY.md`). torch
-    looks when it first allocates, so this comes before it is imported.
+    Two members that read weights at once on one machine then wait less for memory (`bench/METHODOLOGY.md`).
+    Call this before torch is imported: torch reads the variable at its first allocation.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def wait_briefly_for_threads() -> None:
-    """Have threads of OpenMP that wait for work sleep sooner, unless the operator says otherwise.
+    """Let idle OpenMP threads sleep sooner, unless the operator chose otherwise.
 
-    Where other programs use the cores, spinning threads keep those from running for which they wait
-    (`bench/METHODOLOGY.md`). The library reads this when it is loaded, so it comes before torch is imported.
+    If other programs use the cores, spinning threads keep the awaited threads from running
+    (`bench/METHODOLOGY.md`). Call this before torch is imported: the library reads the variable when it is
+    loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
 def keep_nccl_on_loopback() -> None:
-    """Its listener, which takes another interface unless it is told. Before a group of it is made."""
+    """Make NCCL listen on loopback. Without this it takes another interface. Call it before NCCL forms a
+    group.
+    """
     os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
 
 
 def settle_memory() -> None:
-    """What a server is made of by now is left out of collections for good.
+    """Exclude all present objects from garbage collection for good. Call it once a server is ready.
 
-    A full one takes 0.2 s, in whichever thread, while every request waits.
+    A full collection takes 0.2 s, in any thread, while every request waits.
     """
+    # Collect first, so that garbage is not frozen with the rest.
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def heavy_rooms(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
-    """Around their import; ``say`` is told what takes so long, if it is still to come."""
+    """Import heavy packages in the block, without garbage collection. ``say`` is told if torch is yet to
+    load.
+    """
     if "torch" not in sys.modules:
         say("loading PyTorch ...")
     with collector_at_rest():

@@ -1,10 +1,10 @@
-"""The table ``[evidence]`` of coordinator.toml and proxy.toml: what providers must show of their members.
+"""The table ``[evidence]`` of coordinator.toml and proxy.toml: the evidence that providers must show.
 
-min_level     none, self_signed or hardware: of a provider's weakest member
-policy        a file in the form of a cluster's policy: software, registers of TPMs
-operators     keys of operators whose rosters say which TPM is whose
+min_level     none, self_signed or hardware: the lowest level for a provider's weakest member
+policy        a file in the form of a cluster's policy: software, and registers of TPMs
+operators     keys of operators with rosters that assign TPMs to members
 revoked       keys of providers and members that count for nothing
-every_member  whoever the roster lists must have sent evidence
+every_member  each member that the roster lists must have sent evidence
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Keys = Annotated[list[str], msgspec.Meta(max_length=1000)]
 
 
 class EvidenceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[evidence]."""
+    """Hold [evidence]."""
 
     min_level: LevelName = "none"
     policy: str | None = None
@@ -38,7 +38,9 @@ class EvidenceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def rules_of(
     table: EvidenceTable, file: Path | None, operators: frozenset[bytes] = frozenset()
 ) -> ProviderRules:
-    """``file`` is where the table stands; ``operators`` are believed besides. Raises `ConfigError`."""
+    """Return the rules of ``table``, which stands in ``file``. Trust ``operators`` in addition. Raises
+    `ConfigError`.
+    """
     from convoy.trust.evidence.level import Level
     from convoy.trust.evidence.provider import ProviderRules
 

@@ -1,4 +1,4 @@
-"""Exit codes: what a script or a supervisor can do about an error. The numbers are those of `sysexits.h`."""
+"""Exit codes tell a script or a supervisor how to treat an error. The numbers are those of `sysexits.h`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130
 
-# The nearest class of an error decides. What is not listed is EXIT_FAILURE.
+# The nearest class of an error decides. Any other error is EXIT_FAILURE.
 _BY_CLASS: dict[type[BaseException], int] = {
     UsageError: EXIT_USAGE,
     ConfigError: EXIT_CONFIG,
@@ -45,5 +45,6 @@ def exit_code(error: ConvoyError) -> int:
     """Return the exit code for an error that ends a command."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
-        return EXIT_RETRY  # another process has the port, perhaps one that is about to end
+        # Another process has the port. It may be about to end.
+        return EXIT_RETRY
     return next((_BY_CLASS[kind] for kind in type(error).__mro__ if kind in _BY_CLASS), EXIT_FAILURE)

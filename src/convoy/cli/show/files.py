@@ -1,4 +1,4 @@
-"""Files that a person names on the command line: read with a limit, written whole or not at all."""
+"""Files that the command line names: read with a size limit, written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves o
 
 
 def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
-    """The whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``.
+    """Return the whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``.
 
-    ``hint`` says where such a file comes from, for where there is none.
+    ``hint`` says where such a file comes from, in case it is missing.
     """
     try:
         with path.open("rb") as file:
+            # One byte more than the limit shows a longer file without reading all of it.
             data = file.read(max_bytes + 1)
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
@@ -28,16 +29,16 @@ def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
 
 
 def how_to_read(error: OSError, path: Path, source: str | None) -> str:
-    """What helps against ``error``; ``source``: where such a file comes from."""
+    """Return a hint against ``error``. ``source`` says where such a file comes from."""
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder: name the file in it"
     if isinstance(error, PermissionError):
         return f"chmod u+r {path}, or run this as its owner"
-    return source or "look at the path: it is relative to this folder, or to the convoy.toml that names it"
+    return source or "check the path: it is relative to this folder, or to the convoy.toml that names it"
 
 
 def read_text(path: Path, *, max_bytes: int, hint: str | None = None) -> str:
-    """The same as text. Raises ConfigError if it is not UTF-8."""
+    """Return the whole file as text. Raises ConfigError like `read_bytes`, and if it is not UTF-8."""
     try:
         return read_bytes(path, max_bytes=max_bytes, hint=hint).decode("utf-8")
     except UnicodeDecodeError:
@@ -45,13 +46,15 @@ def read_text(path: Path, *, max_bytes: int, hint: str | None = None) -> str:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write beside and rename, so that a reader never sees half of it. Raises ConfigError."""
+    """Write a temporary file and rename it, so that a reader never sees half of it. Raises ConfigError."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(data)
             file.flush()
+            # The data must be on disk before the new name is.
             os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)  # what is replaced here is public; keys are written by crypto/
+            # These files are public. `crypto` writes keys, with a private mode.
+            Path(file.name).chmod(0o644)
         Path(file.name).replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None

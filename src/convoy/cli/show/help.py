@@ -1,4 +1,4 @@
-"""Help pages in groups: the verbs by purpose, and the options of verbs that have many."""
+"""Group the help pages: the verbs by purpose, and the options of verbs that have many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SET_UP = "Set up and look after a cluster"
 SHARE = "Serve accounts with many clusters"
 PROVE = "Measure and prove"
 
-# Groups of options in the order of the page. What is in none comes last, as "Options".
+# Groups of options in the order of the page. All other options come last, under "Options".
 _OPTIONS = {
     "Cluster": (
         "config",
@@ -41,7 +41,7 @@ _OTHER = "Options"
 
 
 class GroupedCommand(TyperCommand):
-    """A verb whose options are listed in groups."""
+    """List the options of a verb in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found: dict[str, list[tuple[str, str]]] = {}
@@ -52,6 +52,7 @@ class GroupedCommand(TyperCommand):
             if parameter.param_type_name == "argument":
                 group = "Arguments"
             else:
+                # A name with its verb wins, because --port belongs to different groups in different verbs.
                 own = f"{self.name}.{parameter.name}"
                 group = _GROUP_OF.get(own) or _GROUP_OF.get(parameter.name or "", _OTHER)
             found.setdefault(group, []).append(record)

@@ -1,7 +1,7 @@
-"""``--log-level`` and ``--log-format``, before the verb: what programs say while they run for weeks.
+"""``--log-level`` and ``--log-format``, before the verb: the log of programs that run for weeks.
 
-Lines go to standard error. Levels are for Convoy's own rooms: what libraries say at their most talkative may
-hold a header or a statement's values, so of those only warnings are shown.
+Lines go to standard error. The level is for Convoy's own packages. Of libraries, only warnings are shown:
+their debug lines may hold an HTTP header or the values of a database statement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIELD = re.compile(r"(?:(?P<name>[a-z][a-z0-9_]*)=)?%[-+ #0]*\d*(?:\.\d+)?(?P<k
 
 
 class TextLines(logging.Formatter):
-    """A line for each record, and under it where an error came from: in whose words is not said."""
+    """Format a record as one line. Below it, show where an error came from, without the library's words."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{self.formatTime(record, '%H:%M:%S')} {record.getMessage()}"
@@ -37,10 +37,10 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object for each record: time (RFC 3339, UTC), level, logger, message, and its fields.
+    """Format a record as one JSON object: time (RFC 3339, UTC), level, logger, message, and its fields.
 
-    A field is what a message names ``name=%s``: names come from this code alone, and never from a value, so
-    that nobody whose words are logged can add one.
+    A message names a field with ``name=%s``. Names come from this code and never from a value, so that text
+    of a user or a peer cannot add a field.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -58,7 +58,10 @@ class JsonLines(logging.Formatter):
 
 
 def _places(error: BaseException | None) -> list[str]:
-    """Classes and places, the cause last. What an error of Python or a library says may quote a prompt."""
+    """Return the error's classes and places, the cause last.
+
+    The message of an error of Python or of a library is left out, because it may quote a prompt.
+    """
     found: list[str] = []
     while error is not None and len(found) < _MAX_PLACES:
         said = f": {error.message}" if isinstance(error, ConvoyError) else ""
@@ -75,23 +78,26 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     arguments = list(record.args) if isinstance(record.args, tuple) else []
     found: dict[str, object] = {}
     for match in _FIELD.finditer(str(record.msg)):
+        # %% consumes no argument.
         if match["kind"] == "%" or not arguments:
             continue
         value = arguments.pop(0)
         name = match["name"]
+        # A field must not replace one of the fixed keys.
         if name is not None and name not in {"time", "level", "logger", "message", "traceback"}:
             found[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
 
 
 class _Said(logging.StreamHandler):  # type: ignore[type-arg]
-    """Ours, among those that others may have put there."""
+    """Mark our own handler among those that other code may have added."""
 
 
 def set_up_logs(level: Level = "warning", form: Format = "text") -> None:
-    """For this process: libraries at warnings, Convoy's rooms at ``level``. May be called again."""
+    """Log libraries at warning and Convoy's packages at ``level``, in this process. May be called again."""
     out = _Said(sys.stderr)
     out.setFormatter(JsonLines() if form == "json" else TextLines())
     root = logging.getLogger()
+    # Replace only our own handler: tests and libraries may have added others.
     root.handlers = [*(one for one in root.handlers if not isinstance(one, _Said)), out]
     logging.getLogger("convoy").setLevel(level.upper())

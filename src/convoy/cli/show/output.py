@@ -1,4 +1,4 @@
-"""What people and scripts read: tables and JSON on standard output, errors and hints on standard error."""
+"""Output for people and scripts: tables and JSON on standard output, errors and hints on standard error."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value for
 
 
 def print_json(value: object) -> None:
-    """One JSON value and a line end; `plain` says what becomes of values that JSON does not have."""
+    """Print one JSON value and a line end. `plain` converts values that JSON does not have."""
     print(json.dumps(plain(value), ensure_ascii=False, indent=2), flush=True)
 
 
 def print_json_line(value: object) -> None:
-    """One JSON value on one line, for streams of events."""
+    """Print one JSON value on one line, for streams of events."""
     print(json.dumps(plain(value), ensure_ascii=False), flush=True)
 
 
 def plain(value: object) -> object:
-    """``value`` as JSON has it. Dataclasses and msgspec Structs become objects, paths text, bytes base64."""
+    """Return ``value`` in JSON's types. Dataclasses and msgspec Structs become objects, paths text, bytes
+    base64.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes | Path):
@@ -47,7 +49,7 @@ def plain(value: object) -> object:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns under a heading. Numbers align right; None shows as a dash; nothing is cut off."""
+    """Print aligned columns under a heading. Numbers align right; None is a dash; nothing is cut off."""
     listed = list(rows)
     cells = [["-" if cell is None else str(cell) for cell in row] for row in listed]
     widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
@@ -71,7 +73,7 @@ def _is_numeric(column: Sequence[object]) -> bool:
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """``label  value`` lines with the values aligned."""
+    """Print ``label value`` lines with the values aligned."""
     listed = [(label, "-" if value is None else str(value)) for label, value in fields]
     width = max((len(label) for label, _ in listed), default=0)
     for label, value in listed:
@@ -79,48 +81,50 @@ def print_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def print_note(text: str) -> None:
-    """A line for the person who watches, kept apart from results: standard error."""
+    """Print a line for a person on standard error, apart from results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_draining(num_answers: int, drain_s: float) -> None:
-    """Of a server that was asked to stop: what it waits for."""
+    """Print how many answers a stopping server waits for, and for how long at most."""
     what = counted(num_answers, "answer")
     print_note(f"finishing {what}, at most {drain_s:g} s; Ctrl-C again to stop now")
 
 
 def print_ended(num_cut: int) -> None:
-    """Of a server that stopped; ``num_cut``: answers that it did not finish."""
+    """Print that a server stopped. ``num_cut`` counts the answers that it did not finish."""
     cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
     print_note(f"ended: {cut if num_cut else 'every request was answered'}")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """``1536000`` as "1.5 MB", in the decimal units of plans and errors."""
+    """Return ``1536000`` as "1.5 MB", in the decimal units of plans and errors."""
     from convoy.plan.memory.memory import format_bytes as formatted
 
     return formatted(num_bytes)
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``."""
+    """Return the number and the noun: ``1 token``, ``2 tokens``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def reads_text(source: str) -> str:
-    """From what a member can read prompts: ``yes (activations)``, ``yes (tokens)`` or ``no``."""
+    """Return whether a member can read prompts, and from which data: ``yes (activations)``, ``yes (tokens)``,
+    ``no``.
+    """
     return "no" if source == "no" else f"yes ({source})"
 
 
 def format_seconds(seconds: float | None) -> str | None:
-    """``0.00031`` as "0.31 ms"; None stays None, which tables show as a dash."""
+    """Return ``0.00031`` as "0.31 ms". None stays None, and tables show it as a dash."""
     if seconds is None:
         return None
     return f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal whose owner wants colour (https://no-color.org)."""
+    """Return whether ``stream`` is a terminal and its user allows colour (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -128,16 +132,19 @@ _STYLES = {"bold": "1", "red": "1;31", "yellow": "1;33", "dim": "2"}
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """``text`` in a style of ``_STYLES`` where ``stream`` has colour."""
+    """Return ``text`` in a style of ``_STYLES`` if ``stream`` has colour."""
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if has_colour(stream) else text
 
 
 def report_error(
     kind: str, message: str, hint: str | None, *, as_json: bool, extra: Mapping[str, object] | None = None
 ) -> None:
-    """``error:`` and ``hint:`` on standard error; with ``as_json`` one JSON value on standard output too."""
+    """Print ``error:`` and ``hint:`` on standard error, and with ``as_json`` one JSON value on standard
+    output.
+    """
     if as_json:
         print_json({"error": {"type": kind, "message": message, "hint": hint, **(extra or {})}})
+    # Flush the results first, so that the error is the last output on a terminal.
     sys.stdout.flush()
     print(styled("error:", "red", sys.stderr), one_line(message), file=sys.stderr)
     if hint:
@@ -146,11 +153,13 @@ def report_error(
 
 
 def report_convoy_error(error: ConvoyError, *, as_json: bool) -> None:
-    """A `ConvoyError` in the error grammar; a `RequestError` keeps the parameter it names."""
+    """Print a `ConvoyError` in the error grammar. Add the parameter that a `RequestError` names."""
     extra = {"param": error.param, "code": error.code} if isinstance(error, RequestError) else {}
     report_error(type(error).__name__, error.message, error.hint, as_json=as_json, extra=extra)
 
 
 def one_line(text: str) -> str:
-    """``text`` without line ends and control characters: no file or peer draws on the terminal."""
+    """Return ``text`` without line ends and control characters, so that no file or peer draws on the
+    terminal.
+    """
     return "".join(char if char.isprintable() else " " for char in text).strip()

@@ -1,6 +1,6 @@
-"""The picture of a cluster: who holds what, behind which link.
+"""The picture of a cluster: the layers of each member and the link to it.
 
-`serve`, `run`, `demo` and `status` show the same.
+`serve`, `run`, `demo` and `status` show the same picture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_picture(status: ClusterStatus) -> None:
-    """A line for each stage, then the route."""
+    """Print a line for each stage, then the route and the state of the cluster."""
     print_table(
         ("stage", "member", "layers", "weights", "hop round trip", "cipher", "can read prompts", "level"),
         stage_rows(status.stages),
@@ -28,7 +28,7 @@ def print_picture(status: ClusterStatus) -> None:
         print(f"parallel: {status.parallel.mode}; {status.parallel.reason}")
     for stage in status.stages:
         if stage.device not in {"", "cpu"} or status.kernel == "mixed":
-            print(f"device: {stage.member} on {stage.device or 'one that is gone'}, {stage.kernel}")
+            print(f"device: {stage.member} on {stage.device or 'a device that is gone'}, {stage.kernel}")
     for stage in status.stages:
         if stage.weights_from:
             print(f"weights: {stage.member} got {origins_text(stage.weights_from)}")
@@ -61,7 +61,7 @@ def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
 
 
 def _numbered(stages: Iterable[StageStatus]) -> list[tuple[int, StageStatus]]:
-    """With the number of its stage, which ranks share."""
+    """Return each entry with the number of its stage. The ranks of a stage share the number."""
     found: list[tuple[int, StageStatus]] = []
     index = -1
     for stage in stages:
@@ -71,7 +71,7 @@ def _numbered(stages: Iterable[StageStatus]) -> list[tuple[int, StageStatus]]:
 
 
 def origins_text(origins: Mapping[str, int]) -> str:
-    """How much of whom: the head, a hub, or other members by name."""
+    """Return the bytes of each source: the head, a hub, or other members by name."""
     known = {"head": "the head", "hub": "the hub"}
     return ", ".join(
         f"{format_bytes(num_bytes)} from {known.get(source, source)}"
@@ -80,7 +80,7 @@ def origins_text(origins: Mapping[str, int]) -> str:
 
 
 def level_text(status: ClusterStatus) -> str:
-    """The cluster's level, what is demanded, and who was left out."""
+    """Return the cluster's level, the policy's minimum, and the excluded members."""
     text = status.level
     if status.minimum_level != "none":
         text += f"; the policy's minimum is {status.minimum_level}"
@@ -91,7 +91,7 @@ def level_text(status: ClusterStatus) -> str:
 
 
 def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
-    """Who waits for the loss of another member, and what each has loaded for that."""
+    """Return the members that wait for the loss of another, and the layers that each has loaded for that."""
     return ", ".join(
         f"{one.name} (nothing loaded yet)"
         if one.layers is None
@@ -101,7 +101,7 @@ def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
 
 
 def idle_text(idle: Iterable[IdleStatus]) -> str:
-    """Who is here without layers, and since when by this machine's clock."""
+    """Return the connected members without layers, and since when by this machine's clock."""
     return ", ".join(
         f"{one.name} (no layers since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one.since_unix_s))})"
         for one in idle
@@ -109,7 +109,7 @@ def idle_text(idle: Iterable[IdleStatus]) -> str:
 
 
 def guesses_text(status: ClusterStatus) -> str:
-    """How many may be run at once, and how often they were right."""
+    """Return how many guesses one step may run, and how many were right."""
     if not status.guesses:
         return "off"
     right = f"{status.drafted_tokens} run, {status.accepted_tokens} of them right"
@@ -117,14 +117,14 @@ def guesses_text(status: ClusterStatus) -> str:
 
 
 def recoveries_text(status: ClusterStatus) -> str:
-    """How often, and in how many places a text may differ for it."""
+    """Return the number of recoveries, and of tokens that may differ because of them."""
     if not status.near_ties:
         return str(status.recoveries)
     return f"{status.recoveries}; {counted(status.near_ties, 'token')} since then had a rival (near ties)"
 
 
 def layers_text(stage: StageStatus) -> str:
-    """``embed + 0-5 + output``: inclusive, as the command line's spans are."""
+    """Return the layers like ``embed + 0-5 + output``: inclusive, as in the command line's spans."""
     parts = [f"{stage.start}-{stage.end - 1}"]
     if stage.embed:
         parts.insert(0, "embed")

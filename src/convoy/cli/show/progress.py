@@ -1,4 +1,4 @@
-"""Progress on standard error: while weights load a bar for each member, or a line now and then in a file."""
+"""Progress on standard error: a bar for each member on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_EVERY_S = 5.0
 
 
 class LoadLines:
-    """How far every member is, on one line, not more often than every 5 s."""
+    """Print how far every member has loaded, on one line, at most every 5 s."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -33,7 +33,7 @@ class LoadLines:
 
 
 class VerifyLines:
-    """How many of all layouts, or tokens, are done: the first at once, then not more often than every 5 s."""
+    """Print how many layouts or tokens are done: at once for the first, then at most every 5 s."""
 
     def __init__(self, unit: str, now: Callable[[], float] = time.monotonic) -> None:
         self._unit = unit
@@ -48,10 +48,11 @@ class VerifyLines:
 
 @contextmanager
 def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
-    """Hands out a callback (member, loaded, total bytes), or None where nobody watches."""
+    """Yield a callback (member, loaded bytes, total bytes), or None if ``quiet``."""
     if quiet or not sys.stderr.isatty():
         yield None if quiet else LoadLines().on_load
         return
+    # Only a terminal pays for the import of rich.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 

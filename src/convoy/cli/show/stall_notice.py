@@ -1,4 +1,4 @@
-"""While an answer pauses: one line that says so where the cluster is recovering, and nothing otherwise."""
+"""Print one line when an answer pauses because the cluster is recovering, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ QUIET_S = 2.0
 
 
 class StallNotice:
-    """From entry to exit of its block, as long as `came` is not called for ``quiet_s`` at a time, asks why.
+    """Ask for the reason whenever `came` was not called for ``quiet_s``, from entry to exit of the block.
 
-    ``reason`` is what the cluster says that it is recovering from, or None where it is not; it may block for
-    a moment. ``tell`` gets that once for each recovery. Both are called on a thread of this object's own.
+    ``reason`` returns the cause of the cluster's recovery, or None if it is not recovering. It may block for
+    a moment. ``tell`` gets the cause once for each recovery. Both run on a thread of this object.
     """
 
     def __init__(
@@ -27,10 +27,11 @@ class StallNotice:
         self._came_s = time.monotonic()
         self._told = False
         self._over = threading.Event()
+        # A daemon: a question that blocks must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
 
     def came(self) -> None:
-        """Something of the answer is there: whatever the cluster was at, it is over."""
+        """Note that a part of the answer arrived, so that any recovery is over."""
         self._came_s = time.monotonic()
         self._told = False
 
@@ -55,6 +56,7 @@ class StallNotice:
     def _ask(self) -> None:
         asked_s = time.monotonic()
         reason = self._reason()
+        # The question may block. A part of the answer that arrived meanwhile makes it void.
         if self._over.is_set() or self._came_s > asked_s:
             return
         if reason is not None and not self._told:
