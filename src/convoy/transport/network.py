@@ -116,12 +116,14 @@ class MemoryNetwork:
         self.records: dict[tuple[str, str], tuple[bytearray, bytearray]] = {}
         self.faults: dict[tuple[str, str], Iterable[Fault]] = {}
 
-    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - no wait in memory
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - never waits
         with self._lock:
             there = self._listening.get(peer.address)
         if there is None:
             host, port = peer.address
-            raise PeerUnreachable(f"{peer.name} at {host}:{port} could not be reached: nobody listens")
+            raise PeerUnreachable(
+                f"{peer.name} at {host}:{port} could not be reached: no member listens there"
+            )
         other, on_link = there
         pair = (me.name, peer.name)
         record = (bytearray(), bytearray()) if self._record else None

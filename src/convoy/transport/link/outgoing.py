@@ -52,7 +52,7 @@ class OutgoingFrame(NamedTuple):
 
     # Payloads must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
-        return f"Parcel({self.type.name}, step={self.step}, {self.nbytes} bytes)"
+        return f"OutgoingFrame({self.type.name}, step={self.step}, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:

@@ -330,7 +330,8 @@ def _bind(bind: tuple[str, int]) -> socket.socket:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} on {host} is taken",
-                hint="is this member running already? `convoy doctor --config FILE` says who has the port",
+                hint="is this member running already? `convoy doctor --config FILE` names the program that "
+                "has the port",
             ) from error
         raise ConfigError(
             f"cannot listen on {host}:{port}: {address_error(error)}",
