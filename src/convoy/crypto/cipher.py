@@ -62,5 +62,6 @@ def _has_aes() -> bool:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
+    # Linux lists the instructions under "flags" on x86, and under "Features" on Arm.
     lines = (line.lower() for line in text.splitlines())
     return any("aes" in line.split() for line in lines if line.startswith(("flags", "features")))

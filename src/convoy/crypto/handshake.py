@@ -152,9 +152,11 @@ class Initiator(_End):
             body = message[: _BODY_2.size]
             _, cipher, epoch, digest, share, ciphertext = _BODY_2.unpack(body)
             check_same_epoch(self._context, self._context.responder.name, epoch, digest)
+            # The responder may choose only from our offer, or it could force a weaker cipher.
             if cipher not in self._ciphers:
                 raise HandshakeError(f"M2 chose cipher {cipher}, which was not offered")
             transcript = keys.transcript_2(self._transcript, body)
+            # A wrong ciphertext does not fail here: it gives another secret, and then the MAC is wrong.
             self._secret = keys.extract(
                 transcript,
                 _x25519(self._ephemeral.x25519, share),
@@ -216,6 +218,7 @@ class Responder(_End):
         """
         with self._turn("consume_1"):
             name = self._context.initiator.name
+            # The version comes first: another version may lay out the rest in another way.
             check_version(self._context, name, message)
             self._claims, offset = check_claims(self._context, message)
             if len(message) < offset + _SHARES_1.size + 1:
@@ -251,6 +254,7 @@ class Responder(_End):
             self._traffic = traffic = keys.traffic_secrets(self._secret, transcript)
             binding = keys.link_binding(self._secret, transcript)
             keys.wipe(self._secret)
+            # Mirrored: the responder sends with the secret that the initiator receives with.
             return Secrets(
                 self._cipher,
                 traffic.to_initiator,
@@ -277,6 +281,7 @@ class _Turn:
         return self
 
     def __enter__(self) -> None:
+        # A repeated call could use the ephemeral keys twice, so it ends the handshake.
         if not self._left or self._left[0] != self._call:
             self._left.clear()
             self._failed()
@@ -321,6 +326,7 @@ def _check_proof(secret: bytearray, role: bytes, transcript: bytes, party: Party
 
 def _x25519(key: X25519PrivateKey, share: bytes) -> bytes:
     try:
+        # `exchange` refuses an all-zero result (RFC 7748, 6.1), so both ends contribute to the secret.
         return key.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError:
         raise HandshakeError("an X25519 share is of small order") from None

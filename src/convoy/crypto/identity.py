@@ -62,6 +62,7 @@ class Identity:
         self.tls_certificate_der = certificate_der
         if _public_bytes(tls_key) != certificate_key(certificate_der):
             raise IdentityError(f"{TLS_CERTIFICATE} is not the certificate of {TLS_KEY}")
+        # With one key for both, a TLS signature could be taken for one of the identity.
         if _public_bytes(tls_key) == self.public_key:
             raise IdentityError("the TLS key and the identity key are the same key, and must differ")
 

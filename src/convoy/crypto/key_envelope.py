@@ -84,6 +84,7 @@ def check_envelope(envelope: bytes, cost: ScryptCost = COST) -> tuple[bytes, byt
             f"an encrypted key has version {version}, expected {VERSION}",
             hint="open it with the version of convoy that made it",
         )
+    # Compared before scrypt runs, because a changed file could demand any memory and time.
     named = ScryptCost(log2_n, r, p)
     if named != cost:
         raise IdentityError(

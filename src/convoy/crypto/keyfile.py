@@ -38,6 +38,7 @@ def write_private(path: Path, data: bytes) -> None:
 
     An existing file is never overwritten, because a lost key is lost for good.
     """
+    # O_EXCL also refuses a symbolic link that another user placed there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -61,6 +62,7 @@ def replace_private(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         write_private(beside, data)
+        # The rename is atomic. It survives a power cut once the directory is on disk.
         beside.replace(path)
         sync_directory(path.parent)
     except OSError as error:
@@ -82,6 +84,7 @@ def read_private(path: Path) -> bytes:
     """Read a private file. Raises `IdentityError` if it is missing, too long or readable by others."""
     try:
         with path.open("rb") as file:
+            # The mode is that of the open file, so the path cannot be exchanged between check and read.
             _check_mode(path, os.fstat(file.fileno()), "file")
             data = file.read(MAX_KEYFILE_BYTES + 1)
     except OSError as error:

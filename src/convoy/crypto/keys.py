@@ -51,6 +51,7 @@ def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> byt
     """
     both = bytearray(x25519_shared + mlkem_shared)
     try:
+        # This is HKDF-Extract (RFC 5869) with the transcript as the salt.
         return bytearray(hmac.digest(transcript, both, "sha256"))
     finally:
         wipe(both)

@@ -146,6 +146,7 @@ class Opener:
         """
         if self._failed:
             raise SealError("this direction has ended, or a frame of it failed before")
+        # TLS below keeps the order, so any other number means a replayed or missing frame.
         if sequence != self.sequence:
             self._failed = True
             raise SealError(
@@ -159,6 +160,7 @@ class Opener:
             raise SealError(
                 f"frame {sequence} does not open: it was changed, or is of another link"
             ) from None
+        # Only a frame that opened moves the counter and the ratchet, as at the sending end.
         self.sequence = sequence + 1
         key.count(len(sealed))
 

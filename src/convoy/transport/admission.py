@@ -100,6 +100,7 @@ class Admission:
     def __init__(self, limits: AdmissionLimits, max_half_open: int, *, clock: Clock = time.monotonic) -> None:
         self._limits = limits
         self._max_half_open = max_half_open
+        # A quarter of the places stays free for known addresses.
         self._max_strangers = max_half_open - max_half_open // 4
         self._clock = clock
         self._lock = threading.Lock()
@@ -151,6 +152,7 @@ class Admission:
                 del self._tickets[loser]
             ticket = Ticket(self, place, known, cut)
             self._tickets[ticket] = None
+        # Outside the lock, because cutting a connection calls the system.
         if loser is not None:
             loser.displace()
         return ticket
@@ -184,6 +186,7 @@ class Admission:
         if bucket is None:
             factor = limits.known_factor if known else 1
             bucket = TokenBucket(limits.address_rate * factor, limits.address_burst * factor, now_s)
+        # Put back at the end, so that the table forgets the address that was silent for longest.
         self._buckets[place] = bucket
         if len(self._buckets) > limits.max_addresses:
             self._buckets.popitem(last=False)
@@ -207,6 +210,7 @@ class Admission:
             return _oldest_unproved(_of_the_fullest_place(strangers))
         if len(self._tickets) < self._max_half_open:
             return None
+        # With every place taken, strangers give way before known addresses.
         loser = _oldest_unproved(_of_the_fullest_place(strangers))
         return _oldest_unproved(here) if isinstance(loser, LinkRefusal) and known else loser
 

@@ -96,6 +96,7 @@ def _open(
     wrap: Wrap | None,
     replaces: bytes,
 ) -> Link:
+    # Both connections name this id, by which the listener pairs them.
     link_id = os.urandom(LINK_ID_BYTES)
     streams: list[Stream] = []
     try:

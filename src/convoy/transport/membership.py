@@ -147,6 +147,7 @@ class Membership:
                 self._watch()
         if out:
             self.require(link)
+        # A newer roster was adopted since the handshake, so the peer may lack it.
         if link.facts.epoch != roster.epoch:
             link.post_roster(self._signed)
 
@@ -178,6 +179,7 @@ class Membership:
             except RosterError:
                 self._leave(roster, source)
                 raise
+            # Stored before it takes effect: after a crash an older roster must not count again.
             self._authority.accept(signed, roster, source)
             self._adopt(me, signed, sender)
         _log.info("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
@@ -215,6 +217,7 @@ class Membership:
         _revoke_all(ends)
         ended = {link for link, _ in ends}
         for link in standing:
+            # The sender has this roster already.
             if link not in ended and link is not sender:
                 link.post_roster(signed)
         for callback in subscribers:
@@ -249,6 +252,7 @@ class Membership:
             standing = next((one for one in self._standing if one.link is link), None)
             if standing is None:
                 return
+            # Counted per epoch, because rosters that cross each other on the way are no fault.
             if standing.epoch != self._me.roster.epoch:
                 standing.epoch, standing.num_needless = self._me.roster.epoch, 0
             standing.num_needless += 1

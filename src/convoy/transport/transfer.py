@@ -32,6 +32,7 @@ def settle(link: Link, membership: Membership) -> bool:
     ours, theirs = link.facts.epoch, link.facts.peer_epoch
     if ours == theirs:
         return True
+    # The link was not started, so its two halves can be used directly.
     connections = link.release()
     try:
         if ours > theirs:

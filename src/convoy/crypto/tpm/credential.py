@@ -35,11 +35,13 @@ def make_credential(endorsement: PublicArea, name: bytes, secret: bytes) -> tupl
     """
     check_endorsement_key(endorsement)
     seed = secrets.token_bytes(_SEED_BYTES)
+    # The TPM expects this label, with its final zero byte.
     oaep = padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), b"IDENTITY\0")
     # `check_endorsement_key` has checked this already; the type checker needs to see it.
     if not isinstance(endorsement.key, rsa.RSAPublicKey):
         raise AttestationError("the endorsement key is not an RSA key")
     encrypted_seed = endorsement.key.encrypt(seed, oaep)
+    # The TPM expects a zero IV. That is safe, because the key comes from a fresh seed and is used once.
     cipher = Cipher(AES(_kdfa(seed, b"STORAGE", name, 128)), CFB(bytes(16))).encryptor()
     identity = cipher.update(_sized(secret)) + cipher.finalize()
     integrity = _kdfa(seed, b"INTEGRITY", b"", 256)

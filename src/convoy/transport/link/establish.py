@@ -178,6 +178,7 @@ def _receive_frame(stream: Stream) -> tuple[FrameType, bytes]:
 
 def _expect(kind: FrameType, stream: Stream, context: HandshakeContext, peer: str) -> bytes:
     got, payload = _receive_frame(stream)
+    # A refusal may come in place of any answer.
     if got is FrameType.HANDSHAKE_END:
         _read_end(payload, context, peer)
     if got is not kind:

@@ -145,6 +145,7 @@ class Incoming:
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
             return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
+        # Without the last mark it is the first frame of a message in records, so its type must allow those.
         is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
         if not is_whole or header.record != 0 or header.boundary != 0:
             raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
@@ -197,6 +198,7 @@ class Incoming:
         self._open(header, first)
         dtype, shape, nbytes = decode_descriptor(first, max_tensor_bytes(header.type, self._options))
         single = DESCRIPTOR_BYTES + nbytes <= RECORD_BYTES
+        # A sender divides a tensor in one way only, so the receiver accepts no other division.
         if header.last != single or len(first) != DESCRIPTOR_BYTES + (nbytes if single else 0):
             raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
         if single:
@@ -298,6 +300,7 @@ class Incoming:
         self.num_frames += 1
         self.num_bytes += header.length
         self._start = end
+        # With nothing left in the buffer, the next read can use all of it.
         if self._start == self._end:
             self._start = self._end = 0
 

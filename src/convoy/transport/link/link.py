@@ -264,6 +264,7 @@ class Link:
         with self._lock:
             if self._error is not None or self._closing is not None:
                 return
+            # Set first, so that the errors of ending threads count as this close.
             self._closing = error
         bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
         timeout_s = self._options.close_timeout_s
@@ -282,6 +283,7 @@ class Link:
         with self._lock:
             if self._error is None:
                 self._error = self._closing or error
+        # Outside the lock, because these calls wake threads that may take it.
         self._outgoing.end(self._error)
         self._incoming.patience.over = True
         self._over.set()

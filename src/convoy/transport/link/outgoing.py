@@ -279,6 +279,7 @@ class Outgoing:
         finally:
             with self._lock:
                 self._busy = False
+                # `end` leaves the sealer to the thread that writes, which wipes it here.
                 if self._error is not None:
                     self._sealer.wipe()
                     _end_unused(parcels, self._error)
@@ -334,6 +335,7 @@ class Outgoing:
         if self._filled + size > len(self._buffer):
             self._flush()
         start, view = self._filled, self._view
+        # The header is sealed with the payload as AAD, sequence number included.
         encode_header_into(
             view,
             start,
@@ -361,6 +363,7 @@ class Outgoing:
             num_bytes, self._filled = self._filled, 0
             self._stream.send_all(self._view[:num_bytes])
             self._progress_s = time.monotonic()
+            # Each write ends its last TLS record, so a partial record counts as one.
             self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 

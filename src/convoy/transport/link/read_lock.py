@@ -94,6 +94,7 @@ class ReadLock:
         if self._stream is None or epoll is None or self._stream.pending():
             return True
         events = epoll.poll(_LOOK_UP_S)
+        # Nothing came for a moment, so a loan that its borrower forgot can end.
         if not events:
             self._take_back()
         for fd, _ in events:

@@ -101,6 +101,7 @@ class Replacement:
             fresh = self._kept
             if fresh is None or fresh.link_id != link_id:
                 raise FrameError(f"{self._peer} switched to connections that this end does not have")
+            # The pair is in use from here on, so the next replacement may begin.
             self._kept = None
             self._running = False
             return fresh
@@ -121,6 +122,7 @@ class Replacement:
         while redial is not None and not self._over.is_set():
             try:
                 fresh = redial()
+                # Nothing may switch to a pair before the listener has confirmed that it keeps it.
                 self._confirm(fresh)
                 self.keep(fresh)
                 self._commit(fresh)

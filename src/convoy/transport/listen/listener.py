@@ -241,6 +241,7 @@ class Listener:
             stream.set_deadline(deadline_s)
             me = self._me.current
             member = self._member_of(me, peer_certificate(secured))
+            # A proved connection does not give way any more, so the number per member is limited.
             if not ticket.prove(member.name):
                 raise HandshakeError(f"{member.name} has too many handshakes under way")
             # A connection with a member's certificate does not give way any more.
@@ -276,6 +277,7 @@ class Listener:
         Raises `HandshakeError`.
         """
         key = (member.name, link_id)
+        # The thread of the first connection waits here. The second one's takes both and goes on.
         mine = _Half(stream, direction)
         with self._lock:
             waiting = self._halves.get(key)
