@@ -124,7 +124,7 @@ def check_signatures(spoken: bytes, proof: EnrolmentProof, identity_key: bytes, 
 def check_commitment(commitment: bytes, nonce: bytes, card: bytes) -> None:
     """Raise `HandshakeError` if the newcomer changed card or nonce after it saw the inviter's nonce."""
     if not hmac.compare_digest(commit(nonce, card), commitment):
-        raise HandshakeError("its card or nonce does not match its commitment")
+        raise HandshakeError("its card or nonce is not the one that it committed to")
 
 
 def to_sign(key: bytes, spoken: bytes) -> bytes:
