@@ -114,8 +114,9 @@ def from_pem(pem: bytes) -> bytes:
 
 
 def certificate_names(pem: bytes) -> tuple[str, ...]:
-    """Return the DNS names and addresses that the first certificate in ``pem`` is for. Raises
-    `IdentityError`.
+    """Return the DNS names and addresses that the first certificate in ``pem`` is for.
+
+    Raises `IdentityError`.
     """
     try:
         found = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(

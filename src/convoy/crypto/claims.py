@@ -33,8 +33,9 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeContext:
-    """Hold the facts that both ends know before the first message. They must agree, except on the
-    roster's epoch.
+    """Hold the facts that both ends know before the first message.
+
+    They must agree, except on the roster's epoch.
 
     Only the initiator sets ``replaces``, the id of the standing link that this one is to replace.
     """
@@ -151,8 +152,9 @@ def decode_offer(data: bytes) -> tuple[Cipher, ...]:
 
 
 def check_version(context: HandshakeContext, peer: str, message: bytes) -> None:
-    """Raise `Incompatible`, naming both versions, if they differ. Raises `HandshakeError` for a message
-    too short.
+    """Raise `Incompatible`, naming both versions, if they differ.
+
+    Raises `HandshakeError` for a message too short.
     """
     version = claimed_version(message)
     if version != context.version:

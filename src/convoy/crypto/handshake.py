@@ -267,8 +267,9 @@ class Responder(_End):
 
 
 class _Turn:
-    """Allow each call once and in order. A failure inside one ends the handshake for good, and calls
-    ``failed``.
+    """Allow each call once and in order.
+
+    A failure inside one ends the handshake for good, and calls ``failed``.
     """
 
     def __init__(self, failed: Callable[[], None], *calls: str) -> None:

@@ -38,8 +38,9 @@ def transcript_2(previous: bytes, message_2_body: bytes) -> bytes:
 
 
 def transcript_proof(previous: bytes, signature: bytes, mac: bytes) -> bytes:
-    """Return the hash after a signature and MAC. The responder's gives the third hash, the initiator's
-    the last.
+    """Return the hash after a signature and MAC.
+
+    The responder's gives the third hash, the initiator's the last.
     """
     return _hash(LABEL, previous, signature, mac)
 

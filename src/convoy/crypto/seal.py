@@ -21,8 +21,9 @@ MAX_SEQUENCE = 2**63
 
 @dataclass(frozen=True, slots=True)
 class SealLimits:
-    """Limit the use of one key before the ratchet turns. This is part of the protocol: both ends must
-    agree on it.
+    """Limit the use of one key before the ratchet turns.
+
+    This is part of the protocol: both ends must agree on it.
     """
 
     max_records: int = 2**22

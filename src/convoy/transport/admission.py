@@ -216,8 +216,9 @@ class Admission:
 
 
 def place_of(host: str) -> str | None:
-    """Return the address that limits count by: IPv4 whole, IPv6 by its /64. None for a host that is no
-    address.
+    """Return the address that limits count by: IPv4 whole, IPv6 by its /64.
+
+    None for a host that is no address.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

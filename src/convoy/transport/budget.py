@@ -10,8 +10,9 @@ DEFAULT_BUDGET_BYTES = 512 * 1024 * 1024
 
 
 class ByteBudget:
-    """Limit the bytes taken at any time to ``max_bytes``. Thread-safe; all links of a process share one
-    instance.
+    """Limit the bytes taken at any time to ``max_bytes``.
+
+    Thread-safe; all links of a process share one instance.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BUDGET_BYTES) -> None:

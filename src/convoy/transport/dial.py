@@ -143,8 +143,9 @@ def _connect(
 
 
 def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """Connect to the first address that answers. Each address of a name gets an equal share of the
-    remaining time.
+    """Connect to the first address that answers.
+
+    Each address of a name gets an equal share of the remaining time.
 
     `socket.create_connection` would give the whole time to each address.
     """

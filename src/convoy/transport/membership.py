@@ -238,8 +238,9 @@ class Membership:
         _revoke_all([(link, f"roster epoch {roster.epoch} has no place for {self.name}") for link in links])
 
     def _received(self, link: Link, signed: bytes) -> None:
-        """Handle a roster from a link, on its receiver thread. Raises `FrameError` for a peer that keeps
-        sending useless ones.
+        """Handle a roster from a link, on its receiver thread.
+
+        Raises `FrameError` for a peer that keeps sending useless ones.
         """
         try:
             if signed != self._signed and self._offer(signed, link.peer, link):

@@ -24,8 +24,9 @@ _BYE = frozenset({FrameType.BYE})
 
 
 def settle(link: Link, membership: Membership) -> bool:
-    """Return True if both ends hold one epoch. Otherwise send or take the newer roster, end the link,
-    return False.
+    """Return True if both ends hold one epoch.
+
+    Otherwise send or take the newer roster, end the link, return False.
 
     Raises `Incompatible`, naming both epochs, if the end that lags refused it, or it never came.
     """

@@ -152,8 +152,9 @@ def decode_size(kind: FrameType, data: bytes | bytearray | memoryview) -> int:
 def encode_header_into(
     buffer: bytearray | memoryview, offset: int, header: FrameHeader | HeaderFields
 ) -> None:
-    """Write HEADER_BYTES at ``offset``. ``header`` may be a plain tuple of the fields, which is quicker
-    to make.
+    """Write HEADER_BYTES at ``offset``.
+
+    ``header`` may be a plain tuple of the fields, which is quicker to make.
     """
     _HEADER.pack_into(buffer, offset, *header)
 
@@ -184,8 +185,9 @@ def encode_handshake(kind: FrameType, payload: bytes) -> bytes:
 
 
 def decode_preamble(data: bytes | bytearray | memoryview) -> tuple[FrameType, int]:
-    """Return the type and payload length of a handshake frame. Raises `FrameError`; `FrameTooLong` over
-    its limit.
+    """Return the type and payload length of a handshake frame.
+
+    Raises `FrameError`; `FrameTooLong` over its limit.
     """
     magic, number, zero, length = _PREAMBLE.unpack_from(data)
     kind = _HANDSHAKE_TYPES.get(number)

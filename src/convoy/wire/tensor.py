@@ -25,8 +25,9 @@ _PADDING = bytes(6)
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """Hold the bytes of a tensor. Raises `FrameError` unless ``data`` has exactly the size of ``shape``
-    in ``dtype``.
+    """Hold the bytes of a tensor.
+
+    Raises `FrameError` unless ``data`` has exactly the size of ``shape`` in ``dtype``.
     """
 
     dtype: str

@@ -77,8 +77,9 @@ class AnswerOpener:
         self.ended = False
 
     def open(self, sealed: bytes, *, last: bool) -> bytes:
-        """Return the next chunk. Raises `SealError` if it is another one, was changed, or comes after the
-        last.
+        """Return the next chunk.
+
+        Raises `SealError` if it is another one, was changed, or comes after the last.
         """
         if self.ended or self._index < 0:
             raise SealError("this answer has ended, or a chunk of it failed before")

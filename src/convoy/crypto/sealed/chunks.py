@@ -39,8 +39,9 @@ class ChunkCipher:
         self._aad = _INFO + file_id
 
     def seal(self, index: int, chunk: bytes, *, last: bool) -> bytes:
-        """Return the sealed chunk, TAG_BYTES longer than ``chunk``. No index may be used twice under one
-        file id.
+        """Return the sealed chunk, TAG_BYTES longer than ``chunk``.
+
+        No index may be used twice under one file id.
         """
         assert len(chunk) == CHUNK_BYTES or (last and len(chunk) <= CHUNK_BYTES), "a short chunk is the last"
         return self._aead.encrypt(_nonce(index, last), chunk, self._aad)

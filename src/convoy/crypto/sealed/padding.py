@@ -8,8 +8,9 @@ _LENGTH_BYTES = 4
 
 
 def pad(data: bytes, least: int) -> bytes:
-    """Return the length, ``data`` and zeros. The size is ``least`` times a power of two, or that plus its
-    half.
+    """Return the length, ``data`` and zeros.
+
+    The size is ``least`` times a power of two, or that plus its half.
     """
     filling = bytes(padded_size(len(data), least) - _LENGTH_BYTES - len(data))
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data + filling
@@ -32,8 +33,9 @@ def most_unpadded(padded_bytes: int) -> int:
 
 
 def unpad(padded: bytes) -> bytes:
-    """Return the data given to `pad`. Raises `SealError` for a length that does not fit, or a tail that
-    is not zeros.
+    """Return the data given to `pad`.
+
+    Raises `SealError` for a length that does not fit, or a tail that is not zeros.
     """
     length = int.from_bytes(padded[:_LENGTH_BYTES], "big")
     end = _LENGTH_BYTES + length

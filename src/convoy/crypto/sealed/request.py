@@ -120,8 +120,9 @@ def key_id_of(public: bytes) -> bytes:
 
 
 def seal_request(public: bytes, facts: RequestFacts, body: bytes) -> tuple[bytes, bytes]:
-    """Return the sealed body, and the fresh secret in it. Raises `SealError` for an invalid key or too
-    large a body.
+    """Return the sealed body, and the fresh secret in it.
+
+    Raises `SealError` for an invalid key or too large a body.
     """
     if len(public) != PUBLIC_KEY_BYTES or facts.key_id != key_id_of(public):
         raise SealError(f"a provider's key of {len(public)} bytes is not the one that is named")

@@ -119,8 +119,9 @@ def parse_public(data: bytes) -> PublicArea:
 
 
 def parse_quote(data: bytes) -> Quote:
-    """Return a TPMS_ATTEST as the TPM signed it. Raises `AttestationError` unless it is a quote, and only
-    that.
+    """Return a TPMS_ATTEST as the TPM signed it.
+
+    Raises `AttestationError` unless it is a quote, and only that.
     """
     if len(data) > MAX_QUOTE_BYTES:
         raise AttestationError(f"the quote has {len(data)} bytes, and the limit is {MAX_QUOTE_BYTES}")
@@ -181,8 +182,9 @@ def pcr_digest(values: Sequence[bytes]) -> bytes:
 
 
 def key_algorithm(key_der: bytes) -> str:
-    """Return ``rsa`` or ``ecc`` for an attestation key in the roster's form. Raises `AttestationError`
-    for others.
+    """Return ``rsa`` or ``ecc`` for an attestation key in the roster's form.
+
+    Raises `AttestationError` for others.
     """
     try:
         key = load_der_public_key(key_der)

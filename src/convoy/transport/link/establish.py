@@ -63,8 +63,9 @@ def establish_initiator(
     version: int = PROTOCOL_VERSION,
     replaces: bytes = NO_LINK,
 ) -> Link:
-    """Run the dialling end over (outgoing, incoming) and return the link. The streams' deadline is set
-    already.
+    """Run the dialling end over (outgoing, incoming) and return the link.
+
+    The streams' deadline is set already.
 
     ``replaces`` is the id of the standing link that this one is to replace. A failure closes both streams
     and raises `ConvoyError`.

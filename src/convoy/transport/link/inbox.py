@@ -50,8 +50,9 @@ class Inbox(Generic[T]):
             self._append(link, item, num_bytes)
 
     def put_last(self, link: object, item: T) -> None:
-        """Add an item without ever blocking. Use it for an item that comes at most once per link, such as
-        its end.
+        """Add an item without ever blocking.
+
+        Use it for an item that comes at most once per link, such as its end.
         """
         with self._changed:
             self._append(link, item, 0)

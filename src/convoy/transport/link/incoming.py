@@ -63,8 +63,9 @@ ReadEnd = Callable[[bytes], NoReturn]
 
 
 class ReceiveDeadline:
-    """Track how long this end has waited for the peer. The receiver writes it, and the link's watch
-    judges it.
+    """Track how long this end has waited for the peer.
+
+    The receiver writes it, and the link's watch judges it.
 
     Each attribute is set in one assignment, so no lock is needed. A read slightly early or late only
     shifts the verdict by a moment.
@@ -330,8 +331,9 @@ class Incoming:
 
 
 def max_tensor_bytes(kind: FrameType, options: LinkOptions) -> int:
-    """Return the largest tensor of a frame type, in bytes. Parts of sums come in pieces of a record, and
-    few are kept.
+    """Return the largest tensor of a frame type, in bytes.
+
+    Parts of sums come in pieces of a record, and few are kept.
     """
     return RECORD_BYTES - DESCRIPTOR_BYTES if kind is FrameType.PARTIAL else options.max_tensor_bytes
 

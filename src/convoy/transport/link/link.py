@@ -151,8 +151,9 @@ class Link:
         self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
 
     def post(self, message: Message) -> bool:
-        """Queue a message for the sender thread without waiting for the peer. Return False if there is no
-        room.
+        """Queue a message for the sender thread without waiting for the peer.
+
+        Return False if there is no room.
 
         Raises the errors of `send`.
         """
@@ -352,8 +353,9 @@ class Link:
         return self._error is None and self._closing is None
 
     def _switch(self, fresh: Connections) -> None:
-        """Read the peer's direction from ``fresh`` on. At the listener, move the own direction to
-        ``fresh`` too.
+        """Read the peer's direction from ``fresh`` on.
+
+        At the listener, move the own direction to ``fresh`` too.
         """
         self._incoming.retire()
         fresh.incoming.succeed(self._incoming, self._replacement.begin)

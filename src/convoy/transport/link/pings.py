@@ -16,8 +16,9 @@ _ASKED_BY_NOBODY = -1
 
 
 class Pings:
-    """Send pings and match their answers. Thread-safe; the sender thread writes, so no caller waits for a
-    write.
+    """Send pings and match their answers.
+
+    Thread-safe; the sender thread writes, so no caller waits for a write.
     """
 
     def __init__(self, peer: str, outgoing: Outgoing) -> None:

@@ -104,8 +104,9 @@ class ReadLock:
         return bool(events)
 
     def is_there(self, timeout_s: float = 0.0, *, awake_s: float = 0.0) -> bool:
-        """Return whether there are bytes to read, or the end of the stream. Wait up to ``timeout_s``,
-        with `lock` held.
+        """Return whether there are bytes to read, or the end of the stream.
+
+        Wait up to ``timeout_s``, with `lock` held.
 
         For the first ``awake_s`` poll repeatedly and yield in between, because a sleeping thread is woken
         late.

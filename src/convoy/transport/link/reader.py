@@ -14,8 +14,9 @@ _LOOK_UP_S = 0.05
 
 
 class Reader:
-    """Read one link. ``is_ours`` handles the link's own messages. ``going`` tells that the link is not
-    being closed.
+    """Read one link. ``is_ours`` handles the link's own messages.
+
+    ``going`` tells that the link is not being closed.
 
     The receiver thread calls `run`, and `end` last. One other thread may read in its place: it must
     `borrow`, `read_here` as often as it wants, and `give_back`, or be `done` if it borrows again soon.
@@ -59,8 +60,9 @@ class Reader:
                 self._deliver_next(deliver)
 
     def read_here(self, until_s: float, take: Callable[[Received], bool], *, awake_s: float = 0.0) -> bool:
-        """Wait for the next item and pass it to ``take``. The receiver delivers an item that ``take``
-        declines.
+        """Wait for the next item and pass it to ``take``.
+
+        The receiver delivers an item that ``take`` declines.
 
         ``awake_s`` has the meaning of `ReadLock.is_there`. Return False if another thread reads just now,
         or if borrowing is not possible. Return True also if nothing came within a moment. Raises the

@@ -94,8 +94,9 @@ class Replacement:
             raise LinkBroken(f"the link to {self._peer} ended before its connections were replaced")
 
     def take(self, link_id: bytes) -> Connections:
-        """Return the kept connections once the peer's SWITCH names them. Raises `FrameError` for any
-        other name.
+        """Return the kept connections once the peer's SWITCH names them.
+
+        Raises `FrameError` for any other name.
         """
         with self._lock:
             fresh = self._kept

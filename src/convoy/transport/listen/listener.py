@@ -45,8 +45,9 @@ class _Half:
 
 
 class Listener:
-    """Listen from construction to ``close``. ``on_link`` gets each new link, not yet started, on a
-    handshake thread.
+    """Listen from construction to ``close``.
+
+    ``on_link`` gets each new link, not yet started, on a handshake thread.
 
     ``on_refused`` gets the cause of each handshake that failed. The cause is logged in any case.
 

@@ -23,8 +23,9 @@ Cut = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Set how many connections of each kind a listener holds. ``of_one_address`` limits the first two per
-    address.
+    """Set how many connections of each kind a listener holds.
+
+    ``of_one_address`` limits the first two per address.
     """
 
     waiting: int

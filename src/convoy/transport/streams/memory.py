@@ -173,8 +173,9 @@ class MemoryStream:
 def memory_stream_pair(
     faults: Iterable[Fault] = (), other_faults: Iterable[Fault] = ()
 ) -> tuple[MemoryStream, MemoryStream]:
-    """Return two ends of one stream. ``faults`` apply to the first end's writes, ``other_faults`` to the
-    second's.
+    """Return two ends of one stream.
+
+    ``faults`` apply to the first end's writes, ``other_faults`` to the second's.
     """
     there, back = _Pipe(faults), _Pipe(other_faults)
     return MemoryStream(there, back), MemoryStream(back, there)

@@ -27,8 +27,9 @@ _DARWIN_TCP_KEEPALIVE = 0x10
 
 
 def client_context(me: LocalMember) -> ssl.SSLContext:
-    """Return the context for dialling. Raises `IdentityError` or `RosterError` for keys or anchors that
-    do not load.
+    """Return the context for dialling.
+
+    Raises `IdentityError` or `RosterError` for keys or anchors that do not load.
     """
     return _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), me)
 
@@ -207,8 +208,9 @@ def _require_cipher(sock: ssl.SSLSocket) -> None:
 
 
 def peer_certificate(sock: ssl.SSLSocket) -> bytes:
-    """Return the DER of the certificate that the other end proved to hold. Raises `HandshakeError`
-    without one.
+    """Return the DER of the certificate that the other end proved to hold.
+
+    Raises `HandshakeError` without one.
     """
     certificate = sock.getpeercert(binary_form=True)
     if certificate is None:

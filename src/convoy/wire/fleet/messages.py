@@ -84,8 +84,9 @@ class Challenge(FleetMessage, frozen=True, tag="Challenge"):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Offer a model, and state how fast the provider serves it. `fleet.capacity.Capacity` explains the
-    fields.
+    """Offer a model, and state how fast the provider serves it.
+
+    `fleet.capacity.Capacity` explains the fields.
     """
 
     model: Name
@@ -98,8 +99,9 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Register(FleetMessage, frozen=True, tag="Register"):
-    """Register a provider (provider to coordinator). ``signature`` is by its identity, over
-    `registration_bytes`.
+    """Register a provider (provider to coordinator).
+
+    ``signature`` is by its identity, over `registration_bytes`.
 
     Proxies believe no coordinator, so the coordinator passes three fields on to them unchanged:
     ``key_signature``, over `request_key_bytes`; ``certificate``, of `fleet.certified`, or empty; and
@@ -137,8 +139,9 @@ class AwaitApproval(FleetMessage, frozen=True, tag="AwaitApproval"):
 
 
 class Refused(FleetMessage, frozen=True, tag="Refused"):
-    """Refuse a provider and say why; the socket ends (coordinator to provider). ``again``: another try
-    may succeed.
+    """Refuse a provider and say why; the socket ends (coordinator to provider).
+
+    ``again``: another try may succeed.
 
     ``unapproved``: the provider's key is not approved yet.
     """
@@ -226,8 +229,9 @@ class Began(FleetMessage, frozen=True, tag="Began"):
 
 
 class Chunk(FleetMessage, frozen=True, tag="Chunk"):
-    """Carry the next piece of an answer (provider to coordinator). ``tokens`` counts those so far, in all
-    choices.
+    """Carry the next piece of an answer (provider to coordinator).
+
+    ``tokens`` counts those so far, in all choices.
     """
 
     request_id: RequestId
@@ -271,8 +275,9 @@ def encode_fleet(message: FleetMessage) -> bytes:
 
 
 def decode_from_provider(data: bytes, most: int) -> FromProvider:
-    """Decode a provider's message. Raises `FrameTooLong` over ``most`` bytes, and `FrameError`, without
-    quoting them.
+    """Decode a provider's message.
+
+    Raises `FrameTooLong` over ``most`` bytes, and `FrameError`, without quoting them.
     """
     message = _decode(_from_provider, data, most, "provider")
     if isinstance(message, Register):

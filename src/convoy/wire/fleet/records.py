@@ -53,8 +53,9 @@ class RecordReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Record]:
-        """Return the records that are complete now. Raises `FrameError` for bytes that are no record;
-        `FrameTooLong`.
+        """Return the records that are complete now.
+
+        Raises `FrameError` for bytes that are no record; `FrameTooLong`.
         """
         self._rest += data
         found: list[Record] = []

@@ -421,8 +421,9 @@ class StepFailed(Message, frozen=True):
 
 
 class Inquire(Message, frozen=True):
-    """Ask a peer how far it is when a step is late (head to peer). It answers at once, even while a step
-    runs there.
+    """Ask a peer how far it is when a step is late (head to peer).
+
+    It answers at once, even while a step runs there.
     """
 
     generation: int

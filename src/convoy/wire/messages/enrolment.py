@@ -36,8 +36,9 @@ class EnrolmentType(enum.IntEnum):
 
 
 class Refusal(enum.IntEnum):
-    """Name the inviter's reason for refusing. FAILED covers every proof that does not hold, whatever its
-    fault.
+    """Name the inviter's reason for refusing.
+
+    FAILED covers every proof that does not hold, whatever its fault.
     """
 
     EXPIRED = 1
@@ -118,8 +119,9 @@ def encode_card(card: EnrolmentCard) -> bytes:
 
 
 def decode_card(data: bytes) -> EnrolmentCard:
-    """Return the card. Raises `FrameError` for bytes that `encode_card` never gives. `trust` judges the
-    values.
+    """Return the card. Raises `FrameError` for bytes that `encode_card` never gives.
+
+    `trust` judges the values.
     """
     parts: list[bytes] = []
     rest = data

@@ -21,8 +21,9 @@ class Vouch(Message, frozen=True):
 
 
 class Vouched(Message, frozen=True):
-    """Answer the `Vouch` of this purpose with evidence that is passed on unchanged. The fields are
-    `Evidence`'s.
+    """Answer the `Vouch` of this purpose with evidence that is passed on unchanged.
+
+    The fields are `Evidence`'s.
     """
 
     purpose: Purpose
