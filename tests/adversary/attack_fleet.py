@@ -78,7 +78,7 @@ def test_an_echo_gets_no_registration(fleet: FleetUnderTest, row: Row) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         dial = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         fleet.add("echoed", NOWHERE, approved=False, dial=dial, coordinator_key=PINNED.public_key)
-        fleet.wait_event("are no message of its")
+        fleet.wait_event("are not one of its messages")
         row.tried("FrameError")
         assert impostor.heard == []
         fleet.stop_provider(-1)

@@ -119,7 +119,7 @@ def other_card() -> None:
 
 
 def other_key(which: str) -> None:
-    """A proof by somebody who has the secret and one of the two keys."""
+    """Judge a proof by an attacker that has the secret and one of the two keys."""
     thief = Identity.generate()
     said = decode_card(CARD)
     if which == "identity":

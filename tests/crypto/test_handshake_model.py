@@ -1,9 +1,10 @@
-"""The handshake's real code under an attacker who owns the network: every routing of the messages of two
-sessions, among members and one that is bad, and of their parts.
+"""The handshake's real code under an attacker that owns the network.
 
-Bounded: two sessions at a time, each message delivered once to each place where one is expected, whole or
-with one part of it taken from the other session. In all of them: whoever gets secrets shares them with the
-member it named, under the same claims, and each session of one end with one of the other at most.
+Every routing of the messages of two sessions, and of their parts, is tried, among members and one bad
+one. Bounded: two sessions at a time, each message delivered once to each place where one is expected,
+whole or with one part of it taken from the other session. In all of them a session that gets secrets
+shares them with the member it named, under the same claims, and each session of one end with at most one
+of the other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def context(
 
 @dataclass
 class Session:
-    """Both ends of an intended handshake, run by honest code; who signs for gamma is the attacker."""
+    """Hold both ends of an intended handshake, run by honest code. The attacker signs for gamma."""
 
     dialler: HandshakeContext
     listener: HandshakeContext

@@ -365,7 +365,7 @@ def test_the_last_mark_of_a_tensor_cannot_be_changed_on_its_way(flipped: tuple[i
 
 
 def test_a_mark_that_agrees_with_the_descriptor_but_not_with_the_seal_does_not_open() -> None:
-    # What is checked first is only a matter of speed: the seal alone refuses the other mark.
+    # The order of the checks is only a matter of speed: the seal alone refuses the other mark.
     sealer, opener = Sealer(bytes(32), Cipher.AES_256_GCM), Opener(bytes(32), Cipher.AES_256_GCM)
     marked, unmarked = b"\x21\x01" + bytes(46), b"\x21\x00" + bytes(46)
     sealed = sealed_by(sealer, unmarked, b"record")

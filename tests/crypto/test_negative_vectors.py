@@ -1,4 +1,4 @@
-"""Negative vectors: what is refused, and by which class of error, whoever wrote the implementation."""
+"""Negative vectors: inputs that every implementation refuses, with the class of the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay that stands where a member is listed, and becomes a bad wire when a test says so."""
+"""A TCP relay at a member's listed address, which becomes a bad wire when a test says so."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 
 
 class BadWire:
-    """Passes connections to ``address`` on to ``target``. Thread-safe.
+    """Pass connections to ``address`` on to ``target``. Thread-safe.
 
-    ``delay_s`` is waited for before anything is passed on, in each direction by itself.
+    Each direction waits for ``delay_s`` before it passes anything on.
     """
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
@@ -29,13 +29,14 @@ class BadWire:
         return self._num_connections
 
     def go_silent(self, *connections: int) -> None:
-        """What comes over these (by order of arrival; none named: over all so far) is taken and lost, and no
-        socket notices.
+        """Take and lose all bytes of these connections, by order of arrival; by default of all so far.
+
+        No socket notices.
         """
         self._dead.update(connections or range(self._num_connections))
 
     def block(self, blocked: bool) -> None:
-        """Whether new connections, too, lead nowhere."""
+        """Set whether new connections lead nowhere too."""
         self._blocked = blocked
 
     def close(self) -> None:

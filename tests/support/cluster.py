@@ -23,7 +23,7 @@ MEMBER = MemberOptions(num_threads=1, memory_bytes=1 << 32)
 
 
 class PeerThread:
-    """A peer on a thread of its own; ``events`` tells what it went through."""
+    """Run a peer on a thread of its own. ``events`` records its history."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ def running_cluster(
     member: MemberOptions = MEMBER,
     **changes: Any,
 ) -> Iterator[RunningCluster]:
-    """Bring it up over memory, hand it out, take it down. ``changes`` are of `HeadOptions`.
+    """Bring a cluster up over memory, yield it, and take it down.
 
-    ``member`` is every member's.
+    ``changes`` are fields of `HeadOptions`. Every member uses the options ``member``.
     """
     network = MemoryNetwork()
     members = make_local_members(NAMES[:num_members])

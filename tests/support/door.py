@@ -1,4 +1,5 @@
-"""A listener in a process of its own, and crowds before it: what a flood does to memory and to others.
+"""A listener in a process of its own, and crowds before it: the effect of a flood on memory and on
+others.
 
 with DoorProcess(tmp_path, ["beta", "alpha"]) as door:   # listens as beta
     crowd = Crowd(door.address, hosts)
@@ -35,7 +36,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 
 class DoorProcess:
-    """A real `Listener` of the first member of ``names``; it keeps the links that come, started and idle."""
+    """Run a real `Listener` of the first member of ``names``. It keeps new links, started and idle."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.members = make_local_members(names, directory)
@@ -76,7 +77,7 @@ class DoorProcess:
 
 
 class Peak:
-    """The most that a door's process came to while the block ran."""
+    """Measure the highest memory, thread and descriptor counts of a door's process while the block runs."""
 
     def __init__(self, door: DoorProcess) -> None:
         self._door = door
@@ -100,9 +101,9 @@ class Peak:
 
 
 class Crowd:
-    """``num`` connections from ``hosts`` in turn, opened at ``per_s``, that send ``greeting`` byte by byte.
+    """Open ``num`` connections from ``hosts`` in turn, at ``per_s``, that send ``greeting`` byte by byte.
 
-    An empty ``greeting`` says nothing. Runs until all were opened and ``close`` is called.
+    With an empty ``greeting`` they send nothing. It runs until all were opened and ``close`` is called.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Crowd:
 
 
 def client_hello(me: LocalMember) -> bytes:
-    """The first bytes of an honest TLS handshake, for those who send them slowly."""
+    """Return the first bytes of an honest TLS handshake, for clients that send them slowly."""
     import ssl
 
     from convoy.transport.streams.tcp import client_context
@@ -207,7 +208,7 @@ def client_hello(me: LocalMember) -> bytes:
 
 
 def link_within(me: LocalMember, peer: str, address: tuple[str, int], timeout_s: float) -> tuple[Link, float]:
-    """A link as a head makes one, trying again where it may, and how long it took."""
+    """Make a link as a head does, trying again where it may. Return the link and the seconds it took."""
     started_s = time.monotonic()
     while True:
         left_s = started_s + timeout_s - time.monotonic()

@@ -1,6 +1,4 @@
-"""Runs sequences over an executor by hand and keeps every logit, so that two executors can be compared to the
-bit.
-"""
+"""Run sequences over an executor by hand and keep every logit, to compare two executors bit by bit."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def seeded(seed: int) -> SamplingParams:
 
 @dataclass
 class Run:
-    """One sequence's tokens and the logits that each was drawn from."""
+    """Hold one sequence's tokens and the logits from which each was sampled."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -36,7 +34,7 @@ class Run:
 
 
 class Driver:
-    """Owns a scheduler for the whole life of an executor, so that step numbers go on."""
+    """Own a scheduler for the whole life of an executor, so that step numbers continue."""
 
     def __init__(self, executor: Executor, limits: SchedulerLimits) -> None:
         self._executor = executor

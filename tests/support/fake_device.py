@@ -1,4 +1,4 @@
-"""A device that is none: a stage of the host whose results come later, in bfloat16, as those of CUDA do."""
+"""A fake device: a stage of the host with delayed results in bfloat16, as CUDA has them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "cuda:0"
 
 
 class Later:
-    """A result that is computed when it is waited for, by whichever thread waits."""
+    """Compute a result at the time of waiting, on the thread that waits."""
 
     def __init__(self, stage: FakeDeviceStage, tensor: torch.Tensor) -> None:
         self._stage, self._tensor = stage, tensor
@@ -34,7 +34,7 @@ class Later:
 
 
 class FakeDeviceStage:
-    """A `Stage` behind the face of `gpu.stage.CudaStage`."""
+    """Mimic `model.backends.cuda.stage.CudaStage` over a host `Stage`."""
 
     overlaps = True
     num_devices = 1
@@ -66,7 +66,7 @@ class FakeDeviceStage:
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
-    """Members that ask for "cuda" get the fake. Returns the stages, as they are made."""
+    """Give members that ask for "cuda" the fake, and return the list of stages as it grows."""
     made: list[FakeDeviceStage] = []
 
     def choose(wish: str, _kernel: str = "auto") -> tuple[str, ...]:

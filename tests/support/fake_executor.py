@@ -15,11 +15,12 @@ from convoy.model.sampling.output_rows import SampleJob, draw_all
 from convoy.wire.messages.control import Step
 
 VOCAB = 64
-_MAX_STEPS = 100_000  # no test has so many: an engine that preempts for ever would take all memory here
+# No test has so many steps: an engine that preempts for ever would take all memory here.
+_MAX_STEPS = 100_000
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake model says after these tokens."""
+    """Return the token that the fake model gives after these."""
     state = 17
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
@@ -27,10 +28,10 @@ def next_token(tokens: list[int]) -> int:
 
 
 class FakeExecutor:
-    """Keeps tokens by block and offset, as a stage keeps K/V: what is shared wrongly shows.
+    """Keep tokens by block and offset, as a stage keeps K/V, so that a wrongly shared block shows.
 
-    ``fail_at`` makes that step's `collect` raise. ``rival``: (position, distance), where another token is so
-    near to the one that is said.
+    ``fail_at`` makes that step's `collect` raise. ``rival`` is (position, distance): at that position
+    another token is that near to the best one.
     """
 
     def __init__(self, depth: int = 1, fail_at: int | None = None, block_size: int = 4) -> None:
@@ -76,7 +77,7 @@ class FakeExecutor:
         return result
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
-        """The tokens themselves, as the K/V of one head of one number."""
+        """Return the tokens themselves, as the K/V of one head of one number."""
         places = [(block, offset) for block in blocks for offset in range(self._block_size)]
         tokens = np.array([self._tokens[place] for place in places], dtype=np.float32)
         return np.tile(tokens[None, None, :, None, None], (end - start, 2, 1, 1, 1))

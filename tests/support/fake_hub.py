@@ -1,4 +1,6 @@
-"""A hub of one model on loopback: what `huggingface_hub` asks of the real one, over plain HTTP."""
+"""A hub of one model on loopback, with the parts of the real one that `huggingface_hub` uses, over plain
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,30 @@ REPO = "somebody/odd"
 
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
-        """A client that went away is none."""
+        """Ignore a client that went away: that is no error."""
 
 
 class FakeHub:
-    """Serves the files of ``directory`` as ``somebody/odd``; ``asked`` are the files that were downloaded."""
+    """Serve the files of ``directory`` as ``somebody/odd``. ``asked`` lists the downloaded files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.asked: list[tuple[str, int]] = []  # file, and the first byte that was wanted
-        self.served: dict[str, int] = {}  # bytes of each file that went out
-        self.cuts: list[int] = []  # for each time that weights are asked for, bytes until the connection ends
-        self.stalls_at = 0  # weights are sent up to there, and nothing comes after
-        self.unsized = ""  # a file whose size is not listed
-        self.lies = ""  # a file whose last byte is another than is listed
-        self.down = False  # then nobody gets an answer
-        self.status = 0  # what it answers to everything, where it is not 0
+        # The file and the first requested byte of each download.
+        self.asked: list[tuple[str, int]] = []
+        # The bytes of each file that were sent.
+        self.served: dict[str, int] = {}
+        # For each request of weights, the bytes until the connection ends.
+        self.cuts: list[int] = []
+        # Weights are sent up to this byte, and then the connection stalls.
+        self.stalls_at = 0
+        # The listing leaves out this file's size.
+        self.unsized = ""
+        # This file's last byte differs from the listed digest's.
+        self.lies = ""
+        # While true, no request is answered.
+        self.down = False
+        # The status of every answer, unless it is 0.
+        self.status = 0
         self.commit = COMMIT
         hub = self
 

@@ -1,4 +1,4 @@
-"""A service whose engine says what a test tells it to, and a real HTTP server before it."""
+"""A service with an engine that a test controls, and a real HTTP server before it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLY = "The answer is 42."
 
 
 class ByteTokenizer:
-    """Token n is byte n; 256 ends the text."""
+    """Map byte n to token n; 256 ends the text."""
 
     eos_ids = frozenset({EOS})
     vocab_size = 257
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 @dataclass
 class FakeHandle:
-    """A running request; ``aborted`` is set by the server."""
+    """Hold a running request. The server sets ``aborted``."""
 
     request: GenerationRequest
     on_output: Callable[[Output], None]
@@ -73,11 +73,11 @@ class FakeHandle:
 
 
 class FakeEngine:
-    """Answers every request with ``reply`` (cut to ``max_tokens``), token by token.
+    """Answer every request with ``reply`` (cut to ``max_tokens``), token by token.
 
-    With ``pause_after`` set, each choice waits after that many tokens until ``go`` is set, or it is aborted.
-    With ``fail_after`` the request ends with ``error`` after that many tokens. ``refuse`` is raised by
-    `submit`, which waits for ``admit``. ``cached_tokens`` is what each choice's finish says of its prompt.
+    With ``pause_after`` set, each choice waits after that many tokens until ``go`` is set, or it is
+    aborted. With ``fail_after`` the request ends with ``error`` after that many tokens. `submit` waits
+    for ``admit`` and raises ``refuse``. Each choice's finish reports ``cached_tokens`` of its prompt.
     """
 
     def __init__(self, reply: str | Callable[[GenerationRequest], str] = REPLY) -> None:
@@ -161,14 +161,14 @@ class FakeEngine:
 
 
 def _logprob(token: int, num_top: int) -> TokenLogprob:
-    """The token itself is the best, and its log-probability tells which it is."""
+    """Make a log-probability that identifies its token. The token itself is the best one."""
     top = [(token, -token / 1000)] + [((token + i) % 256, -token / 1000 - i) for i in range(1, num_top)]
     return TokenLogprob(token, -token / 1000, top[:num_top], rank=1)
 
 
 @dataclass
 class Running:
-    """A server that answers at ``url``, and everything a test may turn."""
+    """Hold a server that answers at ``url``, and the objects that a test may change."""
 
     url: str
     engine: FakeEngine
@@ -185,7 +185,7 @@ def serving(
     max_context: int = MAX_CONTEXT,
     model: str = "fake",
 ) -> Iterator[Running]:
-    """A real server on a port of its own, ended with the block."""
+    """Run a real server on a port of its own until the block ends."""
     engine = engine or FakeEngine()
     engine.room = max_context
     health = [(True, "")]
@@ -227,6 +227,6 @@ def serving(
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events, decoded; "[DONE]" stays text."""
+    """Return the decoded data of a stream's events. "[DONE]" stays text."""
     lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]

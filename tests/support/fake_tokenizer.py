@@ -1,4 +1,4 @@
-"""A tokenizer whose token n is one letter, for tests that care about tokens and not about text."""
+"""A tokenizer that maps token n to one letter, for tests that care about tokens and not about text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EOS = 11
 
 
 class FakeTokenizer:
-    """The part of `convoy.model.text.tokens.Tokenizer` that the engine uses."""
+    """Provide the part of `convoy.model.text.tokens.Tokenizer` that the engine uses."""
 
     vocab_size = VOCAB
     eos_ids = frozenset({EOS})

@@ -37,10 +37,11 @@ FAST = Capacity(slots=4, decode_rate=100, batch_rate=300, prefill_rate=5000, max
 
 
 class FakeEngine:
-    """Answers ``What is 2+3?`` with its sum, a token for each digit. ``trouble`` is what goes wrong next."""
+    """Answer ``What is 2+3?`` with its sum, a token for each digit. ``trouble`` lists the next failures."""
 
     def __init__(self) -> None:
-        self.trouble: list[str] = []  # of each request to come: busy, refuses, too long, broken, cut, slow
+        # One entry for each request to come: busy, refuses, too long, broken, cut, slow.
+        self.trouble: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.traceparents: list[str] = []
         self.aborted = threading.Event()
@@ -104,7 +105,7 @@ class FakeEngine:
 
 
 class Running:
-    """A thread with an event loop; `stop` ends it."""
+    """Run a thread with an event loop. `stop` ends it."""
 
     def __init__(self, run: Callable[[], None], stop: Callable[[], None]) -> None:
         self.error: BaseException | None = None
@@ -126,7 +127,7 @@ class Running:
 
 @contextmanager
 def engine_server(engine: FakeEngine) -> Iterator[str]:
-    """Its URL."""
+    """Serve the engine until the block ends, and yield its URL."""
     listener = bind(LOCAL)
     server = HttpServer(engine.app)
 
@@ -141,7 +142,7 @@ def engine_server(engine: FakeEngine) -> Iterator[str]:
 
 
 class FleetUnderTest:
-    """A coordinator with one account and its key; providers are added by name."""
+    """Run a coordinator with one account and its key. Providers are added by name."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class FleetUnderTest:
         self.start()
 
     def start(self, port: int = 0) -> None:
-        """Its coordinator, on a port of its own or the one that it had."""
+        """Start the coordinator, on a free port or on ``port``."""
         ready = threading.Event()
 
         def on_ready(url: str, admin_url: str, _: int) -> None:
@@ -204,7 +205,7 @@ class FleetUnderTest:
 
     @property
     def socket_url(self) -> str:
-        """That providers dial."""
+        """Return the URL that providers dial."""
         return self.url.replace("http", "ws", 1)
 
     def add(
@@ -219,7 +220,7 @@ class FleetUnderTest:
         dial: str = "",
         **changes: Any,
     ) -> Provider:
-        """A provider that is registered when this returns, if it is approved."""
+        """Add a provider. If it is approved, it is registered when this returns."""
         identity = identity or Identity.generate()
         self.identities.append(identity.public_key)
         if approved:
@@ -256,15 +257,15 @@ class FleetUnderTest:
         return made[0]
 
     def wait_registered(self, wait_s: float = 30.0) -> None:
-        """Until another provider is registered, or one again."""
+        """Wait until another provider is registered, or one registers again."""
         assert self._registered.acquire(timeout=wait_s), self.events
 
     def wait_event(self, part: str) -> None:
-        """Until a provider said something with that in it."""
+        """Wait until a provider reports an event with ``part`` in it."""
         wait_until(lambda: any(part in text for text in self.events))
 
     def error_of(self, index: int) -> BaseException | None:
-        """What ended a provider."""
+        """Return the error that ended a provider, or None."""
         running = self._providers[index][0]
         running.thread.join(30)
         return running.error
@@ -291,7 +292,7 @@ def question(one: int, two: int, **more: Any) -> dict[str, Any]:
 
 
 def streamed(text: str) -> str:
-    """What a stream of events says. A stream that has no end, or an error, says so too."""
+    """Return the text of a stream of events. Mark a stream that has no end, or an error."""
     said: str = ""
     for line in text.splitlines():
         if not line.startswith("data: "):

@@ -1,9 +1,10 @@
-"""What each quantised format costs a trained model: the table of docs/models.md.
+"""The cost of each quantised format for a trained model: the table of docs/models.md.
 
     PYTHONPATH=src:tests python -m support.format_errors
 
-Quantises the bundled `demo` with the writers of `support.quantised_models`, which round to the nearest and
-know no calibration, loads both through our stages, and compares the logits of the certificate's eight texts.
+Quantises the bundled `demo` with the writers of `support.quantised_models`, which round to the nearest
+and use no calibration, loads both through our stages, and compares the logits of the certificate's eight
+texts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def small_fields(first: int = 0) -> Iterator[bytes]:
-    """Header fields without end, about 64 KiB at a time."""
+    """Yield header fields without end, about 64 KiB at a time."""
     while True:
         yield b"".join(b"x-%d: y\r\n" % i for i in range(first, first + 4096))
         first += 4096
@@ -51,7 +51,7 @@ def read_all(sock: socket.socket, timeout_s: float = 60.0) -> bytes:
 
 
 class HalfOpen:
-    """Many connections that sent a part of a request, opened as fast as they can be."""
+    """Open many connections that send only a part of a request, as fast as possible."""
 
     def __init__(self, address: tuple[str, int], said: bytes = OPENING, host: str = "127.0.0.1") -> None:
         self._address = address
@@ -77,7 +77,7 @@ class HalfOpen:
                 self._sockets.pop(0).close()
 
     def num_open(self) -> int:
-        """How many the other side has not ended."""
+        """Return how many connections the other side has not ended."""
         return sum(not _is_over(sock) for sock in self._sockets)
 
 

@@ -1,4 +1,4 @@
-"""An invitation that is open on this machine, and newcomers that speak to it byte by byte."""
+"""An open invitation on this machine, and newcomers that speak to it byte by byte."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from convoy.wire.messages.enrolment import (
     encode_proof,
 )
 
-# No rates: what is tried here is tried often, from one address.
+# No rates: tests try often, from one address.
 OPEN = AdmissionLimits(address_rate=1000, address_burst=1000, strangers_rate=1000, strangers_burst=1000)
 LIMITS = EnrolmentLimits(admission=OPEN)
 
@@ -60,7 +60,7 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 @dataclass
 class Invitation:
-    """One open `Enrolment` of a cluster with a head alone."""
+    """Hold one open `Enrolment` of a cluster with a head alone."""
 
     token: Token
     enrolment: Enrolment
@@ -81,8 +81,10 @@ def invitation(
     like: Token | None = None,
     before: tuple[tuple[str, int], ...] = (),
 ) -> Iterator[Invitation]:
-    """Open until the block ends. ``like``: with the record of that token, as after a restart; ``before``:
-    addresses that stand in front of the right one.
+    """Open an invitation until the block ends.
+
+    ``like``: use the record of that token, as after a restart. ``before``: addresses that stand before
+    the right one.
     """
     operator = OperatorKey.generate()
     roster = make_roster("home", [member_of("alpha", Identity.generate(), ("127.0.0.1", 7), head=True)])
@@ -114,7 +116,7 @@ def invitation(
 
 @dataclass
 class Joining:
-    """`join_by_token` on a thread of its own. ``code`` and ``enrolled`` once they are there."""
+    """Run `join_by_token` on a thread of its own, and hold ``code`` and ``enrolled`` once they exist."""
 
     token: Token
     name: str = "beta"
@@ -141,7 +143,7 @@ class Joining:
 
 
 class RawNewcomer:
-    """A newcomer that says what the test wants, frame by frame."""
+    """Send frames of the test's choice as a newcomer."""
 
     def __init__(self, token: Token, *, name: str = "beta", secret: bytes | None = None) -> None:
         self.identity = Identity.generate()
@@ -166,7 +168,7 @@ class RawNewcomer:
         return self.challenge()
 
     def challenge(self) -> bytes:
-        """The inviter's nonce."""
+        """Return the inviter's nonce."""
         kind, challenge = receive_enrolment(self.stream)
         assert kind is EnrolmentType.CHALLENGE
         return challenge
@@ -184,7 +186,7 @@ class RawNewcomer:
         return decode_refusal(body)
 
     def hung_up(self) -> bool:
-        """Whether the listener closed the connection without a word."""
+        """Return whether the listener closed the connection without an answer."""
         try:
             receive_enrolment(self.stream)
         except LinkBroken:
@@ -196,12 +198,12 @@ class RawNewcomer:
 
 
 def elsewhere(token: Token, port: int) -> Token:
-    """The same invitation, with another port in its address."""
+    """Return the same invitation with another port in its address."""
     return replace(token, addresses=(("127.0.0.1", port),))
 
 
 def assert_still_good(offer: Invitation) -> None:
-    """Nothing that was tried used the invitation up: an honest newcomer gets in."""
+    """Check that no attempt used the invitation up: an honest newcomer gets in."""
     assert not offer.consumption.used
     joining = Joining(offer.token, name="honest")
     newcomer = offer.enrolment.wait()
@@ -210,7 +212,7 @@ def assert_still_good(offer: Invitation) -> None:
 
 
 class Middle:
-    """A listener of the attacker's, with a certificate of its own, that hands TLS streams to ``play``."""
+    """Listen as an attacker, with an own certificate, and hand TLS streams to ``play``."""
 
     def __init__(self) -> None:
         self.certificate = OneTimeCertificate.generate()

@@ -1,4 +1,4 @@
-"""What the tests of the CUDA kernels share: whether they can run, and batches of random rows."""
+"""Helpers for the tests of the CUDA kernels: whether they can run, and batches of random rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 if TYPE_CHECKING:
     from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 
-# with TRITON_INTERPRET=1 the kernels run on the host, slowly: to look for mistakes without a device
+# With TRITON_INTERPRET=1 the kernels run on the host, slowly: to look for mistakes without a device.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot run here; None where they can."""
+    """Return why the kernels cannot run here, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None if torch.cuda.is_available() or INTERPRETED else "no CUDA device"
@@ -26,7 +26,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random rows over a pool: (position of the first token, number of tokens, blocks) each."""
+    """Hold random rows over a pool: (position of the first token, number of tokens, blocks) each."""
 
     query: torch.Tensor
     pool: Pool
@@ -36,9 +36,9 @@ class Drawn:
 def draw_rows(
     shape: DeviceHeadShape, spans: list[tuple[int, int]], device: torch.device, *, ring: int | None = None
 ) -> Drawn:
-    """``spans`` are (position of the first token, number of tokens); blocks lie scattered in the pool.
+    """Draw random rows. ``spans`` are (position of the first token, number of tokens).
 
-    With ``ring`` a table has no more blocks than that.
+    Blocks lie scattered in the pool. With ``ring`` a table has at most that many blocks.
     """
     from convoy.model.backends.cuda.kernels.attention import Pool
 
@@ -62,7 +62,7 @@ def draw_rows(
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||; infinite where there is no number."""
+    """Return ||found - expected|| / ||expected||, or infinity if it is not finite."""
     found, expected = found.double(), expected.double()
     error = ((found - expected).norm() / expected.norm()).item()
     return error if np.isfinite(error) else float("inf")

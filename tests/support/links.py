@@ -1,4 +1,4 @@
-"""Started links for tests: what arrived and how they ended, as queues to wait on."""
+"""Started links for tests, with queues of the received items and of the ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 
 @dataclass(slots=True)
 class End:
-    """One end of a link, started."""
+    """Hold one end of a started link."""
 
     link: Link
     arrived: queue.SimpleQueue[Received] = field(default_factory=queue.SimpleQueue)
@@ -49,7 +49,7 @@ def tls_link_pair(
     wrap: Callable[[Stream], Stream] | None = None,
     options: LinkOptions | None = None,
 ) -> tuple[Link, Link]:
-    """Both ends over real sockets on loopback; ``through`` maps the listener's address to the one to dial."""
+    """Return both ends over loopback sockets. ``through`` maps the listener's address to the one to dial."""
     arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
     listener = Listener(("127.0.0.1", 0), membership_of(other), arrived.put, wrap=wrap, options=options)
     try:

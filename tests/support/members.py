@@ -21,7 +21,9 @@ OPERATOR = OperatorKey.generate()
 def make_local_members(
     names: Sequence[str], directory: Path | None = None, *, cluster_id: str = "test", epoch: int = 1
 ) -> tuple[LocalMember, ...]:
-    """Members of one roster, the first may be head; with a directory their keys are on disk, as TLS wants."""
+    """Return members of one roster; the first may be head. With a directory their keys are on disk, for
+    TLS.
+    """
     identities = {}
     for name in names:
         identities[name] = Identity.generate()
@@ -36,23 +38,23 @@ def make_local_members(
 
 
 def with_roster(member: LocalMember, roster: Roster) -> LocalMember:
-    """The same member under another roster."""
+    """Return the same member under another roster."""
     return LocalMember(member.name, member.identity, roster)
 
 
 def shifted(roster: Roster, by: datetime.timedelta) -> Roster:
-    """The same members, valid at another time."""
+    """Return the same members with another time of validity."""
     return Roster(
         roster.cluster_id, roster.epoch, roster.not_before + by, roster.expires + by, roster.members
     )
 
 
 def membership_of(me: LocalMember, **options: Any) -> Membership:
-    """The member as a running process has it; its roster is signed by `OPERATOR`, who may sign newer ones."""
+    """Return the membership of a running process. `OPERATOR` signed its roster and may sign newer ones."""
     return Membership(me, sign_roster(me.roster, OPERATOR), OperatorAuthority(OPERATOR.public_key), **options)
 
 
 def later(roster: Roster, *, without: Sequence[str] = (), epoch: int = 1) -> bytes:
-    """The roster ``epoch`` epochs on, some members taken out, signed by `OPERATOR`."""
+    """Return the roster ``epoch`` epochs later, without some members, signed by `OPERATOR`."""
     members = tuple(member for member in roster.members if member.name not in without)
     return sign_roster(replace(roster, epoch=roster.epoch + epoch, members=members), OPERATOR)

@@ -1,4 +1,4 @@
-"""Two network namespaces with a pair of virtual interfaces between: two machines, to the network."""
+"""Two network namespaces joined by a pair of virtual interfaces: to the network they are two machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IP = shutil.which("ip") or "/sbin/ip"
 
 
 def why_no_namespaces() -> str | None:
-    """Why they cannot be had here, or None."""
+    """Return why namespaces are not available here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not Path(_IP).exists():
@@ -30,19 +30,19 @@ def why_no_namespaces() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A namespace with one address beside loopback."""
+    """Represent a namespace with one address beside loopback."""
 
     name: str
     address: str
 
     def run_in(self, *command: str) -> list[str]:
-        """The command line that runs ``command`` there."""
+        """Return the command line that runs ``command`` there."""
         return [_IP, "netns", "exec", self.name, *command]
 
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """192.0.2.1 and 192.0.2.2 (RFC 5737), which reach each other and nothing else."""
+    """Make 192.0.2.1 and 192.0.2.2 (RFC 5737), which reach only each other."""
     first, second = (
         Machine(f"cv-{letter}-{os.getpid()}", f"192.0.2.{number}") for number, letter in enumerate("ab", 1)
     )

@@ -18,7 +18,7 @@ from support.odd_models import make_odd_llama
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory; nobody changes it."""
+    """Make the model's directory, which no test changes."""
     return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
 
 
@@ -29,7 +29,7 @@ def manifest(model: Path) -> Manifest:
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """It serves a copy, which may be changed; who asks it again does so at once."""
+    """Serve a copy of the model, which a test may change. Clients retry without waiting."""
     monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
     fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
     yield fake

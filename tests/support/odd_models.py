@@ -1,4 +1,4 @@
-"""Random models with awkward dimensions, made through `transformers` as anybody's would be."""
+"""Random models with awkward dimensions, made through `transformers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
 
 
 def make_odd_llama(directory: Path, **changes: Any) -> Path:
-    """head_dim 8, a vocabulary of 105, tied embeddings, an MLP of 44: nothing is a multiple of 16."""
+    """Make a Llama with head_dim 8, a vocabulary of 105, tied embeddings and an MLP of 44: no multiple of
+    16.
+    """
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(**(_settings() | changes)))
     model.save_pretrained(directory)
@@ -34,7 +36,7 @@ def make_odd_llama(directory: Path, **changes: Any) -> Path:
 
 
 def make_windowed_qwen3(directory: Path, window: int = 24) -> Path:
-    """Layers that look back on ``window`` tokens beside layers that look back on all; as odd as the other."""
+    """Make a Qwen3 with layers that see ``window`` tokens beside layers that see all; as odd as the Llama."""
     torch.manual_seed(3)
     kinds = [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]
     slides = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
@@ -57,12 +59,13 @@ def _settings() -> dict[str, Any]:
         "tie_word_embeddings": True,
         "eos_token_id": 0,
         "bos_token_id": None,
-        "initializer_range": 0.4,  # wide enough that a random model does not repeat one token
+        # Wide enough that a random model does not repeat one token.
+        "initializer_range": 0.4,
     }
 
 
 def _letters() -> PreTrainedTokenizerFast:
-    """A token for each printable ASCII character: 100 of them, after the five special ones."""
+    """Make a tokenizer with a token for each printable ASCII character: 100, after the five special ones."""
     vocab = {token: i for i, token in enumerate([*_SPECIAL, *string.printable])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")

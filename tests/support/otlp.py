@@ -1,4 +1,4 @@
-"""A collector: takes what is posted by OTLP over HTTP, and keeps it."""
+"""A collector that takes and keeps the spans posted by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """``posted``: path and body of each post."""
+    """Hold path and body of each post in ``posted``."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.posted: list[tuple[str, bytes]] = []
 
     def spans(self) -> list[tuple[str, Span]]:
-        """Each with the service.name of who sent it."""
+        """Return each span with its sender's service.name."""
         return [
             (resource.resource.attributes[0].value.string_value, span)
             for _, data in list(self.posted)
@@ -31,7 +31,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """On a port of its own."""
+    """Run a collector on a port of its own until the block ends."""
 
     class Receives(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -39,7 +39,8 @@ def collecting() -> Iterator[Collector]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:  # it says every request to standard error
+        # The base class writes every request to standard error.
+        def log_message(self, *_: object) -> None:
             return
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Receives) as server:

@@ -1,4 +1,4 @@
-"""Programs of a fleet as a person starts them, with all that they say kept in a file each."""
+"""Programs of a fleet as a person starts them, each with its output in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_S = 90.0
 
 
 class Program:
-    """``convoy ARGUMENTS``, in ``folder``; `stop` ends it as a person would."""
+    """Run ``convoy ARGUMENTS`` in ``folder``. `stop` ends it as a person would."""
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
         self.log = folder / f"{name}.log"
@@ -34,7 +34,7 @@ class Program:
         return self.log.read_text(errors="replace")
 
     def until(self, text: str) -> None:
-        """Until it says so."""
+        """Wait until ``text`` is in its output."""
         end_s = time.monotonic() + START_S
         while text not in self.said():
             assert self.process.poll() is None, f"it ended: {self.said()[-2000:]}"
@@ -42,14 +42,14 @@ class Program:
             time.sleep(0.02)
 
     def ready(self) -> dict[str, Any]:
-        """What it says with --json once it listens."""
+        """Return the ready event that it prints with --json once it listens."""
         self.until('{"event": "ready"')
         line = next(line for line in self.said().splitlines() if line.startswith('{"event": "ready"'))
         found: dict[str, Any] = json.loads(line)
         return found
 
     def memory(self) -> bytes:
-        """All that it may write to, on Linux: where its texts lie."""
+        """Return all memory that it may write to, on Linux, which is where its texts lie."""
         found = bytearray()
         with Path(f"/proc/{self.process.pid}/mem").open("rb", buffering=0) as mem:
             for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
@@ -60,7 +60,8 @@ class Program:
                 mem.seek(start)
                 try:
                     found += mem.read(end - start)
-                except OSError:  # a guard page, or given back meanwhile
+                # A guard page, or memory that was given back meanwhile.
+                except OSError:
                     continue
         return bytes(found)
 

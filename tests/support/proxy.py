@@ -1,4 +1,4 @@
-"""A proxy on a socket, and a coordinator between it and the real one that changes what it likes."""
+"""A proxy on a socket, and a coordinator between it and the real one that can change every answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Relayed = Callable[[list[Record]], list[Record]]
 
 @contextmanager
 def proxy(coordinator: str, key: str, trust: Trust, **changes: Any) -> Iterator[str]:
-    """Its URL."""
+    """Run a proxy until the block ends, and yield its URL."""
     ready, urls, stop = threading.Event(), [], Stop()
 
     def on_ready(url: str) -> None:
@@ -56,7 +56,9 @@ def proxy(coordinator: str, key: str, trust: Trust, **changes: Any) -> Iterator[
 
 
 class HostileCoordinator:
-    """Passes on to an honest one. ``lease`` and ``records`` change what comes back; ``got`` is all it got."""
+    """Pass requests on to an honest coordinator. ``lease`` and ``records`` change its answers; ``got``
+    keeps all input.
+    """
 
     def __init__(self, honest: str) -> None:
         self._honest = honest
@@ -94,7 +96,7 @@ class HostileCoordinator:
 
 @contextmanager
 def hostile_server(coordinator: HostileCoordinator) -> Iterator[str]:
-    """Its URL."""
+    """Serve the hostile coordinator until the block ends, and yield its URL."""
     listener = bind(LOCAL)
     server = HttpServer(coordinator.app)
 
@@ -109,7 +111,7 @@ def hostile_server(coordinator: HostileCoordinator) -> Iterator[str]:
 
 
 def disguises(text: str) -> dict[str, bytes]:
-    """What whoever wants to read would know ``text`` by."""
+    """Return the encodings by which an eavesdropper would recognise ``text``."""
     data = text.encode()
     found = {
         "utf-8": data,
@@ -127,7 +129,8 @@ def disguises(text: str) -> dict[str, bytes]:
         "gzip": gzip.compress(data, mtime=0)[10:-8],
         "repr": repr(data).encode()[2:-1],
     }
-    for skipped in range(3):  # in base64 it matters where it begins
+    # In base64 the bytes depend on the position at which the text begins.
+    for skipped in range(3):
         padded = base64.b64encode(bytes(skipped) + data)
         found[f"base64 at {skipped}"] = padded[4:-4]
         found[f"base64url at {skipped}"] = base64.urlsafe_b64encode(bytes(skipped) + data)[4:-4]
@@ -140,5 +143,5 @@ def disguises(text: str) -> dict[str, bytes]:
 
 
 def found_in(capture: bytes, text: str) -> list[str]:
-    """In which disguises ``text`` is there."""
+    """Return the names of the encodings in which ``capture`` holds ``text``."""
     return [name for name, data in disguises(text).items() if len(data) >= 6 and data in capture]

@@ -1,4 +1,6 @@
-"""Tiny checkpoints in the formats of others, written and unpacked with numpy: src has no part in it."""
+"""Tiny checkpoints in other projects' formats, written and unpacked with numpy alone: no code of src is
+used.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A quantised checkpoint, and what it says once it is unpacked, saved as float32."""
+    """Hold the paths of a quantised checkpoint and of its unpacked float32 values."""
 
     quantised: Path
     dense: Path
 
 
 class Writer:
-    """Makes one checkpoint: what is stored, and what that means."""
+    """Make one checkpoint: the stored tensors, and the values that they stand for."""
 
     def __init__(self, model: Any) -> None:
         self.config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
@@ -85,7 +87,7 @@ class Writer:
         self.dense: State = {}
 
     def linears(self) -> list[str]:
-        """The names of all matrices in layers but routers."""
+        """Return the names of all matrices in layers except routers."""
         return [
             n
             for n, t in self.state.items()
@@ -93,20 +95,22 @@ class Writer:
         ]
 
     def put(self, name: str, dense: Array, **stored: torch.Tensor) -> None:
-        """``name`` stands as ``stored``, by suffixes in place of ``weight``, for the values ``dense``."""
+        """Store ``name`` as the tensors ``stored``, by suffixes in place of ``weight``, for the values
+        ``dense``.
+        """
         module = name.removesuffix("weight")
         self.stored.update({f"{module}{suffix}": tensor for suffix, tensor in stored.items()})
         self.dense[name] = torch.from_numpy(np.ascontiguousarray(dense.astype(np.float32)))
         del self.state[name]
 
     def rest(self) -> None:
-        """What was not quantised, as it is."""
+        """Store the tensors that were not quantised unchanged."""
         self.stored.update(self.state)
         self.dense.update(self.state)
 
 
 def _apart(name: str, stack: torch.Tensor) -> State:
-    """Experts one by one, as checkpoints have them."""
+    """Separate stacked experts, as checkpoints store them."""
     prefix, _, kind = name.rpartition(".")
     parts = {"gate_proj": stack.chunk(2, 1)[0], "up_proj": stack.chunk(2, 1)[1]}
     if kind == "down_proj":
@@ -122,7 +126,7 @@ Quantise = Callable[[Writer], None]
 
 
 def library_model(kind: str) -> Any:
-    """As `support.tiny_models` has them: random but lively, of sizes that groups divide."""
+    """Make a random but lively model, as `support.tiny_models` does, with sizes that groups divide."""
     family, sizes = MODELS[kind]
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -137,12 +141,12 @@ def library_model(kind: str) -> Any:
 
 
 def write(root: Path, kind: str, quantise: Quantise) -> Written:
-    """Both forms of one of `MODELS`, under ``root``."""
+    """Write both forms of one of `MODELS` under ``root``."""
     return save_written(root, Writer(library_model(kind)), quantise)
 
 
 def save_written(root: Path, writer: Writer, quantise: Quantise) -> Written:
-    """Quantise what ``writer`` has, and save both forms under ``root``."""
+    """Quantise the tensors of ``writer``, and save both forms under ``root``."""
     quantise(writer)
     writer.rest()
     plain = {k: v for k, v in writer.config.items() if k not in {"quantization", "quantization_config"}}
@@ -160,7 +164,9 @@ def _save(directory: Path, config: Mapping[str, Any], state: State) -> None:
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Rows of codes as uint32 words, the first code in the lowest bits; through Python's own integers."""
+    """Pack rows of codes into uint32 words, the first code in the lowest bits, through Python's own
+    integers.
+    """
     *lead, width = codes.shape
     words = []
     for row in codes.reshape(-1, width).tolist():
@@ -170,13 +176,13 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def bfloat16(values: Array) -> Array:
-    """Rounded to the nearest bfloat16, as float32."""
+    """Round to the nearest bfloat16, and return float32."""
     rounded: Array = torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16).float().numpy()
     return rounded
 
 
 def affine(values: Array, bits: int, group: int) -> tuple[Array, Array, Array, Array]:
-    """Codes, scales and biases, which are bfloat16 numbers, and the values that these stand for."""
+    """Return codes, bfloat16 scales and biases, and the values that these stand for."""
     groups = values.reshape(*values.shape[:-1], -1, group).astype(np.float32)
     low, high = groups.min(-1), groups.max(-1)
     scales, biases = bfloat16((high - low) / (2**bits - 1)), bfloat16(low)
@@ -186,7 +192,9 @@ def affine(values: Array, bits: int, group: int) -> tuple[Array, Array, Array, A
 
 
 def mlx(bits: int = 4, group: int = 64, own: Mapping[str, int] | None = None) -> Quantise:
-    """As `mlx_lm.convert` does: all linears and the embedding; ``own`` bits for modules by their suffix."""
+    """Quantise as `mlx_lm.convert` does: all linears and the embedding; ``own`` bits for modules by their
+    suffix.
+    """
 
     def quantise(writer: Writer) -> None:
         settings: dict[str, Any] = {"group_size": group, "bits": bits}
@@ -207,14 +215,15 @@ def mlx(bits: int = 4, group: int = 64, own: Mapping[str, int] | None = None) ->
                 biases=torch.from_numpy(biases).to(torch.bfloat16),
             )
         _stack(writer.stored)
-        writer.config["dtype"] = "bfloat16"  # of scales, biases and what is looked up
+        # The dtype of scales, biases and embedding rows.
+        writer.config["dtype"] = "bfloat16"
         writer.config["quantization"] = writer.config["quantization_config"] = settings
 
     return quantise
 
 
 def _stack(stored: State) -> None:
-    """Experts one by one become MLX's stacks."""
+    """Stack single experts as MLX stores them."""
     experts: dict[str, list[torch.Tensor]] = {}
     for name in [name for name in stored if ".experts." in name]:
         prefix, _, rest = name.partition(".experts.")
@@ -223,7 +232,9 @@ def _stack(stored: State) -> None:
 
 
 def mxfp4(writer: Writer) -> None:
-    """As GPT-OSS comes: experts alone, [experts, rows, blocks, 16], and the exponents of blocks of 32."""
+    """Quantise as GPT-OSS does: only experts, [experts, rows, blocks, 16], and the exponents of blocks of
+    32.
+    """
     magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     for name in [n for n in writer.state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         values = writer.state[name].numpy().transpose(0, 2, 1)
@@ -249,14 +260,14 @@ def mxfp4(writer: Writer) -> None:
 
 
 def float8(values: Array) -> tuple[torch.Tensor, Array]:
-    """Rounded to E4M3, and what that is."""
+    """Round to E4M3. Return that and its values."""
     rounded = torch.from_numpy(values.astype(np.float32)).to(torch.float8_e4m3fn)
     found: Array = rounded.float().numpy()
     return rounded, found
 
 
 def fp8(block: tuple[int, int] | None, scale_shape: str = "block") -> Quantise:
-    """DeepSeek's squares; without ``block`` a scale for each row or for the matrix."""
+    """Quantise in DeepSeek's squares; without ``block`` with a scale for each row or for the matrix."""
 
     def quantise(writer: Writer) -> None:
         for name in writer.linears():
@@ -283,7 +294,9 @@ def fp8(block: tuple[int, int] | None, scale_shape: str = "block") -> Quantise:
 
 
 def _grouped(values: Array, bits: int, group: int, *, symmetric: bool) -> tuple[Array, Array, Array, Array]:
-    """Codes from 0 on [rows, width], scales and zeros [rows, groups], and what they stand for."""
+    """Return codes from 0 on [rows, width], scales and zeros [rows, groups], and the values that they
+    stand for.
+    """
     groups = values.reshape(values.shape[0], -1, group)
     top = 2**bits - 1
     if symmetric:
@@ -304,7 +317,7 @@ def _words(codes: Array, bits: int) -> torch.Tensor:
 
 
 def compressed(bits: int, group: int | None, *, symmetric: bool = True, shuffled: bool = False) -> Quantise:
-    """As llm-compressor packs whole numbers: ``group`` None is a scale for each row."""
+    """Pack integers as llm-compressor does. ``group`` None gives a scale for each row."""
 
     def quantise(writer: Writer) -> None:
         for name in writer.linears():
@@ -338,7 +351,7 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True, shuffled
 
 
 def compressed_float8(writer: Writer) -> None:
-    """The same tool's eight-bit floats, a scale for each row."""
+    """Quantise to llm-compressor's eight-bit floats, with a scale for each row."""
     fp8(None, "row")(writer)
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None}
     _compressed_config(writer, "float-quantized", weights)
@@ -355,7 +368,7 @@ def _compressed_config(writer: Writer, form: str, weights: Mapping[str, Any]) ->
 
 
 def gptq(bits: int, group: int, *, version: str = "gptq", shuffled: bool = False) -> Quantise:
-    """Inputs packed in words; zeros less one in the first version; ``shuffled`` is "act order"."""
+    """Pack inputs in words; zeros less one in the first version; ``shuffled`` is "act order"."""
 
     def quantise(writer: Writer) -> None:
         for name in writer.linears():
@@ -385,8 +398,9 @@ def gptq(bits: int, group: int, *, version: str = "gptq", shuffled: bool = False
 
 
 def awq(group: int) -> Quantise:
-    """Outputs packed in words, at places in an order of their own."""
-    places = [0, 2, 4, 6, 1, 3, 5, 7]  # of the word, from the lowest on: which of eight outputs stands there
+    """Pack outputs in words, in the format's own order of places."""
+    # For each place of a word, from the lowest on, the output that stands there.
+    places = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def words(codes: Array) -> torch.Tensor:
         return _words(codes.reshape(codes.shape[0], -1, 8)[:, :, places].reshape(codes.shape), 4)
@@ -432,7 +446,9 @@ GGUF_NAMES = {
 
 
 def write_gguf(root: Path, writer: Writer, kind: str, tokenizer: Mapping[str, Any] | None = None) -> Written:
-    """As llama.cpp's converter and its quantiser do, through their own package; ``kind`` for all matrices."""
+    """Write as llama.cpp's converter and quantiser do, through their own package; ``kind`` for all
+    matrices.
+    """
     architecture, config = writer.config["model_type"], writer.config
     root.mkdir(parents=True, exist_ok=True)
     path = root / "model.gguf"
@@ -476,14 +492,14 @@ def _put_gguf(file: Any, writer: Writer, name: str, values: Array, kind: str) ->
     dense = gguf.quants.dequantize(packed, chosen)
     writer.dense[name] = torch.from_numpy(dense.astype(np.float32).copy())
     if writer.config["model_type"] == "llama" and heads is not None:
-        # rows of the two halves of each head in turn
+        # Rows of the two halves of each head in turn.
         count = writer.config[heads]
         packed = packed.reshape(count, 2, -1, packed.shape[-1]).swapaxes(1, 2).reshape(packed.shape)
     file.add_tensor(theirs, packed, raw_dtype=chosen)
 
 
 def _llama3_factors(config: Mapping[str, Any]) -> Array:
-    """As llama.cpp's converter computes them."""
+    """Compute the factors as llama.cpp's converter does."""
     rope, dim = config["rope_parameters"], config["head_dim"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     old = rope["original_max_position_embeddings"]

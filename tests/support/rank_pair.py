@@ -1,7 +1,7 @@
-"""Both ranks of a stage in one process, joined by sealed links in memory: what leads, and what follows.
+"""Both ranks of a stage in one process, joined by sealed links in memory: a leader and a follower.
 
-A follower's thread does what a peer's does with orders, until it is told to stop: nothing else of a member is
-here, no plan, no bring-up and no recovery.
+A follower's thread runs orders as a peer does, until it is told to stop. No other part of a member is
+here: no plan, no bring-up and no recovery.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANSWERS = frozenset({FrameType.PARTIAL, FrameType.BLOCKS, FrameType.BLOCKS_DONE
 
 @dataclass
 class RankPair:
-    """``orders`` has what the follower takes next; None ends its thread, behind what came before it."""
+    """Hold both ranks. ``orders`` feeds the follower; None ends its thread, after the earlier orders."""
 
     leader: LeaderStage
     executor: GroupExecutor
@@ -49,7 +49,7 @@ class RankPair:
     failed: list[ConvoyError] = field(default_factory=list)
 
     def follow(self) -> threading.Thread:
-        """Start to run what is ordered."""
+        """Start to run the orders."""
         thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         thread.start()
         return thread
@@ -64,7 +64,8 @@ class RankPair:
             except ConvoyError as error:
                 self.failed.append(error)
                 failed = StepFailed(received.step, error.message)
-                with contextlib.suppress(ConvoyError):  # the link is what failed
+                # The link itself may have failed.
+                with contextlib.suppress(ConvoyError):
                     self.links[1].send(failed, generation=received.generation, step=received.step)
 
 
@@ -72,7 +73,7 @@ class RankPair:
 def rank_pair(
     stages: Sequence[Stage], *, num_kv_heads: int, num_blocks: int = 32, deadline_s: float = WAIT_S
 ) -> Iterator[RankPair]:
-    """``stages``: rank 0's and rank 1's, which may be joined again later. Nobody follows yet."""
+    """Join two stages, rank 0's and rank 1's, which may be joined again later. No follower runs yet."""
     links = memory_link_pair(*make_local_members(["alpha", "beta"]))
     sums = [SealedCollective(rank, 2, {1 - rank: links[rank]}, GENERATION, deadline_s) for rank in (0, 1)]
     for stage, collective in zip(stages, sums, strict=True):

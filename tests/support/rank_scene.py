@@ -1,4 +1,4 @@
-"""A cluster of ranks in one process whose members come and go, or do not come together."""
+"""A cluster of ranks in one process, with members that come and go, or do not come together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay that keeps what crosses it: the network as an eavesdropper has it."""
+"""A TCP relay that keeps all bytes that cross it: an eavesdropper's view of the network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 class Relay:
-    """Passes every connection on to ``target``; ``recorded`` holds one buffer per connection and way."""
+    """Pass every connection on to ``target``. ``recorded`` holds one buffer per connection and way."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
@@ -30,8 +30,9 @@ class Relay:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def lose(self, way: int) -> None:
-        """From now on nothing passes this way (an index of ``recorded``), and no socket notices: what comes
-        is taken and acknowledged.
+        """Lose all further bytes of this way (an index of ``recorded``).
+
+        No socket notices: the bytes are taken and acknowledged.
         """
         self._lost.add(way)
 

@@ -23,19 +23,19 @@ WAIT_S = 20.0
 
 @dataclass
 class RankRing:
-    """``links``: by (rank, other rank), started, each delivering to its rank's collective."""
+    """Hold the collectives and their started links, by (rank, other rank). Each link delivers to its rank."""
 
     collectives: list[SealedCollective]
     links: dict[tuple[int, int], Link]
     ended: dict[tuple[int, int], ConvoyError] = field(default_factory=dict)
 
     def run(self, operation: Callable[[SealedCollective], T]) -> list[T | ConvoyError]:
-        """On every rank at once; what each returned, or raised."""
+        """Run an operation on every rank at once. Return each result or error."""
         return run_at_once([lambda one=one: operation(one) for one in self.collectives])  # type: ignore[misc]
 
 
 def run_at_once(works: Sequence[Callable[[], T]]) -> list[T | ConvoyError]:
-    """Each in a thread of its own; what it returned, or the error of ours that it raised."""
+    """Run each in a thread of its own. Return each result, or the `ConvoyError` that it raised."""
     found: dict[int, T | ConvoyError] = {}
 
     def run(number: int) -> None:
@@ -63,7 +63,9 @@ def rank_ring(
     options: LinkOptions | None = None,
     wrap: Callable[[int, Callable[[Link, Received], bool]], Callable[[Link, Received], bool]] | None = None,
 ) -> Iterator[RankRing]:
-    """``faults`` befall what rank 0 sends to rank 1. ``wrap`` changes what a rank's links deliver to."""
+    """Join ranks. ``faults`` apply to the writes of rank 0 to rank 1. ``wrap`` changes where links
+    deliver to.
+    """
     names = [f"rank{number}" for number in range(world_size)]
     members = make_local_members(names)
     links: dict[tuple[int, int], Link] = {}
@@ -107,6 +109,6 @@ def _start(ring: RankRing, pair: tuple[int, int], link: Link, wrap: object) -> N
 
 
 def in_order(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """((p0 + p1) + p2) + ..."""
+    """Return ((p0 + p1) + p2) + ..."""
     *_, total = itertools.accumulate(parts, add)
     return total

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-# What a text pattern of the wire accepts, the first that matches is taken.
+# Texts for the patterns of the wire. The first that matches is taken.
 _TEXTS = ("ab" * 32, "cd" * 16, "org/name@" + "ef" * 20, "alpha", "tpm2")
 
 

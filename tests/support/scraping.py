@@ -1,4 +1,4 @@
-"""What a scrape says, read by the library that made Prometheus' format."""
+"""The samples of a scrape, read by the library that made Prometheus' format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Scrape:
-    """Samples by name and labels."""
+    """Hold samples by name and labels."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -22,7 +22,7 @@ class Scrape:
                 self.samples[key] = sample.value
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The one sample of that name with these labels, and perhaps others."""
+        """Return the one sample of that name with these labels, and perhaps others."""
         wanted = labels.items()
         found = [value for (one, has), value in self.samples.items() if one == name and wanted <= has]
         assert len(found) == 1, f"{len(found)} samples are {name} {labels}"
@@ -33,7 +33,7 @@ class Scrape:
 
 
 def scrape(url: str, key: str | None = None) -> Scrape:
-    """Of ``url``, which ends in /metrics."""
+    """Scrape ``url``, which ends in /metrics."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     answer = httpx.get(url, headers=headers, timeout=20, trust_env=False)
     assert answer.status_code == 200, answer.text

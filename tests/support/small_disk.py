@@ -1,4 +1,4 @@
-"""A file system that is full after 128 KiB: for what is said where a disk fills up."""
+"""A file system that is full after 128 KiB, to test messages about a full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def mounted_small_disk(folder: Path) -> Iterator[Path]:
-    """At ``folder``, which is made. Skips the test where nobody may mount."""
+    """Mount it at the new ``folder`` until the block ends. Skip the test if mounting is not allowed."""
     folder.mkdir()
     mount = [shutil.which("mount") or "/bin/mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:

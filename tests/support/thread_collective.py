@@ -13,7 +13,7 @@ _LONGEST_S = 60.0
 
 
 class ThreadGroup:
-    """What the ranks share; `members` has one `Collective` for each."""
+    """Hold the shared state of the ranks. `members` has one `Collective` for each."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=_LONGEST_S)
@@ -22,16 +22,17 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """One rank's end."""
+    """Represent one rank's end."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world_size = group.barrier.parties
-        self.num_elements = 0  # that were added up so far
+        # The number of elements that were added up so far.
+        self.num_elements = 0
         self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in their order."""
+        """Return the sum over all ranks, in their order."""
         assert x.is_contiguous()
         self.num_elements += x.numel()
         parts = self._exchange(x)
@@ -43,7 +44,7 @@ class ThreadCollective:
         return total
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """All of them, on rank 0."""
+        """Return the parts of all ranks on rank 0, and None on the others."""
         parts = self._exchange(x)
         assert len({part.shape for part in parts}) == 1
         found = [part.clone() for part in parts] if self.rank == 0 else None
@@ -57,7 +58,7 @@ class ThreadCollective:
 
 
 def on_every_rank(ranks: Sequence[_T], work: Callable[[_T], torch.Tensor]) -> list[torch.Tensor]:
-    """``work`` of each, at the same time; the first error of any is raised."""
+    """Run ``work`` for each rank at the same time. Raise the first error of any."""
     found: dict[int, torch.Tensor] = {}
     errors: list[BaseException] = []
 
@@ -78,7 +79,7 @@ def on_every_rank(ranks: Sequence[_T], work: Callable[[_T], torch.Tensor]) -> li
 
 
 class RankStages:
-    """The ranks of a stage with the face of one, as far as `support.tiny_models.Chain` goes."""
+    """Mimic one stage over its ranks, as far as `support.tiny_models.Chain` needs it."""
 
     def __init__(self, stages: Sequence[object]) -> None:
         from convoy.model.backends.host.stage import Stage

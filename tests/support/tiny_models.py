@@ -63,7 +63,8 @@ _QWEN_3_5: dict[str, Any] = {
     "head_dim": 16,
     "num_key_value_heads": 2,
     "full_attention_interval": 3,
-    "rms_norm_eps": 0.01,  # a state of few tokens may nearly cancel out, and its norm would be all rounding
+    # A state of few tokens may nearly cancel out. Its norm would then be only rounding.
+    "rms_norm_eps": 0.01,
     "linear_key_head_dim": 40,
     "linear_value_head_dim": 56,
     "linear_num_key_heads": 2,
@@ -318,22 +319,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": ("DeepseekV4", _DEEPSEEK_V4),
     "deepseek_v3 flat": ("DeepseekV3", {**_DEEPSEEK, "q_lora_rank": None, "rope_interleave": False}),
 }
+# The library names these families' models without the "Text" of their configurations.
 _CONFIGS = {
     "Gemma3Text": "Gemma3",
     "Gemma4Text": "Gemma4",
     "Qwen3_5Text": "Qwen3_5",
     "Qwen3_5MoeText": "Qwen3_5Moe",
-}  # whose models are named after the family alone
+}
 
 
 def build_config(kind: str) -> Any:
-    """The library's configuration of a kind."""
+    """Return the library's configuration of a kind."""
     family, options = KINDS[kind]
     return getattr(transformers, f"{family}Config")(**options)
 
 
 def build_model(kind: str) -> Any:
-    """The whole model of transformers, random but lively: initial weights make attention near uniform."""
+    """Return the whole model of transformers, random but lively: initial weights make attention near
+    uniform.
+    """
     family, options = KINDS[kind]
     config = build_config(kind)
     torch.manual_seed(7)
@@ -342,7 +346,8 @@ def build_model(kind: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                # a state that forgets all but a token is all but zero by chance, and its norm all rounding
+                # A state that forgets all tokens but one may be nearly zero. Its norm would then be only
+                # rounding.
                 parameter.uniform_(-5, -1)
             elif name.endswith("bias") or parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -359,7 +364,7 @@ def build_model(kind: str) -> Any:
 
 @dataclass
 class Chain:
-    """Stages joined in one process, and the part of a scheduler that hands out blocks.
+    """Join stages in one process, with the part of a scheduler that hands out blocks.
 
     ``rings``: the most blocks of a table, by cache group; None: no bound.
     """
@@ -372,7 +377,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self.rings = self.rings or [None] * len(self.stages[0].block_bytes)
-        # scattered, so that no test passes only because a sequence's blocks lie side by side
+        # Scattered, so that no test passes only because a sequence's blocks lie side by side.
         generator = torch.Generator().manual_seed(3)
         self._free = [torch.randperm(self.num_blocks, generator=generator).tolist() for _ in self.rings]
         self._numbers = itertools.count()
@@ -381,14 +386,16 @@ class Chain:
             stage.make_pools(self.num_blocks)
 
     def release(self, sequence: int) -> None:
-        """With the next step."""
+        """Release a sequence with the next step."""
         self._released.append(sequence)
         for free, blocks in zip(self._free, self.tables.pop(sequence), strict=True):
             free.extend(blocks)
         del self.lengths[sequence]
 
     def run(self, *rows: tuple[int, Sequence[int]], start: int | None = None) -> list[torch.Tensor]:
-        """Logits [n, vocab] of each (sequence, tokens) row, appended to the sequence (or at ``start``)."""
+        """Return the logits [n, vocab] of each (sequence, tokens) row, appended to the sequence (or at
+        ``start``).
+        """
         released, self._released = self._released, []
         grants: list[BlockGrant] = []
         wire_rows = []
@@ -419,7 +426,7 @@ class Chain:
 
 
 class Models:
-    """Directories of tiny models, and stages and references of them, each made once."""
+    """Make directories of tiny models, and stages and references of them, each once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -466,10 +473,10 @@ class Models:
     def chain(
         self, kind: str, *cuts: int, kernel: str = "exact-f32", ring_tokens: int | None = None
     ) -> Chain:
-        """A fresh chain cut before these layers; embedding with the first stage, output with the last.
+        """Return a fresh chain cut before these layers; the first stage embeds, the last has the output.
 
-        With ``ring_tokens`` windows keep no more than what rows of so many tokens need.
-        Chains of one kind and cut share their stages: a new chain ends the use of the one before.
+        With ``ring_tokens`` windows keep no more than rows of so many tokens need. Chains of one kind and
+        cut share their stages: a new chain ends the use of the earlier one.
         """
         key = kind, kernel, cuts
         if key not in self._stages:

@@ -35,7 +35,7 @@ VOCAB_SIZE = 512
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE: every string round-trips, and characters are split over tokens."""
+    """Make a byte-level BPE: every string round-trips, and characters are split over tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -51,7 +51,9 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """Llama 2's kind: a space before the first word, byte fallback, a decoder that strips the first space."""
+    """Make Llama 2's kind: a space before the first word, byte fallback, a decoder that strips the first
+    space.
+    """
     letters = sorted(
         {letter for line in CORPUS for letter in line.replace(" ", "\u2581") if ord(letter) < 0x300}
     )
@@ -77,7 +79,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """A vocabulary that holds a control string as an ordinary piece, so that plain text can hit it."""
+    """Make a vocabulary that holds a control string as an ordinary piece, so that plain text can hit it."""
     letters = sorted(set("".join(CORPUS)) | set("<|>eosndtur"))
     pieces = [("<unk>", 0.0), ("<|end|>", -1.0), *((letter, -5.0) for letter in letters)]
     backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -105,7 +107,7 @@ def load(
 def source(
     directory: Path, config: Mapping[str, object] | None = None, vocab_size: int = VOCAB_SIZE
 ) -> ModelSource:
-    """A described model without weights: text needs none."""
+    """Return a described model without weights, because text needs none."""
     whole: dict[str, object] = {
         "model_type": "llama",
         "num_hidden_layers": 2,

@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 
 
 class TestAuthority:
-    """Signs certificates for loopback. ``trusting`` makes contexts that trust it alone."""
+    """Sign certificates for loopback. ``trusting`` makes contexts that trust only this authority."""
 
     __test__ = False
 
@@ -75,7 +75,8 @@ class TestAuthority:
 
 
 class TlsRelay:
-    """Ends TLS with ``certificate``, passes each byte on to ``target``, and keeps what clients sent.
+    """End TLS with ``certificate``, pass each byte on to ``target``, and keep all bytes that clients
+    sent.
 
     ``dialling``: the context of the connections to the target; None dials in clear.
     """
@@ -115,7 +116,7 @@ class TlsRelay:
                     return
                 continue
             self._sockets += [near, far]
-            # one thread a relayed connection: two threads must not use one TLS socket at once
+            # One thread per relayed connection: two threads must not use one TLS socket at once.
             threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
 
     def _pump(self, near: socket.socket, far: socket.socket) -> None:

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 IDENTITY = Ed25519PrivateKey.from_private_bytes(b"\x01" * 32)
 IDENTITY_KEY = IDENTITY.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 ATTESTATION_ATTRIBUTES = (
-    0x00050072  # sign, restricted, userWithAuth, sensitiveDataOrigin, fixedParent, fixedTPM
+    # sign, restricted, userWithAuth, sensitiveDataOrigin, fixedParent, fixedTPM
+    0x00050072
 )
 
 _FILE = Path(__file__).resolve().parent.parent / "vectors" / "tpm_v1.json"
@@ -26,7 +27,7 @@ _FILE = Path(__file__).resolve().parent.parent / "vectors" / "tpm_v1.json"
 
 @functools.cache
 def vectors() -> dict[str, Any]:
-    """The recorded values, as text."""
+    """Return the recorded values, as text."""
     loaded: dict[str, Any] = json.loads(_FILE.read_text())
     return loaded
 
@@ -36,7 +37,7 @@ def recorded(name: str) -> bytes:
 
 
 def recorded_parts(name: str) -> list[bytes]:
-    """Public area, quote, signature and register values."""
+    """Return public area, quote, signature and register values."""
     return [base64.b64decode(part) for part in vectors()[name]]
 
 
@@ -45,7 +46,7 @@ def sized(data: bytes) -> bytes:
 
 
 class LyingTpm:
-    """A P-256 key in Python that signs any statement, so that each field of one can be wrong by itself."""
+    """Sign any statement with a P-256 key in Python, so that each field of one can be wrong by itself."""
 
     def __init__(self, attributes: int = ATTESTATION_ATTRIBUTES) -> None:
         self.key = ec.derive_private_key(7, ec.SECP256R1())
@@ -74,7 +75,7 @@ class LyingTpm:
         selection: bytes = bytes.fromhex("00000001000b03810001"),
         tail: bytes = b"",
     ) -> list[bytes]:
-        """Parts of evidence; registers 0, 7 and 16 unless ``selection`` says other ones."""
+        """Return the parts of evidence, over registers 0, 7 and 16 unless ``selection`` names others."""
         said = magic.to_bytes(4, "big") + kind.to_bytes(2, "big")
         said += sized(self.qualified_name if signer is None else signer) + sized(extra)
         said += bytes(8 + 4 + 4) + b"\1" + bytes(8) + selection

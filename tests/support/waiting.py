@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process is about to do, and says by no event."""
+"""Wait for an action of another thread or process that no event announces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets a place at a listener's door, with a clock that the test moves."""
+"""Places at a listener's door, with a clock that the test moves."""
 
 from __future__ import annotations
 

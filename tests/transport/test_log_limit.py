@@ -1,4 +1,4 @@
-"""Strangers cannot fill a log, and what was left out is counted."""
+"""Strangers cannot fill a log, and the lines that were left out are counted."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
     me = membership_of(alpha)
     mine, theirs = memory_link_pair(alpha, gamma)
     me.attach(mine)
-    mine._outgoing.post_roster(_parcel(b"x"))  # queued, because nobody has started the link
+    mine._outgoing.post_roster(_parcel(b"x"))  # queued: the link is not started
     mine.send(Hello("for members", [], [], 0, 1, ""))
     mine.revoke("out")
     end = End(theirs).start()
@@ -234,7 +234,7 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
 def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_within_a_second() -> None:
     alpha, _, gamma = make_local_members(NAMES)
     me = membership_of(alpha)
-    mine, _ = memory_link_pair(alpha, gamma)  # nobody reads at the other end
+    mine, _ = memory_link_pair(alpha, gamma)  # the other end does not read
     me.attach(mine)
     end = End(mine).start()
     mine._outgoing._busy = True  # a write under way that gamma does not take

@@ -244,7 +244,8 @@ def test_a_long_message_counts_in_the_budget_until_it_is_whole(members: tuple[Lo
         time.sleep(0.001)
     assert budget.taken_bytes == 2 * size
     ends[1][0].link.send(long)
-    assert ends[1][0].link.is_there(0.8)  # who waits for room reads no ping, and says that it is there
+    # A receiver that waits for room reads no ping, and sends a sign of life unasked.
+    assert ends[1][0].link.is_there(0.8)
     assert f"no memory for a STEP of {size} bytes" in ends[1][1].error().message
     for end in (*ends[0], *ends[1]):
         end.link.close()

@@ -1,4 +1,4 @@
-"""The outer layer alone: who gets in, and what never leaves the process."""
+"""The outer layer alone: the connections that it admits, and the secrets that never leave the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys, certificates, the handshake, and sealing. Bytes in, bytes out: no sockets.
+"""Keys, certificates, the handshake, and sealing. The functions take and return bytes, and open no
+sockets.
 
 `tpm` parses TPM 2.0 structures, and `sealed` holds blind mode and sealed files.
 """

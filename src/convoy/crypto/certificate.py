@@ -1,8 +1,8 @@
 """The self-signed TLS certificate of a member: a pinned key in the form that TLS stacks accept.
 
-Nothing in it is believed: both ends compare the exact bytes with the signed roster. Subjects differ from key
-to key, and both key identifiers are present, because OpenSSL looks up anchors by subject and then by key
-identifier.
+Its fields are not trusted: both ends compare the exact bytes with the signed roster. Subjects differ from
+key to key, and both key identifiers are present, because OpenSSL looks up anchors by subject and then by
+key identifier.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NOT_BEFORE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 _SIGNATURE_BYTES = 64
 
-# `InvalidVersion` is none of the others' children.
+# `InvalidVersion` is not a subclass of the others, so it is listed.
 _UNREADABLE = (ValueError, x509.InvalidVersion, UnsupportedAlgorithm)
 
 
 def make_certificate(key: Ed25519PrivateKey) -> bytes:
-    """A self-signed certificate (DER) for a TLS key."""
+    """Return a self-signed certificate (DER) for a TLS key."""
     return _build(key.public_key(), x509.random_serial_number(), key)
 
 
@@ -56,10 +56,10 @@ def _build(public: Ed25519PublicKey, serial: int, signer: Ed25519PrivateKey) -> 
 
 
 def certificate_key(certificate_der: bytes) -> bytes:
-    """The Ed25519 public key (32 bytes) in a certificate that `make_certificate` could have made.
+    """Return the Ed25519 public key (32 bytes) in a certificate that `make_certificate` could have made.
 
-    Anything else raises `IdentityError`: a foreign subject or key identifier could take the place of another
-    member's among OpenSSL's anchors.
+    Raises `IdentityError` for any other certificate: a foreign subject or key identifier could take the
+    place of another member's among OpenSSL's anchors.
     """
     try:
         certificate = x509.load_der_x509_certificate(certificate_der)
@@ -76,8 +76,8 @@ def certificate_key(certificate_der: bytes) -> bytes:
 
 
 def _require_ours(certificate: x509.Certificate, key: Ed25519PublicKey, certificate_der: bytes) -> None:
-    # Made again for the same key and serial number, under a key that is thrown away: all but the signature at
-    # the end must come out the same, so no field has to be judged by itself.
+    # The certificate is made again for the same key and serial number, signed by a key that is thrown away.
+    # All bytes but the signature at the end must be the same, so no field has to be judged by itself.
     try:
         expected = _build(key, certificate.serial_number, Ed25519PrivateKey.generate())
         tbs = certificate.tbs_certificate_bytes
@@ -96,17 +96,17 @@ def _require_ours(certificate: x509.Certificate, key: Ed25519PublicKey, certific
 
 
 def certificate_fingerprint(certificate_der: bytes) -> bytes:
-    """SHA-256 over the exact DER bytes: what the inner handshake binds."""
+    """Return the SHA-256 over the exact DER bytes, which the inner handshake binds."""
     return hashlib.sha256(certificate_der).digest()
 
 
 def to_pem(certificate_der: bytes) -> bytes:
-    """The same certificate as PEM, which `ssl` loads."""
+    """Return the same certificate as PEM, which `ssl` loads."""
     return x509.load_der_x509_certificate(certificate_der).public_bytes(Encoding.PEM)
 
 
 def from_pem(pem: bytes) -> bytes:
-    """DER of the one certificate in ``pem``. Raises `IdentityError`."""
+    """Return the DER of the one certificate in ``pem``. Raises `IdentityError`."""
     try:
         return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
     except _UNREADABLE as error:
@@ -114,7 +114,10 @@ def from_pem(pem: bytes) -> bytes:
 
 
 def certificate_names(pem: bytes) -> tuple[str, ...]:
-    """The DNS names and addresses that the first certificate in ``pem`` is for. Raises `IdentityError`."""
+    """Return the DNS names and addresses that the first certificate in ``pem`` is for.
+
+    Raises `IdentityError`.
+    """
     try:
         found = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(
             x509.SubjectAlternativeName

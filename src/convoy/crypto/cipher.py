@@ -19,7 +19,7 @@ Aead = AESGCM | ChaCha20Poly1305
 
 
 class Cipher(enum.IntEnum):
-    """Numbers as they stand in M1 and M2."""
+    """Number the ciphers as M1 and M2 do."""
 
     AES_256_GCM = 1
     CHACHA20_POLY1305 = 2
@@ -29,14 +29,14 @@ class Cipher(enum.IntEnum):
         return "AES-256-GCM" if self is Cipher.AES_256_GCM else "ChaCha20-Poly1305"
 
     def make(self, key: bytes | bytearray) -> Aead:
-        """The cipher under a 32-byte key, of which it takes a copy of its own."""
+        """Return the cipher under a 32-byte key. It keeps a copy of its own."""
         return AESGCM(key) if self is Cipher.AES_256_GCM else ChaCha20Poly1305(key)
 
 
 def choose_cipher(offered: tuple[Cipher, ...], own: tuple[Cipher, ...]) -> Cipher:
-    """AES-256-GCM if both have it in hardware, otherwise ChaCha20-Poly1305.
+    """Choose AES-256-GCM if both ends have it in hardware, otherwise ChaCha20-Poly1305.
 
-    Raises `HandshakeError` if neither fits.
+    Raises `HandshakeError` if the two ends share no cipher.
     """
     for cipher in Cipher:
         if cipher in offered and cipher in own:
@@ -46,8 +46,9 @@ def choose_cipher(offered: tuple[Cipher, ...], own: tuple[Cipher, ...]) -> Ciphe
 
 @functools.cache
 def local_ciphers() -> tuple[Cipher, ...]:
-    """What this machine offers: AES only where the CPU has instructions for it (without them it is slow and
-    leaks timing).
+    """Return the ciphers that this machine offers.
+
+    AES is among them only if the CPU has instructions for it: without them it is slow and leaks timing.
     """
     both = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
     return both if _has_aes() else (Cipher.CHACHA20_POLY1305,)
@@ -55,10 +56,12 @@ def local_ciphers() -> tuple[Cipher, ...]:
 
 def _has_aes() -> bool:
     if platform.system() == "Darwin":
-        return True  # every Mac since 2010, Intel or Apple
+        # Every Mac since 2010 has AES instructions, Intel or Apple.
+        return True
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
+    # Linux lists the instructions under "flags" on x86, and under "Features" on Arm.
     lines = (line.lower() for line in text.splitlines())
     return any("aes" in line.split() for line in lines if line.startswith(("flags", "features")))

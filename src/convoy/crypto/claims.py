@@ -1,7 +1,8 @@
-"""What the first message of a handshake claims about its ends, its link and their roster, and the comparison.
+"""The claims of a handshake's first message about its ends, its link and their roster, and how they are
+checked.
 
-A claim that differs ends the handshake, the roster's epoch excepted: where one end lags, the handshake goes
-on, and the newer roster goes over the link that it makes.
+A claim that differs ends the handshake. The roster's epoch is the exception: if one end lags, the
+handshake goes on, and the newer roster crosses the link that results.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _VERSION = struct.Struct(">H")
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """One end as the roster has it: name, identity key (32 bytes), SHA-256 of its TLS certificate."""
+    """Identify one end as the roster lists it: name, identity key (32 bytes), SHA-256 of its TLS
+    certificate.
+    """
 
     name: str
     identity_key: bytes
@@ -30,9 +33,11 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeContext:
-    """What both ends know before the first message, and must agree on, the roster's epoch excepted.
+    """Hold the facts that both ends know before the first message.
 
-    ``replaces`` is the initiator's to say: the standing link that this one is to replace.
+    They must agree, except on the roster's epoch.
+
+    Only the initiator sets ``replaces``, the id of the standing link that this one is to replace.
     """
 
     initiator: Party
@@ -46,7 +51,7 @@ class HandshakeContext:
 
 
 def claimed_version(message: bytes) -> int:
-    """The version at the start of M1, M2 and END, the same place in every version.
+    """Return the version at the start of M1, M2 and END. It has the same place in every version.
 
     Raises `HandshakeError`.
     """
@@ -56,7 +61,7 @@ def claimed_version(message: bytes) -> int:
 
 
 def encode_claims(context: HandshakeContext) -> bytes:
-    """The first fields of M1."""
+    """Return the first fields of M1."""
     texts = (context.initiator.name, context.responder.name, context.cluster_id)
     encoded = [text.encode() for text in texts]
     named = b"".join(bytes([len(text)]) + text for text in encoded)
@@ -66,16 +71,16 @@ def encode_claims(context: HandshakeContext) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeClaims:
-    """What M1 alone says."""
+    """Hold the two claims of M1 that the responder cannot know before."""
 
     replaces: bytes
     epoch: int
 
 
 def check_claims(context: HandshakeContext, message: bytes) -> tuple[HandshakeClaims, int]:
-    """Compare M1's claims with ours; returns what is new in them, and where they end.
+    """Compare M1's claims with ours, and return the new ones and the offset at which they end.
 
-    The roster is last, so that foreign ones are named first.
+    The roster is checked last, so that an error names a wrong member or cluster first.
     """
     reader = _Reader(message, _VERSION.size)
     if reader.take(LINK_ID_BYTES) != context.link_id:
@@ -95,14 +100,17 @@ def check_claims(context: HandshakeContext, message: bytes) -> tuple[HandshakeCl
 
 
 def check_roster(context: HandshakeContext, peer: str, epoch: int, digest: bytes) -> None:
-    """Both ends must hold the same roster for a link to carry steps. Raises `Incompatible`, naming both."""
+    """Raise `Incompatible`, naming both rosters, unless both ends hold the same one.
+
+    A link carries steps only between members with the same roster.
+    """
     if epoch != context.roster_epoch:
         raise incompatible_epoch(peer, epoch, context.roster_epoch)
     check_same_epoch(context, peer, epoch, digest)
 
 
 def incompatible_epoch(peer: str, theirs: int, ours: int) -> Incompatible:
-    """The error where one end lags and the newer roster did not reach it."""
+    """Return the error for an end that lags and did not receive the newer roster."""
     return Incompatible(
         f"{peer} holds roster epoch {theirs}, and this member holds epoch {ours}",
         hint="give both members the newest roster file",
@@ -110,7 +118,10 @@ def incompatible_epoch(peer: str, theirs: int, ours: int) -> Incompatible:
 
 
 def check_same_epoch(context: HandshakeContext, peer: str, epoch: int, digest: bytes) -> None:
-    """Another epoch is for the caller: one end lags. Two rosters of one epoch are an operator's mistake."""
+    """Raise `Incompatible` for two rosters of one epoch, which are an operator's mistake.
+
+    Different epochs pass: then one end lags, and the caller deals with it.
+    """
     if epoch == context.roster_epoch and digest != context.roster_digest:
         raise Incompatible(
             f"{peer} holds another roster of the same epoch {epoch}: "
@@ -134,21 +145,24 @@ class _Reader:
 
 
 def decode_offer(data: bytes) -> tuple[Cipher, ...]:
-    """The ciphers at the end of M1; unknown ones are left out. Raises `HandshakeError`."""
+    """Return the ciphers at the end of M1, without unknown ones. Raises `HandshakeError`."""
     if len(data) != 1 + data[0]:
         raise HandshakeError(f"M1 offers {data[0]} ciphers in {len(data) - 1} bytes")
     return tuple(Cipher(number) for number in data[1:] if number in Cipher._value2member_map_)
 
 
 def check_version(context: HandshakeContext, peer: str, message: bytes) -> None:
-    """Raises `Incompatible` naming both versions, or `HandshakeError`."""
+    """Raise `Incompatible`, naming both versions, if they differ.
+
+    Raises `HandshakeError` for a message too short.
+    """
     version = claimed_version(message)
     if version != context.version:
         raise incompatible_version(peer, version, context.version)
 
 
 def incompatible_version(peer: str, theirs: int, ours: int) -> Incompatible:
-    """The error that both ends raise, each naming both versions."""
+    """Return the error that both ends raise, each naming both versions."""
     return Incompatible(
         f"{peer} speaks protocol version {theirs}, and this member speaks version {ours}",
         hint="install the same release of convoy on every member",

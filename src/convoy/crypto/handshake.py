@@ -1,12 +1,12 @@
 """The inner handshake, SIGMA-I over X25519 and ML-KEM-768, without any input or output of its own.
 
-Source: H. Krawczyk, "SIGMA: the 'SIGn-and-MAc' approach to authenticated Diffie-Hellman", 2003, section 5.2;
-the hybrid of both key shares follows the TLS 1.3 hybrid design (both secrets concatenated, then extracted).
-Bytes are in docs/protocol.md.
+Source: H. Krawczyk, "SIGMA: the 'SIGn-and-MAc' approach to authenticated Diffie-Hellman", 2003, section
+5.2; the hybrid of both key shares follows the TLS 1.3 hybrid design (both secrets concatenated, then
+extracted). Bytes are in docs/protocol.md.
 
 In the order the data moves: `Initiator.create_1` -> `Responder.consume_1`, `create_2` ->
-`Initiator.consume_2`, `create_3` -> `Responder.consume_3`. A call out of order, or after a failure, raises;
-secrets exist only once the other side has proved itself.
+`Initiator.consume_2`, `create_3` -> `Responder.consume_3`. A call out of order, or after a failure,
+raises. Secrets exist only once the other side has proved itself.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ Sign = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What a handshake yields at one end; never logged, shown or sent.
+    """Hold the results of a handshake at one end. They are never logged, shown or sent.
 
-    ``binding`` (32 bytes) names this handshake to both ends alone. ``peer_epoch`` is the other end's; where
-    it is not ours, one end lags. ``replaces``: see `HandshakeContext`.
+    ``binding`` (32 bytes) names this handshake to both ends alone. ``peer_epoch`` is the other end's
+    roster epoch; where it differs from ours, one end lags. ``replaces``: see `HandshakeContext`.
     """
 
     cipher: Cipher
@@ -81,16 +81,16 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Ephemeral:
-    """The initiator's fresh keys; vectors give fixed ones."""
+    """Hold the initiator's fresh keys. Test vectors give fixed ones."""
 
     x25519: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
     mlkem: MLKEM768PrivateKey = field(default_factory=MLKEM768PrivateKey.generate)
 
 
 class _End:
-    """What an end of a handshake holds of secrets; leaving its `with` overwrites them, however that comes.
+    """Hold the secrets of one end. Leaving its `with` block overwrites them, also after an error.
 
-    Whoever goes on with the traffic secrets has copied them by then (`seal.make_sealing`).
+    A caller that needs the traffic secrets has copied them by then (`seal.make_sealing`).
     """
 
     def __init__(self) -> None:
@@ -104,13 +104,13 @@ class _End:
         self.wipe()
 
     def wipe(self) -> None:
-        """Overwrite what this end derived. A failure inside a call does the same."""
+        """Overwrite the secrets that this end derived. A failure inside a call does the same."""
         for secret in (self._secret, self._traffic.to_responder, self._traffic.to_initiator):
             keys.wipe(secret)
 
 
 class Initiator(_End):
-    """The dialling end."""
+    """Run the dialling end."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Initiator(_End):
         self._peer_epoch = 0
 
     def create_1(self) -> bytes:
-        """M1: who wants to talk to whom, on which link and roster, with which key shares and ciphers."""
+        """Return M1: both members' names, the link and roster, and the offered key shares and ciphers."""
         with self._turn("create_1"):
             shares = _SHARES_1.pack(
                 self._ephemeral.x25519.public_key().public_bytes_raw(),
@@ -143,7 +143,7 @@ class Initiator(_End):
     def consume_2(self, message: bytes) -> None:
         """Check M2.
 
-        Raises `Incompatible` for another version, otherwise `HandshakeError` naming what was wrong.
+        Raises `Incompatible` for another version or roster, otherwise `HandshakeError` naming the fault.
         """
         with self._turn("consume_2"):
             check_version(self._context, self._context.responder.name, message)
@@ -152,9 +152,11 @@ class Initiator(_End):
             body = message[: _BODY_2.size]
             _, cipher, epoch, digest, share, ciphertext = _BODY_2.unpack(body)
             check_same_epoch(self._context, self._context.responder.name, epoch, digest)
+            # The responder may choose only from our offer, or it could force a weaker cipher.
             if cipher not in self._ciphers:
                 raise HandshakeError(f"M2 chose cipher {cipher}, which was not offered")
             transcript = keys.transcript_2(self._transcript, body)
+            # A wrong ciphertext does not fail here: it gives another secret, and then the MAC is wrong.
             self._secret = keys.extract(
                 transcript,
                 _x25519(self._ephemeral.x25519, share),
@@ -166,12 +168,13 @@ class Initiator(_End):
             self._cipher, self._peer_epoch = Cipher(cipher), epoch
 
     def create_3(self) -> tuple[bytes, Secrets]:
-        """M3, and the secrets: the responder has proved itself already."""
+        """Return M3 and the secrets. The responder has proved its identity already."""
         with self._turn("create_3"):
             party = self._context.initiator
             proof, transcript = _make_proof(self._secret, _INITIATOR, self._transcript, party, self._sign)
             self._traffic = traffic = keys.traffic_secrets(self._secret, transcript)
             binding = keys.link_binding(self._secret, transcript)
+            # Only the traffic secrets are needed from here on.
             keys.wipe(self._secret)
             return proof, Secrets(
                 self._cipher,
@@ -185,7 +188,9 @@ class Initiator(_End):
 
 
 class Responder(_End):
-    """The listening end. It knows the initiator's name from the pinned TLS certificate before M1 arrives."""
+    """Run the listening end. It knows the initiator's name from the pinned TLS certificate before M1
+    arrives.
+    """
 
     def __init__(
         self,
@@ -207,12 +212,13 @@ class Responder(_End):
         self._claims = HandshakeClaims(NO_LINK, 0)
 
     def consume_1(self, message: bytes) -> None:
-        """Check M1 against what this end knows.
+        """Check M1 against the context of this end.
 
         Raises `Incompatible` (version, roster) or `HandshakeError`.
         """
         with self._turn("consume_1"):
             name = self._context.initiator.name
+            # The version comes first: another version may lay out the rest in another way.
             check_version(self._context, name, message)
             self._claims, offset = check_claims(self._context, message)
             if len(message) < offset + _SHARES_1.size + 1:
@@ -222,7 +228,9 @@ class Responder(_End):
             self._transcript = _first_transcript(self._context, message)
 
     def create_2(self) -> bytes:
-        """M2: this end's key share, the KEM ciphertext, the chosen cipher, and proof of identity."""
+        """Return M2: this end's key share, the KEM ciphertext, the chosen cipher, and the proof of
+        identity.
+        """
         with self._turn("create_2"):
             mlkem_shared, ciphertext = _encapsulate(self._kem_key)
             share = self._ephemeral.public_key().public_bytes_raw()
@@ -237,13 +245,16 @@ class Responder(_End):
             return body + proof
 
     def consume_3(self, message: bytes) -> Secrets:
-        """Check M3; only now is the initiator who it says it is. Raises `HandshakeError`."""
+        """Check M3 and return the secrets. Only M3 proves the initiator's identity. Raises
+        `HandshakeError`.
+        """
         with self._turn("consume_3"):
             party = self._context.initiator
             transcript = _check_proof(self._secret, _INITIATOR, self._transcript, party, message)
             self._traffic = traffic = keys.traffic_secrets(self._secret, transcript)
             binding = keys.link_binding(self._secret, transcript)
             keys.wipe(self._secret)
+            # Mirrored: the responder sends with the secret that the initiator receives with.
             return Secrets(
                 self._cipher,
                 traffic.to_initiator,
@@ -256,7 +267,10 @@ class Responder(_End):
 
 
 class _Turn:
-    """Each call once and in order; a failure inside one ends the handshake for good, and calls ``failed``."""
+    """Allow each call once and in order.
+
+    A failure inside one ends the handshake for good, and calls ``failed``.
+    """
 
     def __init__(self, failed: Callable[[], None], *calls: str) -> None:
         self._failed = failed
@@ -268,6 +282,7 @@ class _Turn:
         return self
 
     def __enter__(self) -> None:
+        # A repeated call could use the ephemeral keys twice, so it ends the handshake.
         if not self._left or self._left[0] != self._call:
             self._left.clear()
             self._failed()
@@ -299,6 +314,7 @@ def _check_proof(secret: bytearray, role: bytes, transcript: bytes, party: Party
     if len(proof) != _PROOF.size:
         raise HandshakeError(f"a proof has {len(proof)} bytes, expected {_PROOF.size}")
     signature, mac = _PROOF.unpack(proof)
+    # The MAC ties the signer's identity to this session's keys, which the signature alone does not (SIGMA).
     expected = keys.proof_mac(secret, role, transcript, party.identity_key)
     if not hmac.compare_digest(mac, expected):
         raise HandshakeError(f"the MAC of {party.name} is wrong")
@@ -311,6 +327,7 @@ def _check_proof(secret: bytearray, role: bytes, transcript: bytes, party: Party
 
 def _x25519(key: X25519PrivateKey, share: bytes) -> bytes:
     try:
+        # `exchange` refuses an all-zero result (RFC 7748, 6.1), so both ends contribute to the secret.
         return key.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError:
         raise HandshakeError("an X25519 share is of small order") from None

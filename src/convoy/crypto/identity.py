@@ -1,4 +1,4 @@
-"""Who a member is: an Ed25519 identity key, and a TLS key and certificate that are another key on purpose."""
+"""A member's identity: an Ed25519 identity key, and a TLS certificate with a different key on purpose."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ OPERATOR_KEY = "operator.key"
 
 
 class Identity:
-    """A member's own keys.
+    """Hold a member's own keys.
 
-    ``save`` once, ``load`` at every start; the private keys never leave the object.
+    Call ``save`` once, and ``load`` at every start. The private keys never leave the object.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Identity:
         self.tls_certificate_der = certificate_der
         if _public_bytes(tls_key) != certificate_key(certificate_der):
             raise IdentityError(f"{TLS_CERTIFICATE} is not the certificate of {TLS_KEY}")
+        # With one key for both, a TLS signature could be taken for one of the identity.
         if _public_bytes(tls_key) == self.public_key:
             raise IdentityError("the TLS key and the identity key are the same key, and must differ")
 
     @classmethod
     def generate(cls) -> Identity:
-        """New keys, in memory only until ``save``."""
+        """Return new keys, which are in memory only until ``save``."""
         tls_key = Ed25519PrivateKey.generate()
         return cls(Ed25519PrivateKey.generate(), tls_key, make_certificate(tls_key))
 
@@ -75,8 +76,8 @@ class Identity:
     def load(cls, directory: Path) -> Identity:
         """Read the three files.
 
-        Raises `IdentityError` if one is missing, malformed or readable by others, or others may enter the
-        directory.
+        Raises `IdentityError` if a file is missing, malformed or readable by others, or if others may
+        enter the directory.
         """
         key = _load_key(directory / IDENTITY_KEY)
         check_private_directory(directory)
@@ -96,20 +97,21 @@ class Identity:
 
     @property
     def tls_files(self) -> tuple[Path, Path]:
-        """Certificate and key files, because `ssl` reads keys from files alone."""
+        """Return the certificate and key files: `ssl` can read keys only from files."""
         if self._directory is None:
             raise IdentityError("the identity is not on disk yet", hint="save it before opening a TLS link")
         return self._directory / TLS_CERTIFICATE, self._directory / TLS_KEY
 
     def sign(self, data: bytes) -> bytes:
-        """Ed25519 signature (64 bytes) under the identity key.
+        """Return an Ed25519 signature (64 bytes) under the identity key.
 
-        Callers put a label in front of what they sign.
+        Callers put a label before the data that they sign.
         """
         return self._key.sign(data)
 
     def sign_with_tls_key(self, data: bytes) -> bytes:
-        """Ed25519 signature (64 bytes) under the TLS key, for a newcomer to prove that it has that one too.
+        """Return an Ed25519 signature (64 bytes) under the TLS key, with which a newcomer proves that key
+        too.
 
         TLS 1.3 signs nothing that begins with a length, so no signature of one kind passes as the other.
         """
@@ -117,10 +119,10 @@ class Identity:
 
 
 class OperatorKey:
-    """The key that signs rosters. It stays with the operator; members know its public half alone.
+    """Hold the key that signs rosters. It stays with the operator; members know only its public half.
 
-    Its file is PEM, or with a passphrase the envelope of `key_envelope`. ``cost`` is for tests, which cannot
-    spend 0.3 s and 128 MiB on every file: no file and no command sets it.
+    Its file is PEM, or with a passphrase the envelope of `key_envelope`. ``cost`` is for tests, which
+    cannot spend 0.3 s and 128 MiB on every file: no file and no command sets it.
     """
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
@@ -135,7 +137,7 @@ class OperatorKey:
     def load(
         cls, directory: Path, passphrase: Callable[[], str] | None = None, *, cost: ScryptCost = COST
     ) -> OperatorKey:
-        """Read ``operator.key``; raises as `Identity.load`.
+        """Read ``operator.key``. Raises the errors of `Identity.load`.
 
         ``passphrase`` is called if the file is encrypted. A wrong one is an `IdentityError`.
         """
@@ -153,7 +155,7 @@ class OperatorKey:
             raise IdentityError(f"{path}: {error.message}", hint=error.hint) from error
 
     def save(self, directory: Path, passphrase: str | None = None, *, cost: ScryptCost = COST) -> None:
-        """Write ``operator.key``, 0600 in a 0700 directory. Raises `IdentityError` if one is there."""
+        """Write ``operator.key``, 0600 in a 0700 directory. Raises `IdentityError` if one exists."""
         make_private_directory(directory)
         write_private(directory / OPERATOR_KEY, self._at_rest(passphrase, cost))
 

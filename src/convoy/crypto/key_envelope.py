@@ -1,8 +1,8 @@
 """The envelope of a private key under a passphrase: bytes in, bytes out.
 
-Normative text: docs/protocol.md, "The operator's key at rest". A header names every parameter, and is the AAD
-of the sealed key. What a file names is compared with the version's own parameters before scrypt runs: a file
-cannot make it spend other memory or time.
+Normative text: docs/protocol.md, "The operator's key at rest". A header names every parameter, and is the
+AAD of the sealed key. The parameters in a file are compared with the version's own before scrypt runs, so
+a file cannot make it spend other memory or time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENVELOPE_BYTES = _HEADER.size + PRIVATE_KEY_BYTES + TAG_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ScryptCost:
-    """Parameters of scrypt (RFC 7914): N = 2^``log2_n``. It takes 128 * N * ``r`` bytes of memory."""
+    """Set the parameters of scrypt (RFC 7914): N = 2^``log2_n``. It takes 128 * N * ``r`` bytes of memory."""
 
     log2_n: int
     r: int
@@ -46,7 +46,8 @@ COST = ScryptCost(17, 8, 1)
 def seal_key(
     private_key: bytes, passphrase: str, *, salt: bytes, nonce: bytes, cost: ScryptCost = COST
 ) -> bytes:
-    """Return the envelope of an Ed25519 private key. ``salt`` and ``nonce`` are random, new each time.
+    """Return the envelope of an Ed25519 private key. ``salt`` and ``nonce`` must be random and new each
+    time.
 
     Raises `IdentityError` for a passphrase that is empty or too long.
     """
@@ -60,7 +61,7 @@ def is_envelope(data: bytes) -> bool:
 
 
 def open_key(envelope: bytes, passphrase: str, *, cost: ScryptCost = COST) -> bytes:
-    """Return the private key. Raises `IdentityError` for a wrong passphrase, or what is no such envelope."""
+    """Return the private key. Raises `IdentityError` for a wrong passphrase or an invalid envelope."""
     header, sealed = check_envelope(envelope, cost)
     *_, salt, nonce = _HEADER.unpack(header)
     try:
@@ -70,7 +71,7 @@ def open_key(envelope: bytes, passphrase: str, *, cost: ScryptCost = COST) -> by
 
 
 def check_envelope(envelope: bytes, cost: ScryptCost = COST) -> tuple[bytes, bytes]:
-    """Return header and sealed key. Raises `IdentityError` for a length, version or cost that is not ours."""
+    """Return header and sealed key. Raises `IdentityError` for another length, version or cost than ours."""
     if not is_envelope(envelope) or len(envelope) != ENVELOPE_BYTES:
         raise IdentityError(
             f"an encrypted key has {len(envelope)} bytes, expected {ENVELOPE_BYTES}",
@@ -83,6 +84,7 @@ def check_envelope(envelope: bytes, cost: ScryptCost = COST) -> tuple[bytes, byt
             f"an encrypted key has version {version}, expected {VERSION}",
             hint="open it with the version of convoy that made it",
         )
+    # Compared before scrypt runs, because a changed file could demand any memory and time.
     named = ScryptCost(log2_n, r, p)
     if named != cost:
         raise IdentityError(
@@ -103,7 +105,7 @@ def _derive(passphrase: str, salt: bytes, cost: ScryptCost) -> bytes:
 
 def _encode(passphrase: str) -> bytes:
     try:
-        # One passphrase has one encoding, whatever keyboard it was typed on.
+        # NFC gives one passphrase one encoding, whatever keyboard it was typed on.
         data = unicodedata.normalize("NFC", passphrase).encode("utf-8")
     except UnicodeEncodeError:
         raise IdentityError("the passphrase is not text in UTF-8") from None

@@ -1,4 +1,4 @@
-"""Private files: written once, readable by their owner alone, refused when others could read them."""
+"""Private files: written once, readable only by their owner, refused when others could read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def check_private_directory(path: Path) -> None:
-    """Raises `IdentityError` if ``path`` is missing, of another user, or others may enter it."""
+    """Raise `IdentityError` if ``path`` is missing, belongs to another user, or others may enter it."""
     try:
         status = path.stat()
     except OSError as error:
@@ -34,9 +34,11 @@ def check_private_directory(path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file with mode 0600; an existing one is never overwritten, because a lost key is lost for
-    good.
+    """Write a new file with mode 0600. Raises `IdentityError`.
+
+    An existing file is never overwritten, because a lost key is lost for good.
     """
+    # O_EXCL also refuses a symbolic link that another user placed there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -53,13 +55,14 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def replace_private(path: Path, data: bytes) -> None:
-    """Put ``data`` in place of an existing file, whole or not at all, with mode 0600.
+    """Replace an existing file by ``data``, completely or not at all, with mode 0600.
 
-    Raises `IdentityError`; the old file stands then.
+    Raises `IdentityError`; then the old file is unchanged.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         write_private(beside, data)
+        # The rename is atomic. It survives a power cut once the directory is on disk.
         beside.replace(path)
         sync_directory(path.parent)
     except OSError as error:
@@ -81,6 +84,7 @@ def read_private(path: Path) -> bytes:
     """Read a private file. Raises `IdentityError` if it is missing, too long or readable by others."""
     try:
         with path.open("rb") as file:
+            # The mode is that of the open file, so the path cannot be exchanged between check and read.
             _check_mode(path, os.fstat(file.fileno()), "file")
             data = file.read(MAX_KEYFILE_BYTES + 1)
     except OSError as error:
@@ -94,7 +98,7 @@ def read_private(path: Path) -> bytes:
 
 
 def check_private_file(path: Path, status: os.stat_result) -> None:
-    """Raises `IdentityError` if a file is of another user, or others may read it."""
+    """Raise `IdentityError` if a file belongs to another user, or others may read it."""
     _check_mode(path, status, "file")
 
 
@@ -109,5 +113,5 @@ def _check_mode(path: Path, status: os.stat_result, kind: str) -> None:
     if status.st_uid != os.getuid():
         raise IdentityError(
             f"{kind} {path} belongs to user {status.st_uid}, expected {os.getuid()}",
-            hint="run convoy as the user whose keys these are",
+            hint="run convoy as the user that owns the keys",
         )

@@ -1,7 +1,8 @@
-"""The key schedule of the inner handshake: pure functions over bytes, so that vectors can pin every value.
+"""The key schedule of the inner handshake: pure functions over bytes, so that vectors can pin every
+value.
 
 Normative text: docs/protocol.md, "Key schedule". HKDF-SHA256 throughout (RFC 5869). Secrets come as a
-`bytearray`, so that whoever holds one can `wipe` it.
+`bytearray`, so that their holder can `wipe` them.
 """
 
 from __future__ import annotations
@@ -20,29 +21,38 @@ Secret = bytes | bytearray
 
 
 def prefixed(*parts: bytes) -> bytes:
-    """Each part behind its length as u32 big-endian: no two lists of parts share an encoding."""
+    """Return each part behind its length as u32 big-endian, so that no two lists of parts share an
+    encoding.
+    """
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
 def transcript_1(initiator_certificate: bytes, responder_certificate: bytes, message_1: bytes) -> bytes:
-    """After M1; the certificates as SHA-256 fingerprints."""
+    """Return the transcript hash after M1. The certificates are SHA-256 fingerprints."""
     return _hash(LABEL, initiator_certificate, responder_certificate, message_1)
 
 
 def transcript_2(previous: bytes, message_2_body: bytes) -> bytes:
-    """After what M2 says before its proof."""
+    """Return the transcript hash after M2 without its proof."""
     return _hash(LABEL, previous, message_2_body)
 
 
 def transcript_proof(previous: bytes, signature: bytes, mac: bytes) -> bytes:
-    """After a signature and MAC: the responder's gives the third hash, the initiator's the last."""
+    """Return the hash after a signature and MAC.
+
+    The responder's gives the third hash, the initiator's the last.
+    """
     return _hash(LABEL, previous, signature, mac)
 
 
 def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> bytearray:
-    """Both shared secrets, always both, salted with the transcript through M2's body."""
+    """Extract one secret from both shared secrets, salted with the transcript through M2's body.
+
+    Both are always used, so the result is safe as long as either key exchange is.
+    """
     both = bytearray(x25519_shared + mlkem_shared)
     try:
+        # This is HKDF-Extract (RFC 5869) with the transcript as the salt.
         return bytearray(hmac.digest(transcript, both, "sha256"))
     finally:
         wipe(both)
@@ -60,14 +70,15 @@ def wipe(secret: bytearray) -> None:
 
 
 def to_sign(role: bytes, transcript: bytes) -> bytes:
-    """What the identity key of ``role`` signs; the transcript holds names, roster, key shares and both
-    certificates.
+    """Return the bytes that the identity key of ``role`` signs.
+
+    The transcript covers names, roster, key shares and both certificates.
     """
     return prefixed(LABEL, b"signature", role, transcript)
 
 
 def proof_mac(secret: Secret, role: bytes, transcript: bytes, identity_key: bytes) -> bytes:
-    """SIGMA's MAC: binds the signer's identity to this session's keys."""
+    """Return SIGMA's MAC, which binds the signer's identity to this session's keys."""
     key = expand(secret, b"mac", role)
     try:
         return hmac.digest(key, prefixed(LABEL, b"mac", role, transcript, identity_key), "sha256")
@@ -77,7 +88,7 @@ def proof_mac(secret: Secret, role: bytes, transcript: bytes, identity_key: byte
 
 @dataclass(frozen=True, slots=True)
 class TrafficSecrets:
-    """One secret per direction, from the transcript through M3."""
+    """Hold one secret per direction, derived from the transcript through M3."""
 
     to_responder: bytearray = field(repr=False)
     to_initiator: bytearray = field(repr=False)
@@ -91,17 +102,19 @@ def traffic_secrets(secret: Secret, transcript: bytes) -> TrafficSecrets:
 
 
 def link_binding(secret: Secret, transcript: bytes) -> bytes:
-    """What both ends of one handshake know and nobody else: evidence names it, so that it is of this link."""
+    """Return a value that only the two ends of one handshake know. Evidence names it, to belong to this
+    link.
+    """
     return bytes(expand(secret, b"binding", transcript))
 
 
 def traffic_key(traffic_secret: Secret) -> bytearray:
-    """The AEAD key of one direction until the next turn of the ratchet."""
+    """Return the AEAD key of one direction until the next turn of the ratchet."""
     return expand(traffic_secret, b"key")
 
 
 def next_secret(traffic_secret: Secret) -> bytearray:
-    """One turn of the ratchet; the old secret cannot be had from the new one."""
+    """Turn the ratchet once. The old secret cannot be computed from the new one."""
     return expand(traffic_secret, b"ratchet")
 
 

@@ -1,4 +1,4 @@
-"""Sealing and opening frames: one key and one counter per direction, and a ratchet that both ends turn at the
+"""Seal and open frames: one key and one counter per direction, and a ratchet that both ends turn at the
 same frame.
 """
 
@@ -21,14 +21,17 @@ MAX_SEQUENCE = 2**63
 
 @dataclass(frozen=True, slots=True)
 class SealLimits:
-    """How much one key seals before the ratchet turns. Part of the protocol: both ends must have the same."""
+    """Limit the use of one key before the ratchet turns.
+
+    This is part of the protocol: both ends must agree on it.
+    """
 
     max_records: int = 2**22
     max_bytes: int = 2**34
 
 
 class FrameSealer(Protocol):
-    """What a link seals with. The product has one implementation, `Sealer`."""
+    """Seal a link's frames. The product has one implementation, `Sealer`."""
 
     sequence: int
 
@@ -38,7 +41,7 @@ class FrameSealer(Protocol):
 
 
 class FrameOpener(Protocol):
-    """What a link opens with. The product has one implementation, `Opener`."""
+    """Open a link's frames. The product has one implementation, `Opener`."""
 
     sequence: int
 
@@ -48,9 +51,9 @@ class FrameOpener(Protocol):
 
 
 class _Key:
-    """The current AEAD key of one direction.
+    """Hold the current AEAD key of one direction.
 
-    The nonce is (ratchet turn, sequence): neither ever goes back.
+    The nonce is (ratchet turn, sequence). Neither ever goes back, so no nonce repeats.
     """
 
     def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits) -> None:
@@ -64,8 +67,9 @@ class _Key:
         self.prefix = bytes(4)
 
     def count(self, num_bytes: int) -> None:
-        """After a frame was sealed or opened; both ends have counted the same frames, so both turn here or
-        neither.
+        """Count a frame that was sealed or opened, and turn the ratchet at the limit.
+
+        Both ends have counted the same frames, so both turn here or neither.
         """
         self._records += 1
         self._bytes += num_bytes
@@ -73,6 +77,7 @@ class _Key:
             self._ratchet()
 
     def _ratchet(self) -> None:
+        # The old secret is wiped at once, so that a later break-in cannot open earlier frames.
         old = self._secret
         self._secret = next_secret(old)
         wipe(old)
@@ -90,40 +95,42 @@ class _Key:
             wipe(key)
 
     def wipe(self) -> None:
-        """For good: the secret is overwritten, the cipher let go, which makes OpenSSL clear its copy."""
+        """Overwrite the secret for good, and drop the cipher, which makes OpenSSL clear its copy."""
         wipe(self._secret)
         if hasattr(self, "aead"):
             del self.aead
 
 
 class Sealer:
-    """Seals the frames of one direction, in order. Not for two threads at once: the link's sender owns it."""
+    """Seal the frames of one direction, in order. Not for two threads at once: the link's sender owns it."""
 
     def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits | None = None) -> None:
         self._key = _Key(secret, cipher, limits or SealLimits())
         self.sequence = 0
 
     def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None:
-        """Seal under ``self.sequence`` into ``out``, which is TAG_BYTES longer than ``plaintext``; then count
-        on.
+        """Seal under ``self.sequence`` into ``out``, which is TAG_BYTES longer than ``plaintext``, and
+        count on.
+
+        Raises `SealError` once this direction has ended.
         """
         sequence = self.sequence
         if sequence >= MAX_SEQUENCE:
             raise SealError("this direction has ended, or has used up its sequence numbers")
-        # Counted first: if anything below fails, the number is gone, never used twice.
+        # Counted first: if a later line fails, the number is lost, but it is never used twice.
         self.sequence = sequence + 1
         key = self._key
         key.aead.encrypt_into(key.prefix + sequence.to_bytes(8, "big"), plaintext, header, out)
         key.count(len(out))
 
     def wipe(self) -> None:
-        """Nothing is sealed after this. Only for the thread that seals, or once nobody does."""
+        """End sealing for good. Call it on the sealing thread, or once no thread seals any more."""
         self.sequence = MAX_SEQUENCE
         self._key.wipe()
 
 
 class Opener:
-    """Opens the frames of one direction, each exactly once and in order.
+    """Open the frames of one direction, each exactly once and in order.
 
     After a failure it opens nothing more.
     """
@@ -134,12 +141,13 @@ class Opener:
         self.sequence = 0
 
     def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None:
-        """Open into ``out``, TAG_BYTES shorter than ``sealed``.
+        """Open into ``out``, which is TAG_BYTES shorter than ``sealed``.
 
-        Raises `SealError`; then ``out`` holds nothing to use.
+        Raises `SealError`; then ``out`` holds no usable bytes.
         """
         if self._failed:
             raise SealError("this direction has ended, or a frame of it failed before")
+        # TLS below keeps the order, so any other number means a replayed or missing frame.
         if sequence != self.sequence:
             self._failed = True
             raise SealError(
@@ -153,17 +161,20 @@ class Opener:
             raise SealError(
                 f"frame {sequence} does not open: it was changed, or is of another link"
             ) from None
+        # Only a frame that opened moves the counter and the ratchet, as at the sending end.
         self.sequence = sequence + 1
         key.count(len(sealed))
 
     def wipe(self) -> None:
-        """Nothing opens after this. Only for the thread that opens, or once nobody does."""
+        """End opening for good. Call it on the opening thread, or once no thread opens any more."""
         self._failed = True
         self._key.wipe()
 
 
 def make_sealing(secrets: Secrets, limits: SealLimits) -> tuple[Sealer, Opener]:
-    """The two directions of one end. It takes the traffic secrets over: those of ``secrets`` are wiped."""
+    """Return sealer and opener of one end. They copy the traffic secrets, and those in ``secrets`` are
+    wiped.
+    """
     sealer = Sealer(secrets.send, secrets.cipher, limits)
     opener = Opener(secrets.receive, secrets.cipher, limits)
     wipe(secrets.send)

@@ -1,10 +1,10 @@
-"""Who may begin a handshake: rates per address and in all, half-open connections per address, member and in
-all.
+"""Decide which connections may begin a handshake.
 
-Nothing here waits or reads: `Admission.admit` is called in the accept loop. Strangers use up what strangers
-get, and no more: addresses of the roster, and those a member came from before, have shares of their own.
-Half-open connections that proved nothing give way to new ones, the oldest first, so that silence holds no
-place.
+Rates are limited per address and in all; half-open connections are limited per address, per member and in
+all. Nothing here waits or reads: the accept loop calls `Admission.admit`. Strangers can use up only the
+strangers' share. Addresses of the roster, and addresses that a member came from before, have shares of
+their own. Half-open connections without proof give way to new ones, the oldest first, so that a silent
+client cannot hold a place.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Rates are connections per second; a link takes two. ``address``: an IPv4 address or an IPv6 /64.
+    """Set the limits of one listener. Rates are connections per second; a link takes two connections.
 
-    A known address is in the roster, or a member came from it; it gets ``known_factor`` times what a
-    stranger's gets, because several members may share it.
+    An address is an IPv4 address or an IPv6 /64. A known address is in the roster, or a member came from
+    it. It gets ``known_factor`` times a stranger's share, because several members may use it.
     """
 
     address_rate: float = 32.0
@@ -39,7 +39,7 @@ class AdmissionLimits:
 
 
 class LinkRefusal(enum.Enum):
-    """Why a connection was closed before anything was read from it."""
+    """Name the reason for closing a connection before anything was read from it."""
 
     ADDRESS_RATE = "too many connections a second from its address"
     RATE = "too many connections a second"
@@ -47,7 +47,7 @@ class LinkRefusal(enum.Enum):
 
 
 class TokenBucket:
-    """``burst`` at once, then ``rate`` a second."""
+    """Allow ``burst`` takes at once, then ``rate`` a second."""
 
     __slots__ = ("_at_s", "_burst", "_rate", "_tokens")
 
@@ -58,7 +58,7 @@ class TokenBucket:
         self._at_s = now_s
 
     def take(self, now_s: float) -> bool:
-        """One token, if there is one."""
+        """Take one token. Return False if there is none."""
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
         self._at_s = now_s
         if self._tokens < 1.0:
@@ -68,7 +68,7 @@ class TokenBucket:
 
 
 class Ticket:
-    """The place of one half-open connection. ``release`` gives it back; twice is allowed."""
+    """Hold the place of one half-open connection. ``release`` gives it back, and may be called twice."""
 
     __slots__ = ("_admission", "_cut", "known", "member", "place")
 
@@ -80,23 +80,27 @@ class Ticket:
         self.member: str | None = None
 
     def prove(self, member: str) -> bool:
-        """Its certificate is ``member``'s: it does not give way any more. False: it has too many already."""
+        """Record that the connection showed ``member``'s certificate: it does not give way any more.
+
+        Return False if that member has too many half-open connections already.
+        """
         return self._admission.prove(self, member)
 
     def release(self) -> None:
         self._admission.release(self)
 
     def displace(self) -> None:
-        """Only for `Admission`: end the connection, so that its thread wakes and goes."""
+        """End the connection, so that its thread wakes and ends. Only `Admission` calls this."""
         self._cut()
 
 
 class Admission:
-    """The places of one listener. Thread-safe; its tables are bounded."""
+    """Manage the places of one listener. Thread-safe; its tables are bounded."""
 
     def __init__(self, limits: AdmissionLimits, max_half_open: int, *, clock: Clock = time.monotonic) -> None:
         self._limits = limits
         self._max_half_open = max_half_open
+        # A quarter of the places stays free for known addresses.
         self._max_strangers = max_half_open - max_half_open // 4
         self._clock = clock
         self._lock = threading.Lock()
@@ -104,7 +108,8 @@ class Admission:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
         self._listed: frozenset[str] = frozenset()
         self._welcome: OrderedDict[str, None] = OrderedDict()
-        self._tickets: OrderedDict[Ticket, None] = OrderedDict()  # oldest first
+        # Oldest first, which is the order in which connections give way.
+        self._tickets: OrderedDict[Ticket, None] = OrderedDict()
 
     @property
     def num_half_open(self) -> int:
@@ -112,25 +117,27 @@ class Admission:
 
     @property
     def num_proved(self) -> int:
-        """Half-open connections that showed a member's certificate."""
+        """Return the number of half-open connections that showed a member's certificate."""
         with self._lock:
             return sum(ticket.member is not None for ticket in self._tickets)
 
     @property
     def num_addresses(self) -> int:
-        """How many addresses the tables remember."""
+        """Return how many addresses the tables remember."""
         return len(self._buckets) + len(self._welcome)
 
     def list_addresses(self, hosts: Iterable[str]) -> None:
-        """The roster's addresses, in place of those before; host names among them are not looked up."""
+        """Replace the roster's addresses. Host names among ``hosts`` are ignored: nothing is looked up
+        here.
+        """
         listed = frozenset(place for host in hosts if (place := place_of(host)) is not None)
         with self._lock:
             self._listed = listed
 
     def admit(self, host: str, cut: Callable[[], None]) -> Ticket | LinkRefusal:
-        """A place for a connection from ``host``, or why there is none.
+        """Return a place for a connection from ``host``, or the reason for refusing it.
 
-        ``cut`` ends that connection without waiting, should it have to give way; any thread may call it.
+        ``cut`` ends that connection without waiting, if it has to give way. Any thread may call it.
         """
         place = place_of(host) or host
         with self._lock:
@@ -145,6 +152,7 @@ class Admission:
                 del self._tickets[loser]
             ticket = Ticket(self, place, known, cut)
             self._tickets[ticket] = None
+        # Outside the lock, because cutting a connection calls the system.
         if loser is not None:
             loser.displace()
         return ticket
@@ -158,7 +166,9 @@ class Admission:
             return True
 
     def welcome(self, host: str) -> None:
-        """A member's link came from there: its next ones find a place even in a flood of strangers."""
+        """Remember that a member's link came from ``host``, so that its next ones find a place in a flood
+        of strangers.
+        """
         place = place_of(host) or host
         with self._lock:
             self._welcome[place] = None
@@ -176,6 +186,7 @@ class Admission:
         if bucket is None:
             factor = limits.known_factor if known else 1
             bucket = TokenBucket(limits.address_rate * factor, limits.address_burst * factor, now_s)
+        # Put back at the end, so that the table forgets the address that was silent for longest.
         self._buckets[place] = bucket
         if len(self._buckets) > limits.max_addresses:
             self._buckets.popitem(last=False)
@@ -186,7 +197,10 @@ class Admission:
         return None
 
     def _in_the_way(self, place: str, known: bool) -> Ticket | LinkRefusal | None:
-        """What has to give way for one more from ``place``: nothing, a connection, or the newcomer itself."""
+        """Choose the ticket that gives way to a connection from ``place``.
+
+        Return None if there is room, and a `LinkRefusal` if the new connection has to go.
+        """
         limits = self._limits
         here = [ticket for ticket in self._tickets if ticket.place == place]
         if len(here) >= limits.max_half_open_per_address * (limits.known_factor // 2 if known else 1):
@@ -196,12 +210,16 @@ class Admission:
             return _oldest_unproved(_of_the_fullest_place(strangers))
         if len(self._tickets) < self._max_half_open:
             return None
+        # With every place taken, strangers give way before known addresses.
         loser = _oldest_unproved(_of_the_fullest_place(strangers))
         return _oldest_unproved(here) if isinstance(loser, LinkRefusal) and known else loser
 
 
 def place_of(host: str) -> str | None:
-    """The address that limits count by: IPv4 whole, IPv6 by its /64. None for what is no address."""
+    """Return the address that limits count by: IPv4 whole, IPv6 by its /64.
+
+    None for a host that is no address.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -214,7 +232,7 @@ def place_of(host: str) -> str | None:
 
 
 def _of_the_fullest_place(tickets: list[Ticket]) -> list[Ticket]:
-    # Only what can give way counts: who proved itself has done what it should.
+    # Only unproved connections can give way, so only they make an address full.
     unproved = [ticket for ticket in tickets if ticket.member is None]
     counts: dict[str, int] = {}
     for ticket in unproved:

@@ -1,4 +1,4 @@
-"""Bytes that many may take of one amount: memory for what peers have begun to send and not ended."""
+"""A shared amount of bytes: memory for messages that peers have begun to send and not finished."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ DEFAULT_BUDGET_BYTES = 512 * 1024 * 1024
 
 
 class ByteBudget:
-    """At most ``max_bytes`` are taken at any time. Thread-safe; one instance for all links of a process."""
+    """Limit the bytes taken at any time to ``max_bytes``.
+
+    Thread-safe; all links of a process share one instance.
+    """
 
     def __init__(self, max_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -22,8 +25,10 @@ class ByteBudget:
         return self._taken
 
     def take(self, num_bytes: int, timeout_s: float, over: Callable[[], bool] = lambda: False) -> bool:
-        """Take ``num_bytes``, waiting for others to give. False after the time, once ``over()``, or if it is
-        more than there ever is.
+        """Take ``num_bytes``, and wait for others to give some back if necessary.
+
+        Return False after ``timeout_s``, once ``over()`` is true, or if ``num_bytes`` exceeds the whole
+        budget.
         """
         if num_bytes > self.max_bytes:
             return False

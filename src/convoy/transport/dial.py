@@ -36,8 +36,10 @@ from convoy.transport.streams.tcp import TlsStream, client_context, peer_certifi
 from convoy.transport.transfer import settle
 
 Wrap = Callable[[Stream], Stream]
-_MAX_DIALS = 3  # each but the last moves one end to a newer roster
-_Place = tuple[Any, Any, int, str, tuple[Any, ...]]  # as getaddrinfo gives it
+# Each dial but the last moves one end to a newer roster.
+_MAX_DIALS = 3
+# The tuple that getaddrinfo returns.
+_Place = tuple[Any, Any, int, str, tuple[Any, ...]]
 
 
 def dial(
@@ -50,14 +52,16 @@ def dial(
     wrap: Wrap | None = None,
     replaces: bytes = NO_LINK,
 ) -> Link:
-    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``, looking a name
-    up included, whatever the number of addresses behind it.
+    """Return a link to ``peer_name`` at ``address``, not yet started.
 
-    Where one end holds an older roster, the newer one goes there first, and the dial begins again.
+    All of it happens within ``timeout_s``, the lookup of a host name included, however many addresses the
+    name has. If one end holds an older roster, it first receives the newer one, and the dial begins
+    again.
 
-    Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, `IdentityError` if our
-    own keys cannot be read, or `RosterError` if our own roster is not valid now or does not list the peer.
-    ``wrap`` puts something between the two layers; tests record there. ``replaces``: see `Link.replace_with`.
+    Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, `IdentityError` if
+    our own keys cannot be read, or `RosterError` if our own roster is not valid now or does not list the
+    peer. ``wrap`` puts a stream between the two layers; tests record there. ``replaces``: see
+    `Link.replace_with`.
     """
     options = options or LinkOptions()
     if peer_name == me.name:
@@ -92,6 +96,7 @@ def _open(
     wrap: Wrap | None,
     replaces: bytes,
 ) -> Link:
+    # Both connections name this id, by which the listener pairs them.
     link_id = os.urandom(LINK_ID_BYTES)
     streams: list[Stream] = []
     try:
@@ -138,8 +143,11 @@ def _connect(
 
 
 def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """`socket.create_connection` gives each address of a name the whole time; here each gets an equal share
-    of what is left.
+    """Connect to the first address that answers.
+
+    Each address of a name gets an equal share of the remaining time.
+
+    `socket.create_connection` would give the whole time to each address.
     """
     found = _look_up(address, deadline_s)
     failed: OSError = OSError("the name has no address")
@@ -160,9 +168,10 @@ def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
 
 
 def _look_up(address: tuple[str, int], deadline_s: float) -> list[_Place]:
-    """`socket.getaddrinfo` within the deadline. Raises `TimeoutError` and what that raises.
+    """Call `socket.getaddrinfo` within the deadline. Raises `TimeoutError` and the errors of that call.
 
-    The system's resolver takes no deadline, so it runs on a thread that is left to it; it has its own.
+    The system's resolver takes no deadline from us, so a lookup runs on a daemon thread. After the
+    deadline that thread is left alone; the resolver has a timeout of its own.
     """
     found: queue.SimpleQueue[list[_Place] | Exception] = queue.SimpleQueue()
 
@@ -173,7 +182,8 @@ def _look_up(address: tuple[str, int], deadline_s: float) -> list[_Place]:
             found.put(error)
 
     if place_of(address[0]) is not None:
-        look_up()  # an address as it is: no resolver is asked
+        # A numeric address needs no resolver, so it needs no thread either.
+        look_up()
     else:
         threading.Thread(target=look_up, name=f"look up {address[0]}", daemon=True).start()
     try:
@@ -186,9 +196,10 @@ def _look_up(address: tuple[str, int], deadline_s: float) -> list[_Place]:
 
 
 def address_error(error: OSError | UnicodeError | OverflowError) -> str:
-    """Why a socket could not take an address: the system's words, or that the address makes no sense."""
+    """Return why a socket could not take an address: the system's words, or that the address cannot exist."""
     if isinstance(error, UnicodeError | OverflowError):
         return "no such address can exist"
     if isinstance(error, socket.gaierror) or error.errno is None:
         return (error.strerror or type(error).__name__).lower()
-    return os.strerror(error.errno).lower()  # `socket.create_server` writes a tuple into its own
+    # `socket.create_server` writes a tuple into the text of its errors, so the number is translated here.
+    return os.strerror(error.errno).lower()

@@ -1,4 +1,4 @@
-"""A log that strangers cannot fill: so many lines of a cause in an interval, then a count of the rest."""
+"""A log that strangers cannot fill: a few lines of a cause per interval, then a count of the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OTHER = "other causes"
 
 @dataclass(slots=True)
 class _Tally:
-    """One cause in the interval that began at ``since_s``."""
+    """Count the lines of one cause in the interval that began at ``since_s``."""
 
     since_s: float
     written: int = 0
@@ -22,9 +22,9 @@ class _Tally:
 
 
 class RateLimitedLog:
-    """Writes warnings, at most ``max_lines`` of a cause in each ``interval_s``.
+    """Write warnings, at most ``max_lines`` of a cause in each ``interval_s``.
 
-    What was left out is counted, and the count written after the interval: with the next warning of that
+    Further warnings are counted. The count is written after the interval: with the next warning of any
     cause, or by `flush`.
     """
 
@@ -44,7 +44,11 @@ class RateLimitedLog:
         self._tallies: dict[str, _Tally] = {}
 
     def warning(self, cause: str, text: str, *, with_trace: bool = False) -> None:
-        """``cause`` is one of ours, never text of a peer. ``with_trace``: of the exception being handled."""
+        """Log ``text`` unless its cause has used up its lines.
+
+        ``cause`` is a text of ours, never one of a peer, so that causes stay few. ``with_trace`` adds the
+        trace of the exception being handled.
+        """
         self.flush()
         with self._lock:
             if cause not in self._tallies and len(self._tallies) >= _MAX_CAUSES:
@@ -57,7 +61,7 @@ class RateLimitedLog:
         self._log.warning("%s", text, exc_info=with_trace)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the counts of the intervals that are over; of all of them with ``everything``."""
+        """Write the counts of the intervals that are over, or with ``everything`` of all intervals."""
         now_s = self._clock()
         with self._lock:
             over = [

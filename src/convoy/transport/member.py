@@ -1,7 +1,7 @@
-"""Who may link with whom: the members of a roster as values, and this process as one of them.
+"""The members of a roster as values, and this process as one of them.
 
-`roster.roster` makes, signs and verifies rosters; links need only these values, so they stand here, one floor
-up.
+`trust.roster` makes, signs and verifies rosters. Links need only these values, so they stand here, one
+floor up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _DIGEST_LABEL = b"convoy roster v1"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One line of the roster. ``address`` is (host, port); ``head``: may schedule and serve.
+    """Hold one line of the roster. ``address`` is (host, port). ``head`` members may schedule and serve.
 
-    ``attestation_key``: DER SubjectPublicKeyInfo of its TPM's attestation key, empty where none was enrolled.
+    ``attestation_key`` is the DER SubjectPublicKeyInfo of its TPM's attestation key, or empty if none was
+    enrolled.
     """
 
     name: str
@@ -35,15 +36,15 @@ class Member:
 
     @property
     def party(self) -> Party:
-        """The member as the handshake sees it."""
+        """Return the member in the form that the handshake uses."""
         return Party(self.name, self.identity_key, certificate_fingerprint(self.certificate_der))
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The members of a cluster for one epoch.
+    """List the members of a cluster for one epoch.
 
-    Times are UTC, whole seconds; valid in [not_before, expires).
+    Times are UTC in whole seconds. The roster is valid in [not_before, expires).
     """
 
     cluster_id: str
@@ -53,7 +54,7 @@ class Roster:
     members: tuple[Member, ...]
 
     def member(self, name: str) -> Member:
-        """Raises `RosterError` if nobody has this name."""
+        """Return the member with this name. Raises `RosterError` if there is none."""
         for member in self.members:
             if member.name == name:
                 return member
@@ -61,14 +62,12 @@ class Roster:
         raise RosterError(f"{name} is not in the roster of {self.cluster_id}, which lists {names}")
 
     def member_with_certificate(self, certificate_der: bytes) -> Member | None:
-        """The member with exactly this certificate, or None."""
+        """Return the member with exactly this certificate, or None."""
         return next((m for m in self.members if m.certificate_der == certificate_der), None)
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over every field, each behind its length: two members hold the same roster if this is
-        equal.
-        """
+        """Return the SHA-256 over every field, each behind its length. Equal digests mean equal rosters."""
         parts = [
             _DIGEST_LABEL,
             self.cluster_id.encode(),
@@ -90,7 +89,7 @@ class Roster:
         return hashlib.sha256(prefixed(*parts)).digest()
 
     def require_valid(self, now: datetime.datetime) -> None:
-        """Raises `RosterError` before ``not_before`` and from ``expires`` on."""
+        """Raise `RosterError` before ``not_before`` and from ``expires`` on."""
         clock = f"and it is {now:%Y-%m-%d %H:%M:%S}"
         if now < self.not_before:
             start = f"{self.not_before:%Y-%m-%d %H:%M:%S} UTC"
@@ -108,9 +107,9 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class LocalMember:
-    """This process: its name and keys, and the roster that lists it.
+    """Describe this process: its name and keys, and the roster that lists it.
 
-    Raises `RosterError` if the roster does not.
+    Raises `RosterError` if the roster does not list this name with these keys.
     """
 
     name: str
@@ -131,7 +130,7 @@ class LocalMember:
             )
 
     def _whose_keys(self) -> str:
-        """What helps where the keys are not those of the name."""
+        """Return a hint for keys that do not belong to the name."""
         mine = (one.name for one in self.roster.members if one.identity_key == self.identity.public_key)
         other = next((name for name in mine if name != self.name), None)
         if other is not None:
@@ -146,5 +145,5 @@ class LocalMember:
 
     @property
     def member(self) -> Member:
-        """This process's own line of the roster."""
+        """Return this process's own line of the roster."""
         return self.roster.member(self.name)

@@ -1,8 +1,9 @@
-"""What this process knows of its cluster now: the newest roster it accepted, and the links under it.
+"""The newest roster that this process accepted, and the links under it.
 
-A roster comes from a file, from an operator's command or from another member; all go through `offer`. Once
-one is adopted, links to members that are gone or changed are closed at once; the others get it and live on.
-So a roster that one member sees reaches all that are linked with it, and stops there where it is known.
+A roster comes from a file, from an operator's command or from another member; all go through `offer`.
+Adopting one closes at once the links to members that are gone or changed. The other links receive the new
+roster and live on. So a roster that one member sees reaches all members linked with it, and stops at
+those that know it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ Adopted = Callable[[Roster], None]
 
 
 class Authority(Protocol):
-    """Who judges signed rosters, and remembers what was accepted; `roster.authority` has the real one."""
+    """Judge signed rosters, and remember the accepted ones. `trust.roster` has the real implementation."""
 
     def verify(self, signed: bytes) -> Roster:
-        """The roster; nothing of it is parsed before its signature holds. Raises `RosterError`."""
+        """Return the roster. Parse nothing of it before its signature holds. Raises `RosterError`."""
 
     def accept(self, signed: bytes, roster: Roster, source: str) -> None:
-        """Remember it, over a restart too, before anything follows from it. Raises `ConvoyError`.
+        """Remember the roster durably before anything follows from it. Raises `ConvoyError`.
 
-        ``source``: where it came from, for the audit log.
+        ``source`` says where it came from, for the audit log.
         """
 
 
@@ -45,7 +46,7 @@ def utc_now() -> datetime.datetime:
 
 @dataclass(slots=True)
 class _Standing:
-    """A link, and how many rosters it brought that were no news under our epoch of then."""
+    """Hold a link, and count the rosters it brought that were no news under our epoch at that time."""
 
     link: Link
     epoch: int = 0
@@ -53,9 +54,10 @@ class _Standing:
 
 
 class Membership:
-    """Thread-safe. ``current`` is a frozen snapshot; take one, and use it for one purpose.
+    """Keep the current roster and watch over the links. Thread-safe.
 
-    ``now`` is the clock that validity is judged by; looked at every ``check_every_s`` while links stand.
+    ``current`` is a frozen snapshot: take one and use it for one purpose. ``now`` is the clock that
+    decides validity. It is checked every ``check_every_s`` while links stand.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class Membership:
         self._authority = authority
         self._now = now
         self._check_every_s = check_every_s
-        self._offering = threading.Lock()  # one roster at a time; held while it is verified and stored
+        # One roster at a time: held while a roster is verified and stored.
+        self._offering = threading.Lock()
         self._lock = threading.Lock()
         self._standing: list[_Standing] = []
         self._subscribers: list[Adopted] = []
@@ -89,7 +92,7 @@ class Membership:
 
     @property
     def member(self) -> Member:
-        """This process's own line of the roster."""
+        """Return this process's own line of the roster."""
         return self._me.member
 
     @property
@@ -98,15 +101,17 @@ class Membership:
 
     @property
     def signed(self) -> bytes:
-        """The current roster as the operator signed it."""
+        """Return the current roster as the operator signed it."""
         return self._signed
 
     def require_valid(self) -> None:
-        """Raises `RosterError` if the current roster is not valid now."""
+        """Raise `RosterError` if the current roster is not valid now."""
         self._me.roster.require_valid(self._now())
 
     def subscribe(self, callback: Adopted) -> Callable[[], None]:
-        """Call ``callback`` with each roster that is adopted from now on. Returns what ends that."""
+        """Call ``callback`` with each roster that is adopted from now on. Return a function that ends
+        this.
+        """
         with self._lock:
             self._subscribers.append(callback)
 
@@ -118,17 +123,19 @@ class Membership:
         return unsubscribe
 
     def offer(self, signed: bytes, source: str) -> bool:
-        """Adopt a newer roster; False if it is the one that we have.
+        """Adopt a newer roster. Return False if it is the current one.
 
-        Raises `RosterError`, naming ``source``, for one that does not verify, is of another cluster, older,
-        another of the same epoch, not valid now, or without us; and what storing it raises.
+        Raises `RosterError`, naming ``source``, for a roster that does not verify, is of another cluster,
+        is older, differs at the same epoch, is not valid now, or does not list us. Storing it may raise
+        as well.
         """
         return self._offer(signed, source, None)
 
     def attach(self, link: Link) -> None:
         """Watch over a new link, before it is started.
 
-        Raises `HandshakeError`, and closes it, if its peer is gone or changed since its handshake began.
+        Raises `HandshakeError`, and closes the link, if its peer is gone or changed since the handshake
+        began.
         """
         with self._lock:
             roster = self._me.roster
@@ -140,18 +147,19 @@ class Membership:
                 self._watch()
         if out:
             self.require(link)
+        # A newer roster was adopted since the handshake, so the peer may lack it.
         if link.facts.epoch != roster.epoch:
             link.post_roster(self._signed)
 
     def require(self, link: Link) -> None:
-        """For new connections of a link that stands already: raises and closes as `attach`."""
+        """Check new connections of a standing link. Raises and closes as `attach` does."""
         reason = _why_not(link, self._me.roster)
         if reason is not None:
             link.revoke(reason)
             raise HandshakeError(f"{link.peer} is out: {reason}")
 
     def check(self) -> None:
-        """Close all links if the roster has expired. Called by a thread of its own while links stand."""
+        """Close all links if the roster has expired. A thread of its own calls this while links stand."""
         with self._lock:
             roster = self._me.roster
             self._standing = [standing for standing in self._standing if not standing.link.is_over]
@@ -171,6 +179,7 @@ class Membership:
             except RosterError:
                 self._leave(roster, source)
                 raise
+            # Stored before it takes effect: after a crash an older roster must not count again.
             self._authority.accept(signed, roster, source)
             self._adopt(me, signed, sender)
         _log.info("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
@@ -208,6 +217,7 @@ class Membership:
         _revoke_all(ends)
         ended = {link for link, _ in ends}
         for link in standing:
+            # The sender has this roster already.
             if link not in ended and link is not sender:
                 link.post_roster(signed)
         for callback in subscribers:
@@ -216,18 +226,22 @@ class Membership:
             except ConvoyError as error:
                 _log.error("roster epoch %d: %s", me.roster.epoch, error.message)
             except Exception:  # noqa: BLE001 - logged whole
-                # A bug of one must not keep the others, the listener's trust anchors above all, at the old.
+                # A bug in one subscriber must not leave the others at the old roster, above all the
+                # listener's trust anchors.
                 _log.exception("roster epoch %d: a subscriber failed", me.roster.epoch)
 
     def _leave(self, roster: Roster, source: str) -> None:
-        """The operator has taken this member out, or changed its keys: it has nobody any more."""
+        """Close every link: the operator has removed this member or changed its keys."""
         with self._lock:
             links = [one.link for one in self._standing if not one.link.is_over]
         _log.error("roster epoch %d, from %s, has no place for this member", roster.epoch, source)
         _revoke_all([(link, f"roster epoch {roster.epoch} has no place for {self.name}") for link in links])
 
     def _received(self, link: Link, signed: bytes) -> None:
-        """On the link's receiver thread. Raises `FrameError` for a peer that does not stop."""
+        """Handle a roster from a link, on its receiver thread.
+
+        Raises `FrameError` for a peer that keeps sending useless ones.
+        """
         try:
             if signed != self._signed and self._offer(signed, link.peer, link):
                 return
@@ -239,6 +253,7 @@ class Membership:
             standing = next((one for one in self._standing if one.link is link), None)
             if standing is None:
                 return
+            # Counted per epoch, because rosters that cross each other on the way are no fault.
             if standing.epoch != self._me.roster.epoch:
                 standing.epoch, standing.num_needless = self._me.roster.epoch, 0
             standing.num_needless += 1
@@ -263,7 +278,7 @@ class Membership:
 
 
 def _why_not(link: Link, roster: Roster) -> str | None:
-    """Why the peer of a link may not have it under ``roster``, or None."""
+    """Return why the peer of a link may not have it under ``roster``, or None."""
     before = link.facts.member
     now = next((member for member in roster.members if member.name == before.name), None)
     if now is None:
@@ -276,6 +291,6 @@ def _why_not(link: Link, roster: Roster) -> str | None:
 
 
 def _revoke_all(ends: list[tuple[Link, str]]) -> None:
-    """At the same time, and without waiting: a peer that does not hang up holds nobody else up."""
+    """Revoke all links at once without waiting, so that a peer that does not hang up delays no other."""
     for link, reason in ends:
         link.dismiss(reason, revoke=True)

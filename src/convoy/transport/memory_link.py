@@ -29,11 +29,11 @@ def memory_link_pair(
     options: LinkOptions | None = None,
     replaces: bytes = NO_LINK,
 ) -> tuple[Link, Link]:
-    """(``me``'s end, ``other``'s end), neither started. Raises what the handshake raises.
+    """Return (``me``'s end, ``other``'s end), neither started. Raises the errors of the handshake.
 
-    ``faults`` befall what ``me`` sends: write 0 is M1, 1 is M3, from 2 on sealed frames. ``record`` collects
-    the bytes that (``me``, ``other``) hand to their streams: what the outer layer would get. Connections that
-    replace worn ones meet no faults.
+    ``faults`` apply to the writes of ``me``: write 0 is M1, 1 is M3, and sealed frames follow from 2 on.
+    ``record`` collects the bytes that (``me``, ``other``) hand to their streams, which the outer layer
+    would get. Connections that replace worn ones have no faults.
     """
     options = options or LinkOptions()
     link, standing = _pair(me, other, faults=faults, record=record, options=options, replaces=replaces)
@@ -95,7 +95,7 @@ def settled_link_pair(
     record: tuple[bytearray, bytearray] | None = None,
     options: LinkOptions | None = None,
 ) -> tuple[Link, Link]:
-    """As `memory_link_pair`, once both ends hold one roster: the newer one goes to the other end first."""
+    """Link two members as `memory_link_pair` does, after sending the newer roster to the end that lags."""
     for _ in range(2):
         me.require_valid()
         other.require_valid()
@@ -114,5 +114,6 @@ def settled_link_pair(
 
 
 def _settle_quietly(link: Link, membership: Membership) -> None:
-    with contextlib.suppress(ConvoyError):  # the dialling end says what was wrong
+    # The dialling end reports the same failure to the caller.
+    with contextlib.suppress(ConvoyError):
         settle(link, membership)

@@ -1,7 +1,7 @@
-"""How members reach each other: real sockets, or one process with every other part real.
+"""The ways members reach each other: real sockets, or one process in which every other part is real.
 
-A head and its peers take a `Network`, so that a whole cluster, handshakes and sealing included, runs inside
-one test process, and faults can be put between any two members.
+A head and its peers take a `Network`. So a whole cluster, handshakes and sealing included, can run inside
+one test process, with faults between any two members.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Find = Callable[[str], Iterable[tuple[str, int]]]
 
 
 class Listening(Protocol):
-    """Something that hands new links to its `OnLink` until it is closed."""
+    """Describe a listener that hands new links to its `OnLink` until it is closed."""
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -36,31 +36,35 @@ class Listening(Protocol):
 
 
 class Network(Protocol):
-    """Links to and from other members; none is started yet."""
+    """Make links to and from other members. The links are not started yet."""
 
     def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
-        """Raises what `transport.dial.dial` raises."""
+        """Return a link to ``peer``. Raises the errors of `transport.dial.dial`."""
 
     def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
-        """Raises `ConfigError` if the address is taken."""
+        """Listen for links on ``bind``. Raises `ConfigError` if the address is taken."""
 
 
 class TcpNetwork:
-    """TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`.
+    """Make links with TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`.
 
-    ``find`` gives further addresses of a member, to be tried after the roster's. They prove nothing: whoever
-    answers there has to be the member, as everywhere.
+    ``find`` gives further addresses of a member, to be tried after the roster's. Such an address proves
+    nothing: the member that answers there proves itself as everywhere else.
     """
 
     def __init__(
         self, options: LinkOptions | None = None, wrap: Wrap | None = None, find: Find | None = None
     ) -> None:
-        self._options = options or LinkOptions()  # one value: its links share a budget
+        # All links share this one value, and with it one memory budget.
+        self._options = options or LinkOptions()
         self._wrap = wrap
         self._find = find or (lambda _name: ())
 
     def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
-        """Where a listener is full, again until the time is over. Raises what `dial.dial` raises."""
+        """Return a link to ``peer``, and try a full listener again until ``timeout_s`` is over.
+
+        Raises the errors of `dial.dial`.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -71,8 +75,10 @@ class TcpNetwork:
                 time.sleep(_RETRY_S)
 
     def _dial_any(self, me: Membership, peer: Member, deadline_s: float) -> Link:
-        """The addresses share the time that is left. Raises what the roster's address came to: nothing that
-        somebody else announced decides about an error.
+        """Try the roster's address, then those of ``find``; they share the remaining time.
+
+        Raises the error of the roster's address: an announced address comes from somebody else and must
+        not decide which error the caller sees.
         """
         found = [address for address in self._find(peer.name) if address != peer.address]
         failed: PeerError | None = None
@@ -97,9 +103,9 @@ class TcpNetwork:
 
 
 class MemoryNetwork:
-    """Members of one process.
+    """Make links between the members of one process.
 
-    ``records`` keeps, per (dialler, listener), the bytes both ends hand to their streams.
+    ``records`` keeps, per (dialler, listener), the bytes that both ends hand to their streams.
     """
 
     def __init__(self, options: LinkOptions | None = None, *, record: bool = False) -> None:
@@ -110,12 +116,14 @@ class MemoryNetwork:
         self.records: dict[tuple[str, str], tuple[bytearray, bytearray]] = {}
         self.faults: dict[tuple[str, str], Iterable[Fault]] = {}
 
-    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - nobody is far
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - never waits
         with self._lock:
             there = self._listening.get(peer.address)
         if there is None:
             host, port = peer.address
-            raise PeerUnreachable(f"{peer.name} at {host}:{port} could not be reached: nobody listens")
+            raise PeerUnreachable(
+                f"{peer.name} at {host}:{port} could not be reached: no member listens there"
+            )
         other, on_link = there
         pair = (me.name, peer.name)
         record = (bytearray(), bytearray()) if self._record else None

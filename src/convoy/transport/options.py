@@ -1,4 +1,4 @@
-"""Limits and deadlines of links, one frozen value."""
+"""The limits and deadlines of links, in one frozen value."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from convoy.transport.budget import ByteBudget
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """``ciphers`` None: what this machine's CPU says.
+    """Set the limits and deadlines of links. Without ``ciphers`` the machine's CPU decides.
 
-    ``stall_timeout_s``: a peer that takes nothing for so long is gone. ``ping_after_s``: an end that sent
-    nothing for so long sends a PING. ``gone_after_s``: a peer of which no frame came for so long is gone.
-    ``floor_bytes_per_s``: what is long gets this much more time, and no more. ``memory_budget``: for
-    tensors and long messages that have not come whole, shared by all links that are made with this value.
+    ``stall_timeout_s``: a peer that takes nothing for this long is gone. ``ping_after_s``: an end that
+    has sent nothing for this long sends a PING. ``gone_after_s``: a peer that has sent no frame for this
+    long is gone.
 
-    ``replace_after_records``, ``max_tls_records``: of one connection; after the first the dialler replaces
-    both connections, trying again every ``replace_retry_s``, and at the second the link ends.
+    ``floor_bytes_per_s``: the rate that sets how much more time a long message or tensor gets.
+    ``memory_budget``: memory for incomplete tensors and long messages, shared by all links that are made
+    with this value.
+
+    ``replace_after_records`` and ``max_tls_records`` count the TLS records of one connection. At the
+    first the dialler replaces both connections, trying again every ``replace_retry_s``. At the second the
+    link ends.
     """
 
     handshake_timeout_s: float = 5.0

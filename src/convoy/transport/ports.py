@@ -1,4 +1,4 @@
-"""TCP ports for programs that are started later, on this machine."""
+"""Free TCP ports for programs that are started later on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""After a handshake between two epochs: the newer roster goes over the sealed link, which then ends.
+"""Bring two ends to one roster after a handshake between two epochs.
 
-The end that lags verifies and adopts it before it says goodbye, so that the dialler's next handshake finds
-both ends at one epoch. All of it within the handshake's deadline.
+The newer roster goes over the sealed link, which then ends. The end that lags verifies and adopts it
+before it says goodbye, so that the dialler's next handshake finds both ends at one epoch. All of it
+happens within the handshake's deadline.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ _BYE = frozenset({FrameType.BYE})
 
 
 def settle(link: Link, membership: Membership) -> bool:
-    """True if both ends hold one epoch. Otherwise the newer roster has crossed, and the link is over.
+    """Return True if both ends hold one epoch.
 
-    Raises `Incompatible`, naming both epochs, if the end that lags did not take it, or it never came.
+    Otherwise send or take the newer roster, end the link, return False.
+
+    Raises `Incompatible`, naming both epochs, if the end that lags refused it, or it never came.
     """
     ours, theirs = link.facts.epoch, link.facts.peer_epoch
     if ours == theirs:
         return True
+    # The link was not started, so its two halves can be used directly.
     connections = link.release()
     try:
         if ours > theirs:
@@ -59,7 +63,8 @@ def _take(connections: Connections, peer: str, membership: Membership, epoch: in
     try:
         membership.offer(update.signed, peer)
     except ConvoyError as error:
-        if membership.roster.epoch > epoch:  # a newer one came another way in the meantime
+        # A newer roster may have come another way in the meantime. Then this end does not lag any more.
+        if membership.roster.epoch > epoch:
             _send(connections, Bye(ADOPTED))
             return
         _send(connections, Bye(_REFUSED))

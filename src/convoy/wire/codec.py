@@ -1,5 +1,6 @@
-"""Messages to bytes and back: msgpack arrays in field order, one decoder per frame type, nothing looked up by
-name.
+"""Encode and decode messages: msgpack arrays in field order, one decoder per frame type.
+
+No class is ever looked up by a name from the bytes.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame_type_of(message: Message) -> FrameType:
-    """The frame type that carries ``message``."""
+    """Return the frame type that carries ``message``."""
     return _TYPE_OF[type(message)]
 
 
 def encode_message(message: Message) -> bytes:
-    """The payload of ``message``'s frame, before sealing."""
+    """Return the payload of ``message``'s frame, before sealing."""
     return _encoder.encode(message)
 
 
 def decode_message(kind: FrameType, payload: bytes | bytearray | memoryview) -> Message:
-    """The message in a payload that opened. Raises `FrameError`, without quoting the payload."""
+    """Return the message in an opened payload. Raises `FrameError`, without quoting the payload."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise FrameError(f"a {kind.name} carries no message")
@@ -71,7 +72,7 @@ T = TypeVar("T")
 
 
 class _StepParts(Message, frozen=True):
-    """A `Step` of which the lists that hold lists are not built yet."""
+    """Hold a `Step` with its nested lists still undecoded."""
 
     number: int
     released: Released
@@ -82,7 +83,7 @@ class _StepParts(Message, frozen=True):
 
 
 class _RankStepParts(Message, frozen=True):
-    """A `RankStep` of which the step is not built yet."""
+    """Hold a `RankStep` with its step still undecoded."""
 
     step: msgspec.Raw
     hidden: bool
@@ -97,7 +98,10 @@ _draw = msgspec.msgpack.Decoder(SampleRequest)
 
 
 def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:
-    """Entry by entry, because a bias of 3 bytes takes 88 in memory, and a frame has room for millions."""
+    """Decode a long step entry by entry, and count blocks and biases on the way.
+
+    A bias of 3 bytes takes 88 in memory, and a frame has room for millions.
+    """
     parts = _step_parts.decode(payload)
     grants = _decode_each(parts.grants, _grant, lambda grant: len(grant.blocks), MAX_STEP_BLOCKS)
     draws = _decode_each(parts.draws, _draw, lambda draw: len(draw.logit_bias), MAX_STEP_BIASES)
@@ -126,7 +130,7 @@ def _decode_each(
     return found
 
 
-# Text that people read, and the characters that are kept of it.
+# The fields with text for people, and the number of characters that are kept of each.
 _PROSE: dict[type[Message], dict[str, int]] = {
     Hello: {"software": 100, "platform": 200, "device": 200},
     Refuse: {"reason": 500, "hint": 500},
@@ -140,7 +144,10 @@ _PROSE: dict[type[Message], dict[str, int]] = {
 
 
 def _made_plain(message: Message) -> Message:
-    """``message`` with its text harmless; see `wire.text`. Raises `FrameError` for a name that is not."""
+    """Return ``message`` with its text made harmless; see `wire.text`.
+
+    Raises `FrameError` for a name that cannot be printed or is too long.
+    """
     prose = _PROSE.get(type(message))
     if prose is not None:
         kept = {name: plain_text(getattr(message, name), limit) for name, limit in prose.items()}

@@ -1,7 +1,7 @@
-"""The header of a sealed frame and the preamble of a handshake frame, with each type's limit.
+"""The header of a sealed frame and the preamble of a handshake frame, with the limit of each type.
 
-A length is checked here, before anybody allocates for it: no frame is longer than a record, and a message
-that is comes as its size in a frame of its own, then in records. Layout: docs/protocol.md.
+A length is checked here, before any allocation for it. No frame is longer than a record. A longer message
+comes as a frame with its size, followed by records. Layout: docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAG_LAST = 0x01
 HANDSHAKE_MAGIC = b"CNVY"
 HANDSHAKE_PREAMBLE_BYTES = 8
 
-# Before authentication: all that one end may be made to read adds up to less than 4 KiB.
+# Before authentication, the bytes that one end can make the other read add up to less than 4 KiB.
 MAX_HANDSHAKE_BYTES: dict[FrameType, int] = {
     FrameType.OPENING: 64,
     FrameType.HANDSHAKE_1: 3072,
@@ -40,13 +40,13 @@ _SIZE = struct.Struct(">I")
 
 # Limits of whole payloads in bytes, before sealing. Types that are missing here are never sealed.
 #
-# What a STEP can need is what its draws look back on: the 32 sequences and 64 guesses that a head has in a
-# step unless told otherwise, 131,072 tokens of 4 bytes for each: 48 MiB. Beside that, `MAX_STEP_BIASES` of
-# 15 bytes are 4.7 MiB, 320 draws with 1,024 restricted tokens 1.3 MiB, and 32 shared prompts as long in
-# blocks of 16 (5 bytes and a tag of 16) 5.3 MiB.
-# A RANK_STEP is a STEP without draws.
-# What a DRAWN can need is logits for 32 sessions over a vocabulary of 262,144: 32 MiB, and 20 alternatives
-# of 15 bytes for each of `MAX_STEP_TOKENS` answers: 4.7 MiB.
+# A STEP is largest through the tokens that its sample requests look back on. A head has by default 32
+# sequences and 64 guesses in a step, each with 131,072 tokens of 4 bytes: 48 MiB. Beside that,
+# `MAX_STEP_BIASES` of 15 bytes are 4.7 MiB, 320 sample requests with 1,024 restricted tokens are 1.3 MiB, and
+# 32 shared prompts of that length in blocks of 16 (5 bytes and a tag of 16) are 5.3 MiB.
+# A RANK_STEP is a STEP without sample requests.
+# A DRAWN is largest with the logits of 32 sessions over a vocabulary of 262,144, which are 32 MiB, and 20
+# alternatives of 15 bytes for each of `MAX_STEP_TOKENS` answers, which are 4.7 MiB.
 MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.HELLO: 4 * 1024,
     FrameType.PLAN: 1024 * 1024,
@@ -94,10 +94,10 @@ HeaderFields = tuple[FrameType, int, int, int, bytes, int, int, int, int, int]
 
 
 class FrameHeader(NamedTuple):
-    """All that stands in clear in front of a sealed payload, and inside its AAD.
+    """Hold the fields that stand in clear before a sealed payload, and are part of its AAD.
 
-    ``length`` counts the sealed payload, tag included. ``boundary`` is the first layer that the tensor goes
-    into.
+    ``length`` counts the sealed payload with its tag. ``boundary`` is the first layer that the tensor
+    goes into.
     """
 
     type: FrameType
@@ -117,26 +117,28 @@ class FrameHeader(NamedTuple):
 
 
 def cluster_tag(cluster_id: str) -> bytes:
-    """The first 8 bytes of SHA-256 of the cluster id: frames of one cluster never open in another."""
+    """Return the first 8 bytes of the cluster id's SHA-256: frames of one cluster never open in another."""
     return hashlib.sha256(b"convoy cluster\0" + cluster_id.encode()).digest()[:CLUSTER_TAG_BYTES]
 
 
 def check_payload(kind: FrameType, num_bytes: int) -> None:
-    """Before sealing. Raises `FrameTooLong` for what no peer would take."""
+    """Check a payload's size before sealing. Raises `FrameTooLong` over the limit that every peer
+    enforces.
+    """
     limit = MAX_PAYLOAD_BYTES[kind]
     if num_bytes > limit:
         raise FrameTooLong(f"a {kind.name} of {num_bytes} bytes is over its limit of {limit}")
 
 
 def encode_size(num_bytes: int) -> bytes:
-    """The payload of the first frame of a message that is longer than a record."""
+    """Return the payload of the first frame of a message that is longer than a record."""
     return _SIZE.pack(num_bytes)
 
 
 def decode_size(kind: FrameType, data: bytes | bytearray | memoryview) -> int:
-    """Bytes of the message whose records follow.
+    """Return the number of bytes of the message that follows in records.
 
-    Raises `FrameError`; `FrameTooLong` over its type's limit.
+    Raises `FrameError`, and `FrameTooLong` over its type's limit.
     """
     if len(data) != _SIZE.size:
         raise FrameError(f"a {kind.name} in records begins with {len(data)} bytes, expected {_SIZE.size}")
@@ -150,13 +152,17 @@ def decode_size(kind: FrameType, data: bytes | bytearray | memoryview) -> int:
 def encode_header_into(
     buffer: bytearray | memoryview, offset: int, header: FrameHeader | HeaderFields
 ) -> None:
-    """Write HEADER_BYTES at ``offset``; a `FrameHeader` or its fields in order, which is quicker to make."""
+    """Write HEADER_BYTES at ``offset``.
+
+    ``header`` may be a plain tuple of the fields, which is quicker to make.
+    """
     _HEADER.pack_into(buffer, offset, *header)
 
 
 def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> FrameHeader:
-    """Read and check a header. Raises `FrameError`; `FrameTooLong` if its length is over the type's limit, or
-    a record's.
+    """Read and check a header.
+
+    Raises `FrameError`, and `FrameTooLong` if its length is over the limit of the type or of a record.
     """
     number, flags, boundary, length, *rest = _HEADER.unpack_from(buffer, offset)
     kind = _TYPES.get(number)
@@ -173,13 +179,16 @@ def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Fr
 
 
 def encode_handshake(kind: FrameType, payload: bytes) -> bytes:
-    """A whole handshake frame: preamble and payload."""
+    """Return a whole handshake frame: preamble and payload. Raises `FrameTooLong`."""
     _check_handshake(kind, len(payload))
     return _PREAMBLE.pack(HANDSHAKE_MAGIC, kind, 0, len(payload)) + payload
 
 
 def decode_preamble(data: bytes | bytearray | memoryview) -> tuple[FrameType, int]:
-    """Type and payload length of a handshake frame. Raises `FrameError`; `FrameTooLong` above its limit."""
+    """Return the type and payload length of a handshake frame.
+
+    Raises `FrameError`; `FrameTooLong` over its limit.
+    """
     magic, number, zero, length = _PREAMBLE.unpack_from(data)
     kind = _HANDSHAKE_TYPES.get(number)
     if magic != HANDSHAKE_MAGIC or kind is None or zero != 0:

@@ -1,6 +1,4 @@
-"""A tensor as it crosses a link: dtype, shape and raw row-major little-endian bytes, checked against each
-other.
-"""
+"""A tensor on its way over a link: dtype, shape and raw row-major little-endian bytes that fit each other."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from convoy.errors import FrameError, FrameTooLong
 DESCRIPTOR_BYTES = 64
 MAX_DIMENSIONS = 6
 
-DTYPES: dict[str, tuple[int, int]] = {  # name: (number on the wire, bytes per element)
+# By name: (number on the wire, bytes per element).
+DTYPES: dict[str, tuple[int, int]] = {
     "float32": (1, 4),
     "bfloat16": (2, 2),
     "float16": (3, 2),
@@ -26,7 +25,10 @@ _PADDING = bytes(6)
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """``data`` holds exactly ``nbytes`` of ``shape`` in ``dtype``; raises `FrameError` if made otherwise."""
+    """Hold the bytes of a tensor.
+
+    Raises `FrameError` unless ``data`` has exactly the size of ``shape`` in ``dtype``.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +49,9 @@ class WireTensor:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a dense tensor. Raises `FrameError` for a dtype or shape that never crosses a link."""
+    """Return the bytes of a dense tensor. Raises `FrameError` for a dtype or shape that never crosses a
+    link.
+    """
     if dtype not in DTYPES:
         raise FrameError(f"dtype {dtype} does not cross links, expected one of {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0):
@@ -56,7 +60,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def encode_descriptor(tensor: WireTensor) -> bytes:
-    """DESCRIPTOR_BYTES that go in front of the data, inside the first sealed record."""
+    """Return the DESCRIPTOR_BYTES that stand before the data, inside the first sealed record."""
     sizes = [*tensor.shape, *([0] * (MAX_DIMENSIONS - len(tensor.shape)))]
     return _DESCRIPTOR.pack(DTYPES[tensor.dtype][0], len(tensor.shape), _PADDING, tensor.nbytes, *sizes)
 
@@ -64,9 +68,9 @@ def encode_descriptor(tensor: WireTensor) -> bytes:
 def decode_descriptor(
     data: bytes | bytearray | memoryview, max_bytes: int
 ) -> tuple[str, tuple[int, ...], int]:
-    """Dtype, shape and size in bytes.
+    """Return dtype, shape and size in bytes. Allocates nothing.
 
-    Raises `FrameError`, `FrameTooLong` above ``max_bytes``; allocates nothing.
+    Raises `FrameError`, and `FrameTooLong` above ``max_bytes``.
     """
     if len(data) < DESCRIPTOR_BYTES:
         raise FrameError(f"a tensor's first record has {len(data)} bytes, fewer than {DESCRIPTOR_BYTES}")

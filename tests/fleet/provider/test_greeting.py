@@ -169,7 +169,7 @@ def test_an_impostor_hears_no_more_than_a_hello(tmp_path: Path, answer: str) -> 
         dial = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         fleet.add("fooled", NOWHERE, approved=False, dial=dial, coordinator_key=PINNED.public_key)
         if answer == "an echo":  # no message of a coordinator at all: the next try may find one
-            fleet.wait_event("are no message of its")
+            fleet.wait_event("are not one of its messages")
         else:
             assert isinstance(fleet.error_of(-1), CoordinatorUnproved)
         assert impostor.hellos[0].pinned

@@ -292,7 +292,7 @@ def test_a_peer_that_takes_nothing_for_too_long_breaks_the_link() -> None:
 
 
 class Slow:
-    """A stream whose every write takes a while, but comes to its end."""
+    """Delay every write of a stream for a while, and complete it."""
 
     def __init__(self, stream: Stream, seconds: float) -> None:
         self._stream = stream

@@ -150,7 +150,7 @@ def test_a_truncated_frame_is_never_delivered(keep: int) -> None:
 
 
 class Tap:
-    """A stream whose sends can be seen and to whose far end bytes can be given: the attacker's hands."""
+    """Show the sends of a stream, and give bytes to its far end: the attacker's hands."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -284,7 +284,9 @@ def test_the_last_mark_cannot_be_moved_to_an_earlier_record() -> None:
 
 @pytest.mark.parametrize("kind", list(MAX_PAYLOAD_BYTES))
 def test_an_oversized_length_is_refused_before_memory_is_taken(kind: FrameType) -> None:
-    """Nobody has authenticated a header that just came: no type's is worth more than the buffer there is."""
+    """A fresh header is not authenticated yet, so its length may not claim more memory than the buffer
+    has.
+    """
     limit = min(MAX_PAYLOAD_BYTES[kind], RECORD_BYTES) + 16
     for length in (limit + 1, 2**32 - 1):
         _, there, mine, _ = tapped_pair()
@@ -326,7 +328,7 @@ def mine_header(cluster: bytes, kind: FrameType, flags: int, length: int, record
 
 
 def well_sealed(*frames: tuple[dict[str, Any], bytes]) -> ConvoyError:
-    """How a link ends by frames of a valid member whose headers say what they like."""
+    """Return how a link ends after well-sealed frames of a valid member with arbitrary header fields."""
     here, there, mine, _ = tapped_pair()
     outgoing = here.link._outgoing
     for fields, payload in frames:

@@ -1,4 +1,6 @@
-"""Who reads a link: whatever meets in time, no connection is left that nobody is woken for."""
+"""The right to read a link: however threads meet, no connection with bytes to read is left without a
+reader.
+"""
 
 from __future__ import annotations
 

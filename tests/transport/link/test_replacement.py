@@ -1,4 +1,4 @@
-"""A link outlives its connections: they are replaced under traffic, and nobody above notices."""
+"""A link outlives its connections: they are replaced under traffic, and their users do not notice."""
 
 from __future__ import annotations
 

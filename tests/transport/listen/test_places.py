@@ -1,4 +1,4 @@
-"""Whose connection gives way: the tables alone, with a clock that a test turns."""
+"""The choice of the connection that gives way: the tables alone, with a clock that a test turns."""
 
 from __future__ import annotations
 

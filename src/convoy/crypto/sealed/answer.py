@@ -1,8 +1,8 @@
 """An answer in sealed chunks: each once, in order, and the last marked, so that none can be left out.
 
-The construction is that of `chunks` (STREAM): a key for this answer alone, a nonce of the chunk's number and
-of whether it is the last. The key comes from the secret in the request, the request's hash and a nonce of the
-provider's, so no answer fits another request, and no two answers to one share a key.
+The construction is that of `chunks` (STREAM): a key for this answer alone, and a nonce from the chunk's
+number and whether it is the last. The key comes from the secret in the request, the request's hash and a
+nonce of the provider. So no answer fits another request, and no two answers to one request share a key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def most_chunk_bytes(sealed_bytes: int) -> int:
 
 
 class AnswerSealer:
-    """The provider's side: one for each time a request is answered."""
+    """Seal an answer at the provider. Each answer to a request needs a sealer of its own."""
 
     def __init__(self, secret: bytes, request_hash: bytes) -> None:
         self.nonce = secrets.token_bytes(ANSWER_NONCE_BYTES)
@@ -56,7 +56,9 @@ class AnswerSealer:
         self._ended = False
 
     def seal(self, chunk: bytes, *, last: bool = False) -> bytes:
-        """The next chunk. Raises `SealError` after the last, or for one over MAX_CHUNK_BYTES."""
+        """Return the next sealed chunk. Raises `SealError` after the last, or for one over
+        MAX_CHUNK_BYTES.
+        """
         if self._ended or self._index >= _MAX_CHUNKS:
             raise SealError("this answer has ended")
         if len(chunk) > MAX_CHUNK_BYTES:
@@ -66,19 +68,24 @@ class AnswerSealer:
 
 
 class AnswerOpener:
-    """The asker's side. After a failure it opens nothing more."""
+    """Open an answer at the asking side. After a failure it opens nothing more."""
 
     def __init__(self, secret: bytes, request_hash: bytes, nonce: bytes) -> None:
         self._aead = _key(secret, request_hash, nonce)
         self._index = 0
-        self.ended = False  # the last chunk was opened: without it the answer is not whole
+        # True once the last chunk was opened. Without it the answer is not complete.
+        self.ended = False
 
     def open(self, sealed: bytes, *, last: bool) -> bytes:
-        """The next chunk. Raises `SealError` if it is not that, was changed, or comes after the last."""
+        """Return the next chunk.
+
+        Raises `SealError` if it is another one, was changed, or comes after the last.
+        """
         if self.ended or self._index < 0:
             raise SealError("this answer has ended, or a chunk of it failed before")
         if len(sealed) > 2 * MAX_CHUNK_BYTES:
             raise SealError(f"a sealed chunk has {len(sealed)} bytes, and the limit is {2 * MAX_CHUNK_BYTES}")
+        # -1 marks a failure until this chunk has opened.
         index, self._index = self._index, -1
         try:
             chunk = unpad(self._aead.decrypt(_nonce(index, last), sealed, _INFO))

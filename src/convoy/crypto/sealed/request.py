@@ -1,8 +1,8 @@
 """A request sealed to one provider's key: HPKE (RFC 9180) in base mode, one message, one use.
 
-The KEM is X-Wing's pair, ML-KEM-768 with X25519, so that what is recorded today stays closed. Who asked is
-not authenticated here: the coordinator counts whose request it is, and must not read it. Everything that is
-said beside the sealed body is bound to it through HPKE's ``info``.
+The KEM is X-Wing's pair, ML-KEM-768 with X25519, so that a recording of today stays closed later. The
+asking client is not authenticated here: the coordinator counts the requests of each client, and must not
+read them. All fields beside the sealed body are bound to it through HPKE's ``info``.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from convoy.errors import SealError
 VERSION = 1
 ANSWER_SECRET_BYTES = 32
 MAX_SEALED_BYTES = 16 * 1024 * 1024
-PUBLIC_KEY_BYTES = 1184 + 32  # ML-KEM-768, then X25519
+# ML-KEM-768, then X25519.
+PUBLIC_KEY_BYTES = 1184 + 32
 KEY_ID_BYTES = 16
 
 _LABEL = b"convoy sealed request v1"
 _SUITE = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 _LEAST_BODY = 1024
 _MLKEM_BYTES = 1184
-_ADDED_BYTES = 1088 + 32 + 16  # what both key exchanges send, and the tag
+# The messages of both key exchanges, and the tag.
+_ADDED_BYTES = 1088 + 32 + 16
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What the coordinator reads beside a sealed body; the provider refuses a body that was sealed to others.
+    """Hold the fields that the coordinator reads beside a sealed body.
 
-    ``expires_s``: Unix time, whole seconds. ``kind``: ``chat`` or ``completion``; nobody may make one of the
-    other on the way.
+    The provider refuses a body that was sealed with other fields. ``expires_s`` is Unix time in whole
+    seconds. ``kind`` is ``chat`` or ``completion``. It is among the sealed fields, so one kind cannot
+    become the other on the way.
     """
 
     provider: str
@@ -49,7 +52,7 @@ class RequestFacts:
     kind: str
 
     def info(self) -> bytes:
-        """HPKE's ``info``: a label, the version, and each field behind its length."""
+        """Return HPKE's ``info``: a label, the version, and each field behind its length."""
         fields = [
             self.provider.encode(),
             self.key_id,
@@ -65,20 +68,21 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRequest:
-    """The body, and the secret under which its answer is sealed."""
+    """Hold the body, and the secret under which its answer is sealed."""
 
     body: bytes
     answer_secret: bytes
 
-    def __repr__(self) -> str:  # neither prompt nor key, whoever formats this
+    # Neither prompt nor key may reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
         return f"OpenedRequest({len(self.body)} bytes)"
 
 
 class RequestKey:
-    """A provider's key pair for sealed requests, in memory alone."""
+    """Hold a provider's key pair for sealed requests, in memory alone."""
 
     def __init__(self, mlkem_seed: bytes | None = None, x25519: bytes | None = None) -> None:
-        """Random; both halves are given in test vectors."""
+        """Generate a random pair. Test vectors give both halves."""
         lattice = (
             MLKEM768PrivateKey.generate()
             if mlkem_seed is None
@@ -90,11 +94,11 @@ class RequestKey:
 
     @property
     def key_id(self) -> bytes:
-        """Names the public key."""
+        """Return the id of the public key."""
         return key_id_of(self.public)
 
     def open(self, facts: RequestFacts, sealed: bytes) -> OpenedRequest:
-        """Raises `SealError` if it was sealed to another key or beside other facts, or was changed."""
+        """Open a sealed request. Raises `SealError` for another key, other facts or changed bytes."""
         if facts.key_id != self.key_id:
             raise SealError("a request is sealed to another key of this provider, or to another provider")
         if len(sealed) > MAX_SEALED_BYTES:
@@ -102,21 +106,24 @@ class RequestKey:
         try:
             plain = unpad(_SUITE.decrypt(sealed, self._private, info=facts.info()))
         except (InvalidTag, ValueError):
-            raise SealError("a sealed request does not open: what is said beside it was changed") from None
+            raise SealError("a sealed request does not open: it, or a field beside it, was changed") from None
         if len(plain) < ANSWER_SECRET_BYTES:
             raise SealError("a sealed request has no secret for its answer")
         return OpenedRequest(plain[ANSWER_SECRET_BYTES:], plain[:ANSWER_SECRET_BYTES])
 
 
 def key_id_of(public: bytes) -> bytes:
-    """The first KEY_ID_BYTES of the SHA-256 of a public key."""
+    """Return the first KEY_ID_BYTES of the SHA-256 of a public key."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(public)
     return digest.finalize()[:KEY_ID_BYTES]
 
 
 def seal_request(public: bytes, facts: RequestFacts, body: bytes) -> tuple[bytes, bytes]:
-    """The sealed body, and the fresh secret in it. Raises `SealError` for a key that is none, or too much."""
+    """Return the sealed body, and the fresh secret in it.
+
+    Raises `SealError` for an invalid key or too large a body.
+    """
     if len(public) != PUBLIC_KEY_BYTES or facts.key_id != key_id_of(public):
         raise SealError(f"a provider's key of {len(public)} bytes is not the one that is named")
     secret = secrets.token_bytes(ANSWER_SECRET_BYTES)
@@ -139,12 +146,12 @@ def most_body_bytes(sealed_bytes: int) -> int:
 
 
 def sealed_size(body_bytes: int) -> int:
-    """What `seal_request` makes of so many bytes."""
+    """Return the size that `seal_request` makes of so many bytes."""
     return padded_size(ANSWER_SECRET_BYTES + body_bytes, _LEAST_BODY) + _ADDED_BYTES
 
 
 def request_hash(facts: RequestFacts, sealed: bytes) -> bytes:
-    """SHA-256 over the facts and the sealed body: what an answer's keys are bound to."""
+    """Return the SHA-256 over the facts and the sealed body, to which an answer's keys are bound."""
     digest = hashes.Hash(hashes.SHA256())
     info = facts.info()
     digest.update(len(info).to_bytes(4, "big") + info)

@@ -1,4 +1,4 @@
-"""Endorsement certificates: a TPM's manufacturer says that this endorsement key is in one of its TPMs."""
+"""Endorsement certificates: a TPM's manufacturer states that this endorsement key is in one of its TPMs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNREADABLE = (ValueError, x509.InvalidVersion, UnsupportedAlgorithm)
 
 
 def read_authorities(pem: bytes, what: str) -> list[bytes]:
-    """DER of every certificate in a PEM file. Raises `ConfigError` naming ``what``."""
+    """Return the DER of every certificate in a PEM file. Raises `ConfigError` naming ``what``."""
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except _UNREADABLE:
@@ -42,7 +42,10 @@ def read_authorities(pem: bytes, what: str) -> list[bytes]:
 
 
 def certificate_prefix(data: bytes) -> bytes:
-    """The certificate at the front of what a TPM's memory holds: some makers pad it. Unchanged if unclear."""
+    """Return the certificate at the front of a TPM's memory, which some makers pad.
+
+    Data that does not begin like a certificate is returned unchanged.
+    """
     if len(data) > 4 and data[:2] == b"\x30\x82":
         return data[: 4 + int.from_bytes(data[2:4], "big")]
     return data
@@ -54,9 +57,10 @@ def check_endorsement(
     authorities: Iterable[bytes],
     now: datetime.datetime | None = None,
 ) -> str:
-    """Check an EK certificate: its chain ends at one of ``authorities`` (DER), and it is for this key.
+    """Check that an EK certificate is for this key, and that its chain ends at one of ``authorities``
+    (DER).
 
-    Every authority is an anchor, an intermediate one too. Returns the anchor's subject. Raises
+    Every authority is an anchor, also an intermediate one. Return the anchor's subject. Raises
     `AttestationError`.
     """
     if len(certificate_der) > MAX_CERTIFICATE_BYTES:
@@ -85,8 +89,8 @@ def check_endorsement(
 def _chain(
     certificate: x509.Certificate, anchors: list[x509.Certificate], now: datetime.datetime
 ) -> list[x509.Certificate]:
-    # The names in an EK certificate say which TPM model it is, for people; the key is what counts. So the
-    # rules of the web for the leaf (names, usages) do not apply, and those for authorities do.
+    # The names in an EK certificate tell people the TPM model; only the key counts here. So the web's rules
+    # for the leaf (names, usages) do not apply, and those for authorities do.
     leaf = (
         ExtensionPolicy.permit_all()
         .require_present(x509.SubjectAlternativeName, Criticality.AGNOSTIC, None)

@@ -1,8 +1,9 @@
-"""What a TPM 2.0 says, read strictly: public areas, quotes, signatures, names (TPM 2.0 Library, Parts 1, 2).
+"""Strict parsers for a TPM 2.0's public areas, quotes, signatures and names (TPM 2.0 Library, Parts 1,
+2).
 
-Everything here comes from another machine, so each length is checked against what is left and against a
-limit, every constant that is not exactly the expected one is refused, and nothing may be left over. All
-integers are big-endian. Errors are `AttestationError`, whose text is the reason in a verdict.
+All input here comes from another machine. Each length is checked against the remaining bytes and against
+a limit, every constant other than the expected one is refused, and no bytes may be left over. All
+integers are big-endian. Errors are `AttestationError`; its text is the reason in a verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PCR_BYTES = 32
 
 PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey
 
-_GENERATED = 0xFF544347  # TPM_GENERATED_VALUE: a restricted key signs nothing from outside that begins so
+# TPM_GENERATED_VALUE: a restricted key signs no outside data that begins with it.
+_GENERATED = 0xFF544347
 _ATTEST_QUOTE = 0x8018
 _ALG_RSA, _ALG_SHA256, _ALG_NULL, _ALG_ECC = 0x0001, 0x000B, 0x0010, 0x0023
 _ALG_AES, _ALG_CFB = 0x0006, 0x0043
@@ -52,42 +54,50 @@ _BOUND = (_FIXED_TPM, _FIXED_PARENT, _ORIGIN, _RESTRICTED)
 
 @dataclass(frozen=True, slots=True)
 class PublicArea:
-    """A TPMT_PUBLIC. ``name`` is what the TPM calls the key: hash algorithm, and the hash of all of this."""
+    """Hold a TPMT_PUBLIC. ``name`` is the TPM's name of the key: hash algorithm, and the hash of all of
+    this.
+    """
 
     attributes: int
     key: PublicKey = field(repr=False)
-    scheme: int  # _ALG_RSASSA, _ALG_ECDSA, or _ALG_NULL for a key that decrypts
-    symmetric: tuple[int, int, int]  # algorithm, bits, mode; (_ALG_NULL, 0, 0) for none
+    # _ALG_RSASSA, _ALG_ECDSA, or _ALG_NULL for a key that decrypts.
+    scheme: int
+    # Algorithm, bits, mode; (_ALG_NULL, 0, 0) for none.
+    symmetric: tuple[int, int, int]
     name: bytes
 
     @property
     def key_der(self) -> bytes:
-        """DER SubjectPublicKeyInfo: the form in which the roster lists an attestation key."""
+        """Return the DER SubjectPublicKeyInfo: the form in which the roster lists an attestation key."""
         return self.key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
     @property
     def endorsement_name(self) -> bytes:
-        """The qualified name of this key as a primary key of the endorsement hierarchy."""
+        """Return the qualified name of this key as a primary key of the endorsement hierarchy."""
         parent = _RH_ENDORSEMENT.to_bytes(4, "big")
         return _ALG_SHA256.to_bytes(2, "big") + hashlib.sha256(parent + self.name).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A TPMS_ATTEST of a quote. ``clock_ms`` and the counts say how long and how often the machine ran."""
+    """Hold a TPMS_ATTEST of a quote. ``clock_ms`` and the counts say how long and how often the machine
+    ran.
+    """
 
-    signer: bytes  # qualified name of the key
+    # The qualified name of the key.
+    signer: bytes
     extra: bytes
     clock_ms: int
     reset_count: int
     restart_count: int
     firmware: int
-    pcrs: tuple[int, ...]  # of the SHA-256 bank
+    # The quoted registers of the SHA-256 bank.
+    pcrs: tuple[int, ...]
     pcr_digest: bytes
 
 
 def parse_public(data: bytes) -> PublicArea:
-    """A TPM2B_PUBLIC of an RSA or P-256 key named with SHA-256. Raises `AttestationError`."""
+    """Return a TPM2B_PUBLIC of an RSA or P-256 key named with SHA-256. Raises `AttestationError`."""
     what = "the key's public area"
     if len(data) > MAX_PUBLIC_BYTES:
         raise AttestationError(f"{what} has {len(data)} bytes, and the limit is {MAX_PUBLIC_BYTES}")
@@ -98,7 +108,8 @@ def parse_public(data: bytes) -> PublicArea:
     kind = reader.one_of(2, (_ALG_RSA, _ALG_ECC), "type")
     reader.one_of(2, (_ALG_SHA256,), "name algorithm")
     attributes = reader.number(4)
-    reader.sized(64)  # the authorisation policy: who may use the key on that machine is not our question
+    # The authorisation policy, which controls the key's use on that machine. It does not matter here.
+    reader.sized(64)
     symmetric = _symmetric(reader)
     scheme = _scheme(reader)
     key = _rsa(reader) if kind == _ALG_RSA else _ecc(reader)
@@ -108,7 +119,10 @@ def parse_public(data: bytes) -> PublicArea:
 
 
 def parse_quote(data: bytes) -> Quote:
-    """A TPMS_ATTEST as the TPM signed it. Raises `AttestationError` unless it is a quote, and only that."""
+    """Return a TPMS_ATTEST as the TPM signed it.
+
+    Raises `AttestationError` unless it is a quote, and only that.
+    """
     if len(data) > MAX_QUOTE_BYTES:
         raise AttestationError(f"the quote has {len(data)} bytes, and the limit is {MAX_QUOTE_BYTES}")
     reader = _Reader(data, "the quote")
@@ -127,14 +141,14 @@ def parse_quote(data: bytes) -> Quote:
 
 
 def check_attestation_key(public: PublicArea) -> None:
-    """Raises `AttestationError` unless this key never left its TPM and signs only what that TPM says."""
+    """Raise `AttestationError` unless this key never left its TPM and signs only that TPM's statements."""
     _check_attributes(public, (*_BOUND, _SIGN), (_DECRYPT, _DUPLICATION), "attestation key")
     if public.scheme not in {_ALG_RSASSA, _ALG_ECDSA} or public.symmetric[0] != _ALG_NULL:
         raise AttestationError("the attestation key has no signature scheme, expected RSASSA or ECDSA")
 
 
 def check_endorsement_key(public: PublicArea) -> None:
-    """Raises `AttestationError` unless this is an RSA storage key with AES-128-CFB, as the default EK is."""
+    """Raise `AttestationError` unless this is an RSA storage key with AES-128-CFB, as the default EK is."""
     _check_attributes(public, (*_BOUND, _DECRYPT), (_SIGN, _DUPLICATION), "endorsement key")
     if public.symmetric != (_ALG_AES, 128, _ALG_CFB) or not isinstance(public.key, rsa.RSAPublicKey):
         raise AttestationError("the endorsement key is not an RSA key with AES-128-CFB")
@@ -163,12 +177,15 @@ def check_signature(public: PublicArea, signature: bytes, signed: bytes) -> None
 
 
 def pcr_digest(values: Sequence[bytes]) -> bytes:
-    """What a quote with SHA-256 says about these registers, in the order of their indices."""
+    """Return the digest that a SHA-256 quote has for these register values, in the order of their indices."""
     return hashlib.sha256(b"".join(values)).digest()
 
 
 def key_algorithm(key_der: bytes) -> str:
-    """``rsa`` or ``ecc`` of an attestation key in the roster's form. Raises `AttestationError` for others."""
+    """Return ``rsa`` or ``ecc`` for an attestation key in the roster's form.
+
+    Raises `AttestationError` for others.
+    """
     try:
         key = load_der_public_key(key_der)
     except ValueError:
@@ -204,7 +221,8 @@ def _scheme(reader: _Reader) -> int:
 
 def _rsa(reader: _Reader) -> rsa.RSAPublicKey:
     bits = reader.one_of(2, (2048, 3072, 4096), "key size")
-    reader.one_of(4, (0, _EXPONENT), "exponent")  # 0 is the default, which is 65537
+    # 0 stands for the default, which is 65537.
+    reader.one_of(4, (0, _EXPONENT), "exponent")
     modulus = reader.sized(512)
     if len(modulus) * 8 != bits or not modulus[0] & 0x80:
         raise AttestationError(f"the RSA key has {len(modulus)} bytes, expected {bits // 8}")
@@ -236,7 +254,9 @@ def _selection(reader: _Reader) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Bytes from the front; what is not there, or left over, is an error that names what was read."""
+    """Read bytes from the front. Missing or remaining bytes are an error that names the structure
+    ``what``.
+    """
 
     def __init__(self, data: bytes, what: str) -> None:
         self._data = data

@@ -1,7 +1,6 @@
-"""The inner handshake over two streams, and the link that comes of it.
+"""Run the inner handshake over two streams, and make the link that results from it.
 
-The other end sees one error for every cause: an END frame that says the same whatever happened. The cause
-stays here.
+The other end sees the same END frame for every cause of failure. The cause stays at this end.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _END = struct.Struct(">HQ32s")
 
 
 def send_opening(stream: Stream, direction: int, link_id: bytes) -> None:
-    """The first bytes on each connection: which link it is of, and which way it will carry frames."""
+    """Send the first bytes of a connection: its link id, and the direction in which it will carry frames."""
     stream.send_all(encode_handshake(FrameType.OPENING, _OPENING.pack(direction, link_id)))
 
 
 def receive_opening(stream: Stream) -> tuple[int, bytes]:
-    """Direction and link id. Raises `HandshakeError` or `FrameError`."""
+    """Read an opening and return (direction, link id). Raises `HandshakeError` or `FrameError`."""
     kind, payload = _receive_frame(stream)
     if kind is not FrameType.OPENING or len(payload) != _OPENING.size:
         raise HandshakeError(f"a connection began with {kind.name} of {len(payload)} bytes, expected OPENING")
@@ -64,9 +63,12 @@ def establish_initiator(
     version: int = PROTOCOL_VERSION,
     replaces: bytes = NO_LINK,
 ) -> Link:
-    """The dialling end, over (outgoing, incoming) whose deadline is set.
+    """Run the dialling end over (outgoing, incoming) and return the link.
 
-    Closes both and raises if it fails. ``replaces``: the id of the standing link that this one is to replace.
+    The streams' deadline is set already.
+
+    ``replaces`` is the id of the standing link that this one is to replace. A failure closes both streams
+    and raises `ConvoyError`.
     """
     context = _context(me, me.member, peer, link_id, version, replaces=replaces)
     try:
@@ -92,9 +94,10 @@ def establish_responder(
     *,
     version: int = PROTOCOL_VERSION,
 ) -> Link:
-    """The listening end; ``peer`` is whom the pinned TLS certificate names.
+    """Run the listening end over (outgoing, incoming) and return the link.
 
-    Closes both and raises if it fails.
+    ``peer`` is the member that the pinned TLS certificate belongs to. A failure closes both streams and
+    raises `ConvoyError`.
     """
     context = _context(me, peer, me.member, link_id, version)
     try:
@@ -139,7 +142,8 @@ def _link(
     secrets: Secrets,
     options: LinkOptions,
 ) -> Link:
-    if secrets.peer_epoch == context.roster_epoch:  # otherwise only a roster crosses, before the deadline
+    # With different epochs only a roster crosses this link, so the handshake's deadline stays in force.
+    if secrets.peer_epoch == context.roster_epoch:
         for stream in streams:
             stream.set_deadline(None)
     sealing = make_sealing(secrets, options.key_limits)
@@ -175,6 +179,7 @@ def _receive_frame(stream: Stream) -> tuple[FrameType, bytes]:
 
 def _expect(kind: FrameType, stream: Stream, context: HandshakeContext, peer: str) -> bytes:
     got, payload = _receive_frame(stream)
+    # A refusal may come in place of any answer.
     if got is FrameType.HANDSHAKE_END:
         _read_end(payload, context, peer)
     if got is not kind:
@@ -183,7 +188,7 @@ def _expect(kind: FrameType, stream: Stream, context: HandshakeContext, peer: st
 
 
 def _read_end(payload: bytes, context: HandshakeContext, peer: str) -> NoReturn:
-    """Raise what END lets us know: another version, another roster, or just that the peer refused."""
+    """Raise the error that END stands for: another version, another roster, or a plain refusal."""
     version = claimed_version(payload)
     if version != context.version:
         raise incompatible_version(peer, version, context.version)
@@ -196,12 +201,14 @@ def _read_end(payload: bytes, context: HandshakeContext, peer: str) -> NoReturn:
 def _refuse(
     streams: tuple[Stream, Stream], context: HandshakeContext, peer: str, error: ConvoyError
 ) -> ConvoyError:
-    """Tell the other end that it is over, but not why; close; and return the error for this end's caller.
+    """Tell the other end that the handshake is over, but not why; close; return the error for this end's
+    caller.
 
-    Within the deadline of the handshake: once that has passed, nothing is said.
+    The handshake's deadline still holds: once it has passed, nothing is sent.
     """
     end = _END.pack(context.version, context.roster_epoch, context.roster_digest)
-    with contextlib.suppress(LinkBroken):  # gone already; the caller has the cause
+    # The peer may have hung up already. The caller has the cause in any case.
+    with contextlib.suppress(LinkBroken):
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_END, end))
     _close(streams)
     if isinstance(error, LinkBroken):
@@ -210,7 +217,11 @@ def _refuse(
 
 
 def broke_off(peer: str, error: LinkBroken) -> HandshakeError:
-    """What a handshake comes to whose link ended. A silence may be a busy machine's; an end is an answer."""
+    """Return the error of a handshake that ended early: `HandshakeLate` after a timeout, else
+    `HandshakeError`.
+
+    A silence may come from a busy machine, so the caller may try again. A closed connection is an answer.
+    """
     kind = HandshakeLate if isinstance(error.__context__, TimeoutError) else HandshakeError
     return kind(f"the handshake with {peer} broke off: {error.message}")
 

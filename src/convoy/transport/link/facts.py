@@ -1,4 +1,4 @@
-"""What is known of a link from its first moment."""
+"""The facts of a link that its handshake settles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from convoy.transport.member import Member
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """What a handshake came to. ``member``: the peer as our roster of ``epoch`` lists it.
+    """Hold the results of a handshake. ``member`` is the peer as our roster of ``epoch`` lists it.
 
-    ``peer_epoch`` is the peer's; where it is not ours, the link is for the newer roster alone.
+    ``peer_epoch`` is the peer's epoch. Where it differs from ours, the link carries only the newer
+    roster.
     """
 
     member: Member

@@ -1,7 +1,7 @@
-"""What links delivered and their owner has not looked at: bounded by items and bytes, one share per link.
+"""Received items that their owner has not taken yet, bounded by items and bytes, with one share per link.
 
-A link that floods fills its own share, and then its receiver thread waits, which holds its peer back; the
-other links' shares stay theirs.
+A link that floods fills only its own share. Its receiver thread then waits, which holds its peer back.
+The other links keep their shares.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from convoy.wire.messages.ranks import RankStep
 
 T = TypeVar("T")
 
-# As CPython has them, with what lists and objects cost around them.
+# Sizes in CPython, with the overhead of the lists and objects around them.
 _OBJECT_BYTES = 256
 _NUMBER_BYTES = 40
 
 
 class Inbox(Generic[T]):
-    """Items in the order they came. Many threads put, one gets.
+    """Queue received items in the order in which they came. Many threads put, one gets.
 
-    By default a head's 64 steps in flight have room, each with its hidden state, and what else it says.
+    By default a link's share holds a head's 64 steps in flight, each with its hidden state, and some
+    messages.
 
-    An item larger than ``max_bytes`` finds its place once its link has nothing else here: it was checked
+    An item larger than ``max_bytes`` is accepted once its link has nothing else here: it was checked
     against its own limit when it came.
     """
 
@@ -38,22 +39,26 @@ class Inbox(Generic[T]):
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._items: deque[tuple[object, T, int]] = deque()
-        self._held: dict[object, tuple[int, int]] = {}  # items and bytes of each link; none is left at 0
+        # Items and bytes of each link. A link with nothing here has no entry.
+        self._held: dict[object, tuple[int, int]] = {}
         self._closed = False
 
     def put(self, link: object, item: T, num_bytes: int) -> None:
-        """Blocks while the share of ``link`` is full; after `close` the item is dropped."""
+        """Add an item, and block while the share of ``link`` is full. After `close` the item is dropped."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_room(link, num_bytes))
             self._append(link, item, num_bytes)
 
     def put_last(self, link: object, item: T) -> None:
-        """Never blocks: for what comes at most once of each link, such as its end."""
+        """Add an item without ever blocking.
+
+        Use it for an item that comes at most once per link, such as its end.
+        """
         with self._changed:
             self._append(link, item, 0)
 
     def get(self, timeout_s: float | None = None) -> T:
-        """The oldest item. Raises `queue.Empty` after the time."""
+        """Return the oldest item. Raises `queue.Empty` after ``timeout_s``."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not self._items:
@@ -69,14 +74,14 @@ class Inbox(Generic[T]):
             return item
 
     def held_bytes(self, link: object) -> int:
-        """What waits here of ``link``."""
+        """Return how many bytes of ``link`` wait here."""
         with self._changed:
             return self._held.get(link, (0, 0))[1]
 
     def close(self, *last: T) -> None:
-        """Nobody will look for more than ``last``: free everything else, and let every ``put`` go.
+        """Free every item, keep only ``last``, and release each blocked ``put``.
 
-        The first call counts: what it left is for whoever still looks.
+        Only the first call has an effect, so ``last`` stays for a reader that still looks.
         """
         with self._changed:
             if self._closed:
@@ -102,7 +107,7 @@ class Inbox(Generic[T]):
 
 
 def weight_of(received: Received) -> int:
-    """About the bytes of memory that ``received`` holds.
+    """Estimate the bytes of memory that ``received`` holds.
 
     Objects weigh many times their bytes on the wire.
     """
@@ -112,7 +117,7 @@ def weight_of(received: Received) -> int:
 
 
 def weight_of_message(message: Message) -> int:
-    """About the bytes of memory that ``message`` holds."""
+    """Estimate the bytes of memory that ``message`` holds."""
     match message:
         case RankStep(step=step) | (Step() as step):
             num_objects = 1 + len(step.rows) + len(step.grants)

@@ -1,9 +1,9 @@
-"""The receiving half of a link: one buffer, frames opened in order, tensors opened into the memory where they
-will stay.
+"""The receiving half of a link: one buffer, frames opened in order, tensors opened into their final
+memory.
 
-Every limit is checked on the header, before anything is allocated; nothing that a frame says is believed
-before it opened. What is longer than a record says its size in a frame of its own, and its memory is taken
-from a budget once that frame has opened.
+Every limit is checked on the header, before anything is allocated. No field of a frame is believed before
+the frame has opened. A message or tensor longer than a record announces its size in a frame of its own,
+and its memory is taken from a budget once that frame has opened.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType
 
 
 class ReceivedMessage(NamedTuple):
-    """A message and the plan generation and step that its header names."""
+    """Hold a message with the plan id and step of its header. ``generation`` is the plan id."""
 
     generation: int
     step: int
@@ -49,7 +49,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class ReceivedTensor(NamedTuple):
-    """A hidden state for the layer ``boundary``, or K/V from there on; its memory is the receiver's."""
+    """Hold a hidden state for layer ``boundary``, or K/V from that layer on. The receiver owns its memory."""
 
     generation: int
     step: int
@@ -63,33 +63,40 @@ ReadEnd = Callable[[bytes], NoReturn]
 
 
 class ReceiveDeadline:
-    """How long this end has waited for the peer: written by the receiver, judged by the link's watch.
+    """Track how long this end has waited for the peer.
 
-    Attributes are set whole, so no lock is needed; reading one too early or late moves a verdict by a moment.
+    The receiver writes it, and the link's watch judges it.
+
+    Each attribute is set in one assignment, so no lock is needed. A read slightly early or late only
+    shifts the verdict by a moment.
     """
 
     def __init__(self) -> None:
-        self.since_s: float | None = None  # None: the receiver is busy here, and waits for nobody
-        self.busy_s: float | None = None  # since when the receiver is busy here, and reads nothing
+        # Since when the receiver waits for the peer; None while it is busy here and does not wait.
+        self.since_s: float | None = None
+        # Since when the receiver is busy here and does not read; None while it waits.
+        self.busy_s: float | None = None
         self.over = False
         self._whole: tuple[float, float, str] | None = None
 
     def begin(self) -> None:
-        """Something came, or the receiver is back from where it was busy."""
+        """Start the wait anew: bytes came, or the receiver is no longer busy here."""
         self.since_s = time.monotonic()
         self.busy_s = None
 
     def suspend(self) -> None:
-        """The receiver is busy here."""
+        """Stop the wait: the receiver is busy here."""
         self.since_s = None
         self.busy_s = time.monotonic()
 
     def whole_by(self, within_s: float | None, what: str = "") -> None:
-        """``what`` has to be whole within this time, however its bytes are spread over it."""
+        """Require ``what`` to be complete within this time, however its bytes are spread over it; None
+        ends that.
+        """
         self._whole = None if within_s is None else (time.monotonic() + within_s, within_s, what)
 
     def verdict(self, now_s: float, gone_after_s: float) -> str | None:
-        """What the peer has done wrong, or None."""
+        """Return the peer's fault as text, or None if it is in time."""
         whole, since_s = self._whole, self.since_s
         if whole is not None and now_s > whole[0]:
             return f"{whole[2]} did not come whole within {whole[1]:.3g} s"
@@ -99,9 +106,10 @@ class ReceiveDeadline:
 
 
 class Incoming:
-    """Owns one stream's receiving direction and its opener. For one thread.
+    """Own the receiving direction of one stream, and its opener. For one thread.
 
-    ``read_end`` raises for the payload of a HANDSHAKE_END that comes in place of the first frame.
+    ``read_end`` raises the error for the payload of a HANDSHAKE_END that comes instead of the first
+    frame.
     """
 
     def __init__(
@@ -128,16 +136,17 @@ class Incoming:
         self._wear = KeyUsage(options, on_worn)
 
     def receive(self, allowed: frozenset[FrameType]) -> Received:
-        """The next message or whole tensor.
+        """Return the next message or complete tensor.
 
-        Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame `HandshakeError` or
-        `Incompatible`; all of them end the link.
+        Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame also `HandshakeError` or
+        `Incompatible`. All of them end the link.
         """
         self.patience.begin()
         header = self._next_header(allowed)
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
             return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
+        # Without the last mark it is the first frame of a message in records, so its type must allow those.
         is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
         if not is_whole or header.record != 0 or header.boundary != 0:
             raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
@@ -148,34 +157,37 @@ class Incoming:
 
     @property
     def stream(self) -> Stream:
-        """The connection."""
+        """Return the connection that this half reads."""
         return self._stream
 
     @property
     def has_more(self) -> bool:
-        """Whether something was received that `receive` has not looked at."""
+        """Return whether the buffer holds received bytes that `receive` has not used."""
         return self._start != self._end
 
     def retire(self) -> None:
-        """SWITCH was this connection's last frame: close it. Raises `FrameError` if something follows."""
+        """Close this connection after SWITCH, its last frame. Raises `FrameError` if bytes follow."""
         if self._start != self._end:
             raise FrameError(f"{self._end - self._start} bytes follow SWITCH, which ends its connection")
         self._stream.close()
         self.wipe()
 
     def succeed(self, before: Incoming, on_worn: Callable[[], None]) -> None:
-        """Count on from the connection that this one replaces, for the link that it is now of."""
+        """Carry on the counts of the connection that this one replaces, and report wear to the link
+        through ``on_worn``.
+        """
         self.num_frames += before.num_frames
         self.num_bytes += before.num_bytes
         self._wear.on_worn = on_worn
 
     def wipe(self) -> None:
-        """Only for the thread that receives, or once nobody does."""
+        """Wipe the opening key. Call it on the receiving thread, or once no thread receives any more."""
         self._opener.wipe()
 
     def discard_until_end(self) -> None:
-        """Read and drop, so that what the other end still has in flight does not turn its goodbye into a
-        reset.
+        """Read and drop bytes until the other end closes.
+
+        Closing with unread bytes would send a reset, and the other end could lose our goodbye to it.
         """
         while self._stream.recv_into(self._view) > 0:
             pass
@@ -187,6 +199,7 @@ class Incoming:
         self._open(header, first)
         dtype, shape, nbytes = decode_descriptor(first, max_tensor_bytes(header.type, self._options))
         single = DESCRIPTOR_BYTES + nbytes <= RECORD_BYTES
+        # A sender divides a tensor in one way only, so the receiver accepts no other division.
         if header.last != single or len(first) != DESCRIPTOR_BYTES + (nbytes if single else 0):
             raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
         if single:
@@ -196,10 +209,11 @@ class Incoming:
             return WireTensor(dtype, shape, self._records(header, nbytes, what))
 
     def _long(self, first: FrameHeader, payload: memoryview) -> Message:
-        """A message over one record; ``payload`` is its first frame's."""
+        """Read a message longer than one record. ``payload`` is the payload of its first frame."""
         nbytes = decode_size(first.type, payload)
         what = f"a {first.type.name} of {nbytes} bytes"
-        with self._taken(2 * nbytes, what):  # once as it comes, and once as what it says
+        # The message exists twice for a moment: as received bytes, and as the decoded object.
+        with self._taken(2 * nbytes, what):
             return decode_message(first.type, self._records(first, nbytes, what))
 
     def _records(self, first: FrameHeader, nbytes: int, what: str) -> memoryview:
@@ -217,14 +231,14 @@ class Incoming:
 
     @contextmanager
     def _taken(self, nbytes: int, what: str) -> Iterator[None]:
-        """While ``what`` is not whole, its memory counts in the budget."""
+        """Count ``nbytes`` in the memory budget until ``what`` is complete."""
         budget, patience = self._options.memory_budget, self.patience
         patience.suspend()
-        # Half of what the sender has: then it is this end that says what was wrong.
+        # The sender gives up after the whole stall timeout. Half of it lets this end report the cause first.
         if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: patience.over):
             raise LinkBroken(
-                f"no memory for {what}: {budget.taken_bytes} of {budget.max_bytes} bytes are taken by what "
-                "has not come whole"
+                f"no memory for {what}: {budget.taken_bytes} of {budget.max_bytes} bytes are taken by "
+                "incomplete messages and tensors"
             )
         patience.begin()
         try:
@@ -259,15 +273,15 @@ class Incoming:
         if header.type not in allowed:
             raise FrameError(f"the peer sent {header.type.name}, which it may not send here")
         if header.cluster != self._cluster or header.tensor != 0:
-            raise SealError(
-                f"frame {header.sequence} is of another cluster, or of a tensor that nobody knows"
-            )
+            raise SealError(f"frame {header.sequence} is of another cluster, or of an unknown tensor")
         return header
 
     def _raise_if_refused(self) -> None:
-        """The end that dialled sends M3 and knows no more: a listener that refuses M3 answers it with END.
+        """Raise the listener's refusal if END came in place of the first sealed frame.
 
-        No sealed frame begins with the magic, and END is longer than a header, so there was enough to read.
+        The dialling end sends M3 and cannot tell whether the listener accepts it: a listener that refuses
+        M3 answers with END. No sealed frame begins with the magic, and END is longer than a header, so
+        enough bytes were read.
         """
         if self._view[self._start : self._start + len(HANDSHAKE_MAGIC)] != HANDSHAKE_MAGIC:
             return
@@ -287,11 +301,16 @@ class Incoming:
         self.num_frames += 1
         self.num_bytes += header.length
         self._start = end
+        # With nothing left in the buffer, the next read can use all of it.
         if self._start == self._end:
             self._start = self._end = 0
 
     def _fill(self, num_bytes: int) -> None:
-        """At least ``num_bytes`` from ``_start`` on, in one piece; no frame is longer than the buffer."""
+        """Read until ``num_bytes`` lie contiguously from ``_start`` on. No frame is longer than the
+        buffer.
+
+        Raises `LinkBroken` if the other end closes first.
+        """
         if self._end - self._start >= num_bytes:
             return
         if self._start + num_bytes > len(self._view):
@@ -302,7 +321,8 @@ class Incoming:
                 where = "inside a frame" if self._end > self._start else "without saying goodbye"
                 raise LinkBroken(f"the other end closed the link {where}")
             self._end += got
-            self._wear.add(1)  # one call gives bytes of one TLS record at most, so this never counts too few
+            # One call returns bytes of at most one TLS record, so this count is never too low.
+            self._wear.add(1)
 
     def _make_room(self) -> None:
         rest = bytes(self._view[self._start : self._end])
@@ -311,7 +331,10 @@ class Incoming:
 
 
 def max_tensor_bytes(kind: FrameType, options: LinkOptions) -> int:
-    """The largest tensor of a frame type. Parts of sums come in pieces of a record, of which few are kept."""
+    """Return the largest tensor of a frame type, in bytes.
+
+    Parts of sums come in pieces of a record, and few are kept.
+    """
     return RECORD_BYTES - DESCRIPTOR_BYTES if kind is FrameType.PARTIAL else options.max_tensor_bytes
 
 

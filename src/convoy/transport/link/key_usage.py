@@ -1,5 +1,6 @@
-"""How many TLS records one connection has carried: OpenSSL never changes its keys, so a link must change its
-connections first.
+"""The number of TLS records that one connection has carried.
+
+OpenSSL never changes a connection's keys, so a link must replace its connections before the limit.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from collections.abc import Callable
 from convoy.errors import LinkBroken
 from convoy.transport.options import LinkOptions
 
-# OpenSSL fills records of this size, and ends one where a write ends.
+# OpenSSL fills records of this size, and ends a record at the end of a write.
 TLS_RECORD_BYTES = 16 * 1024
 
 
 class KeyUsage:
-    """Counts for one direction. For the thread that sends, or the one that receives.
+    """Count the TLS records of one direction. For the thread that sends, or the one that receives.
 
-    ``on_worn`` is called, and called again with every record, once there are ``replace_after_records``.
+    ``on_worn`` is called at ``replace_after_records``, and again with every later record.
     """
 
     def __init__(self, options: LinkOptions, on_worn: Callable[[], None]) -> None:
@@ -26,7 +27,9 @@ class KeyUsage:
         self.num_records = 0
 
     def add(self, num_records: int) -> None:
-        """Raises `LinkBroken` at the limit: better no link than a key that sealed too much."""
+        """Count records. Raises `LinkBroken` at the limit: losing the link is better than overusing its
+        key.
+        """
         self.num_records += num_records
         if self.num_records < self._replace_after:
             return

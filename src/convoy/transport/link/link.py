@@ -1,7 +1,8 @@
-"""A sealed link to one other member: messages and tensors in order, or an error that says why not.
+"""A sealed link to one other member: it delivers messages and tensors in order, or an error with the
+reason.
 
-Inside stand two halves that share nothing but the end: `Outgoing` and `Incoming`, each with its own
-connection, key and counter.
+Two halves stand inside, `Outgoing` and `Incoming`, each with its own connection, key and counter. They
+share only the end of the link.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _HELD_S = 0.25
 
 
 class Link:
-    """One pair of members.
+    """Connect this process with one other member.
 
-    Made by `dial`, a `Listener` or `memory_link_pair`; call ``start`` before anything else. ``link_id`` (16
-    bytes) is public; ``binding`` (32 bytes) is known to the two ends of this handshake alone; ``replaces`` is
-    the id of the link that the dialler wants this one to replace, or zeros.
+    `dial`, a `Listener` or `memory_link_pair` makes it. Call ``start`` before any other method.
+    ``link_id`` (16 bytes) is public. ``binding`` (32 bytes) is known only to the two ends of this
+    handshake. ``replaces`` is the id of the link that the dialler wants this one to replace, or zeros.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Link:
         self._closing: LinkClosed | None = None
         self._pings = Pings(peer, self._outgoing)
         self._threads: list[threading.Thread] = []
-        self.sent_hops = self.received_hops = 0  # hidden states
+        # Hidden states only; other tensors and messages are no hops.
+        self.sent_hops = self.received_hops = 0
 
     @property
     def sent_sealed_bytes(self) -> int:
@@ -117,16 +119,16 @@ class Link:
 
     @property
     def heard_s(self) -> float:
-        """When the last frame came (``time.monotonic``); now, while one is being worked on."""
+        """Return when the last frame came (``time.monotonic``), or now while the receiver works on one."""
         since_s = self._incoming.patience.since_s
         return time.monotonic() if since_s is None else since_s
 
     def start(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
-        """Begin to receive. ``deliver`` runs on the receiver thread, and by blocking holds the peer back.
+        """Begin to receive. ``deliver`` runs on the receiver thread, and holds the peer back by blocking.
 
-        ``ended`` is called exactly once, last, on the same thread: with `LinkClosed` after ``close`` here,
-        otherwise with what broke the link. ``allowed``: the frame types that this peer may send; any other
-        ends the link.
+        ``ended`` is called exactly once, last, on the same thread: with `LinkClosed` after ``close``
+        here, otherwise with the error that broke the link. ``allowed`` holds the frame types that this
+        peer may send. Any other type ends the link.
         """
         receive = threading.Thread(
             target=self._receive, args=(deliver, ended, allowed | LINK_TYPES), name=f"receive {self.peer}"
@@ -141,7 +143,7 @@ class Link:
             thread.start()
 
     def send(self, message: Message, *, generation: int = 0, step: int = 0) -> None:
-        """Send in order; blocks while the queue is full.
+        """Send a message in order, and block while the queue is full.
 
         Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
         """
@@ -149,9 +151,11 @@ class Link:
         self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
 
     def post(self, message: Message) -> bool:
-        """Queue for the sender thread, and never wait for the peer: False if there is no room.
+        """Queue a message for the sender thread without waiting for the peer.
 
-        Raises what `send` raises.
+        Return False if there is no room.
+
+        Raises the errors of `send`.
         """
         parcel = message_parcel(frame_type_of(message), encode_message(message), 0, 0)
         return self._outgoing.post(parcel, 0.0)
@@ -168,9 +172,9 @@ class Link:
     ) -> bool:
         """Send a hidden state that goes into layer ``boundary``, or another tensor of `TENSOR_TYPES`.
 
-        Its memory must not change afterwards: it may be queued. With ``until_s`` it is, and False says that
-        there was no room before that (``time.monotonic``). Raises `FrameTooLong` over the kind's limit, and
-        what `send` raises.
+        The tensor's memory must not change afterwards, because the tensor may be queued. With ``until_s``
+        (``time.monotonic``) it is always queued, and False means that there was no room by then. Raises
+        `FrameTooLong` over the kind's limit, and the errors of `send`.
         """
         _check_position(generation, step, boundary)
         assert kind in TENSOR_TYPES, "only frames of tensors carry one"
@@ -185,18 +189,18 @@ class Link:
         return True
 
     def ping(self, timeout_s: float) -> float:
-        """Round trip in seconds, through both layers both ways.
+        """Return the round trip in seconds, through both layers both ways.
 
-        Raises `PeerUnreachable` after the time, or `LinkBroken`.
+        Raises `PeerUnreachable` after ``timeout_s``, or `LinkBroken`.
         """
         return self._pings.ask(timeout_s)
 
     def is_there(self, timeout_s: float) -> bool:
-        """Whether the peer gives a sign of life within the time: the answer to a ping, or any other frame.
+        """Return whether the peer gives a sign of life within ``timeout_s``: a PONG, or any other frame.
 
-        A ping stands behind all that is under way to a peer, and is not read while the peer's owner has too
-        much to look at already. As for a receiver of ours that is held up: it cannot say that nothing came.
-        Raises `LinkBroken`.
+        A ping queues behind everything under way to the peer, and the peer does not read it while its
+        owner is overloaded. The same holds here: a receiver that is held up cannot tell that nothing
+        came, so the peer counts as alive. Raises `LinkBroken`.
         """
         before = self.received_frames
         try:
@@ -206,11 +210,11 @@ class Link:
         return True
 
     def replace_with(self, redial: Callable[[], Link]) -> None:
-        """At the dialler: how to make a link that replaces this one's connections when they are worn."""
+        """Set, at the dialler, the function that makes a link to replace this one's worn connections."""
         self._replacement.redial = lambda: redial().release()
 
     def release(self) -> Connections:
-        """The connections of a link that was not started, for another use; this one is over then."""
+        """Give away the connections of a link that was not started. This link is over then."""
         with self._lock:
             self._error = LinkClosed("its connections were given away")
         self._over.set()
@@ -218,7 +222,8 @@ class Link:
         return Connections(self.link_id, self.cipher, streams, self._outgoing, self._incoming)
 
     def keep(self, fresh: Link) -> None:
-        """At the listener: ``fresh`` names this link as the one that it replaces.
+        """Keep, at the listener, the connections of ``fresh``, which names this link as the one that it
+        replaces.
 
         Raises `ConvoyError`; then ``fresh`` is closed.
         """
@@ -232,23 +237,27 @@ class Link:
             raise
 
     def post_roster(self, signed: bytes) -> None:
-        """Send a newer roster when the link comes to it, without waiting; nothing if the link is over."""
+        """Queue a newer roster without waiting. Do nothing if the link is over."""
         update = encode_message(RosterUpdate(signed))
         self._outgoing.post_roster(message_parcel(FrameType.ROSTER, update, 0, 0))
 
     def revoke(self, reason: str) -> None:
-        """As `close`, but nothing more is sent than the reason: the peer may not have it."""
+        """Close the link as `close` does, but send only the reason: the peer may not have the queued
+        frames.
+        """
         self._close(LinkClosed(f"this side closed the link to {self.peer}: {reason}"), reason, revoke=True)
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye, end both connections, wait for the threads (never for the calling one).
+        """Say goodbye, end both connections, and wait for the threads, except for the calling one.
 
-        Twice is allowed.
+        May be called twice.
         """
         self._close(LinkClosed(f"this side closed the link to {self.peer}"), reason, revoke=False)
 
     def dismiss(self, reason: str = "", *, revoke: bool = False) -> None:
-        """As `close` or `revoke`, without waiting: a peer that does not hang up must hold nobody up."""
+        """Close or revoke the link on a thread of its own: a peer that does not hang up must not delay
+        the caller.
+        """
         end = self.revoke if revoke else self.close
         threading.Thread(target=end, args=(reason,), name=f"dismiss {self.peer}", daemon=True).start()
 
@@ -256,23 +265,26 @@ class Link:
         with self._lock:
             if self._error is not None or self._closing is not None:
                 return
+            # Set first, so that the errors of ending threads count as this close.
             self._closing = error
         bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
         timeout_s = self._options.close_timeout_s
-        # Who is out is so within a second, whether it takes the goodbye and hangs up or not.
+        # A revoked member is cut off within a second, whether or not it reads the goodbye and hangs up.
         farewell_s = timeout_s / 4 if revoke else timeout_s
         self._outgoing.finish(bye, timeout_s=farewell_s, drop=revoke)
         for thread in self._threads[:1]:
-            _join(thread, farewell_s)  # the peer hangs up when it has read our goodbye
+            # The peer hangs up once it has read our goodbye, which ends the receiver thread.
+            _join(thread, farewell_s)
         self._end(error)
         for thread in self._threads:
             _join(thread, timeout_s)
 
     def _end(self, error: ConvoyError) -> None:
-        """First call counts: both connections end, senders and pings wake."""
+        """End both connections, and wake senders and pings. The first error is the one that counts."""
         with self._lock:
             if self._error is None:
                 self._error = self._closing or error
+        # Outside the lock, because these calls wake threads that may take it.
         self._outgoing.end(self._error)
         self._incoming.patience.over = True
         self._over.set()
@@ -284,15 +296,17 @@ class Link:
         self._pings.end()
         self.on_over()
 
-    # The watch thread: so that neither a blocked send nor a blocked ``deliver`` keeps it from looking.
+    # The watch has a thread of its own, so that neither a blocked send nor a blocked ``deliver`` stops it.
 
     def _watch(self) -> None:
-        """Send something at least every ``ping_after_s``, and end the link once nothing comes for too long.
+        """Send something at least every ``ping_after_s``, and end the link once nothing has come for too
+        long.
 
-        While the receiver is held back no ping is read; so the peer hears unasked that this end is there. It
-        is a PONG, because an answer would stand in the very queue that is held back.
+        While the receiver is held back it reads no ping, so this end sends a sign of life unasked. That
+        is a PONG, because the answer to a PING would wait in the queue that is held back.
 
-        TCP's keepalive does not see a loss on one of the two connections only, nor a peer that hangs.
+        TCP's keepalive does not notice the loss of only one of the two connections, nor a peer that
+        hangs.
         """
         options = self._options
         shortest_s = min(options.ping_after_s, options.gone_after_s, options.stall_timeout_s)
@@ -316,7 +330,8 @@ class Link:
             error = self._receive_until_end(deliver, allowed)
         except ConvoyError as broken:
             error = broken
-        except BaseException as bug:  # noqa: BLE001 - reported, and the other end must not wait for a dead thread
+        # The other end must not wait for a dead thread, so a bug ends the link too, and is logged.
+        except BaseException as bug:  # noqa: BLE001
             _log.exception("a receiver of the link to %s failed", self.peer)
             error = LinkBroken(f"this side failed on the link to {self.peer}: {type(bug).__name__}")
         self._end(error)
@@ -338,7 +353,10 @@ class Link:
         return self._error is None and self._closing is None
 
     def _switch(self, fresh: Connections) -> None:
-        """The peer's direction goes on over ``fresh``; if this end listened, its own direction follows."""
+        """Read the peer's direction from ``fresh`` on.
+
+        At the listener, move the own direction to ``fresh`` too.
+        """
         self._incoming.retire()
         fresh.incoming.succeed(self._incoming, self._replacement.begin)
         with self._lock:
@@ -346,30 +364,32 @@ class Link:
             self.cipher = fresh.cipher
         if self._replacement.redial is None:
             try:
-                self._hold(fresh)  # it is read from, whatever becomes of the own direction
+                # ``fresh`` is read from already, so the end of the link must close it even if SWITCH fails.
+                self._hold(fresh)
                 self._say_switch(fresh)
             except ConvoyError as error:
                 fresh.outgoing.end(error)
-                if not isinstance(error, LinkClosed):  # being closed: the goodbye goes out over the old one
+                # A link that is being closed says goodbye over its old connection, which is no failure.
+                if not isinstance(error, LinkClosed):
                     raise
 
     def _commit(self, fresh: Connections) -> None:
-        """At the dialler: from its SWITCH on, the link's own direction takes ``fresh``.
+        """Move, at the dialler, the link's own direction to ``fresh``, from its SWITCH on.
 
-        Raises `ConvoyError`; then nothing here is changed.
+        Raises `ConvoyError`; then nothing here has changed.
         """
         self._say_switch(fresh)
         self._hold(fresh)
 
     def _say_switch(self, fresh: Connections) -> None:
-        """Queue the last frame of the outgoing connection; what comes after it takes ``fresh``."""
+        """Queue SWITCH, the last frame of the outgoing connection. Later frames go over ``fresh``."""
         said = encode_message(Switch(fresh.link_id))
         self._outgoing.post_switch(message_parcel(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
 
     def _hold(self, fresh: Connections) -> None:
-        """The end of the link ends ``fresh`` too, also if it has ended already."""
+        """Let the end of the link close ``fresh`` too. Raises `LinkBroken` if the link has ended already."""
         with self._lock:
-            # At most the one that sends still, the one that its SWITCH names, and this.
+            # At most three pairs are in use: the one that still sends, the one its SWITCH names, and this.
             self._streams = (*self._streams[-4:], *fresh.streams)
             over = self._error is not None
         if over:
@@ -395,7 +415,7 @@ class Link:
 
 
 def _join(thread: threading.Thread, timeout_s: float) -> None:
-    # One that `start` has not come to yet finds the link over, and ends by itself.
+    # A thread that `start` has not started yet finds the link over, and ends by itself.
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(timeout_s)
 

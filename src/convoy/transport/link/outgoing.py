@@ -1,8 +1,9 @@
-"""The sending half of a link: a bounded queue, one buffer that frames are sealed into, one writer at a time.
+"""The sending half of a link: a bounded queue, one buffer that frames are sealed into, one writer at a
+time.
 
-A send on an idle link seals and writes in the caller's thread: handing a small frame to another thread costs
-more than sealing it. As soon as anything waits, everything goes through the queue and the sender thread, so
-the order of sends is the order on the wire.
+A send on an idle link seals and writes in the caller's thread: handing a small frame to another thread
+costs more than sealing it. As soon as anything waits, everything goes through the queue and the sender
+thread, so the order of sends is the order on the wire.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _MAX_PONGS = 16
 
 
 class OutgoingFrame(NamedTuple):
-    """One message (``payload``) or one tensor on its way out.
+    """Hold one message (``payload``) or one tensor on its way out.
 
-    The memory behind it must not change until it left.
+    The memory behind it must not change until it has left.
     """
 
     type: FrameType
@@ -46,10 +47,12 @@ class OutgoingFrame(NamedTuple):
     boundary: int = 0
     payload: bytes = b""
     tensor: WireTensor | None = None
-    onto: Outgoing | None = None  # frames after this one take its connection
+    # Set on a SWITCH only: frames after this one take its connection.
+    onto: Outgoing | None = None
 
-    def __repr__(self) -> str:  # no payload, whoever formats this
-        return f"Parcel({self.type.name}, step={self.step}, {self.nbytes} bytes)"
+    # Payloads must not reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
+        return f"OutgoingFrame({self.type.name}, step={self.step}, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +60,7 @@ class OutgoingFrame(NamedTuple):
 
 
 class Outgoing:
-    """Owns one stream's sending direction and its sealer."""
+    """Own the sending direction of one stream, and its sealer."""
 
     def __init__(
         self,
@@ -76,12 +79,14 @@ class Outgoing:
         self._on_error = on_error
         self._wear = KeyUsage(options, on_worn)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # notified only where somebody may wait
+        # Notified only in places where a thread may wait, to keep sends on an idle link cheap.
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[OutgoingFrame] = deque()
         self._queued_bytes = 0
         self._busy = False
         self._closing = False
-        self._switching = False  # a SWITCH has not left yet
+        # True from queueing a SWITCH until it has left.
+        self._switching = False
         self._error: ConvoyError | None = None
         self._buffer = bytearray(_FRAME_BYTES)
         self._view = memoryview(self._buffer)
@@ -91,9 +96,9 @@ class Outgoing:
         self.num_bytes = 0
 
     def send(self, parcel: OutgoingFrame) -> None:
-        """Send now if nothing is before it, otherwise queue; blocks while the queue is full.
+        """Send at once if nothing waits, otherwise queue; block while the queue is full.
 
-        Raises `ConvoyError`; the link has ended then, or is being closed.
+        Raises `ConvoyError`; then the link has ended, or is being closed.
         """
         with self._lock:
             self._raise_if_over()
@@ -109,17 +114,19 @@ class Outgoing:
             self._raise_if_over()
 
     def post(self, parcel: OutgoingFrame, deadline_s: float) -> bool:
-        """Queue for the sender thread, so that a write that blocks does not hold the caller.
+        """Queue for the sender thread, so that a blocking write does not hold the caller.
 
-        False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
+        Return False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
         """
         with self._changed:
             self._raise_if_over()
             return self._enqueue(parcel, deadline_s)
 
     def post_pong(self, parcel: OutgoingFrame) -> None:
-        """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
-        other.
+        """Queue a PONG without ever waiting.
+
+        Receivers must not wait for senders, or two ends could wait for each other. So the number of
+        queued PONGs is limited, and further ones are dropped.
         """
         with self._changed:
             waiting = sum(item.type is FrameType.PONG for item in self._queue)
@@ -129,10 +136,12 @@ class Outgoing:
                 self._changed.notify_all()
 
     def post_switch(self, parcel: OutgoingFrame) -> None:
-        """Queue the last frame of this connection, however much waits; after the one before has left.
+        """Queue the last frame of this connection, regardless of the queue's limit, once the previous
+        SWITCH has left.
 
-        A dialler that reads switches again only once it has that one, so nobody waits for it; one that does
-        not read must not make connections pile up here. Raises `ConvoyError` if the link is over.
+        An honest dialler switches again only after it has read our SWITCH, so normally there is no wait.
+        A dialler that does not read must not make connections pile up here. Raises `ConvoyError` if the
+        link is over.
         """
         with self._changed:
             stalled_s = self._options.stall_timeout_s
@@ -146,7 +155,10 @@ class Outgoing:
             self._changed.notify_all()
 
     def post_roster(self, parcel: OutgoingFrame) -> None:
-        """Queue however much waits, in place of an older one that waits; nothing if the link is over."""
+        """Queue a roster regardless of the queue's limit, in place of an older one that waits.
+
+        Do nothing if the link is over.
+        """
         with self._changed:
             if self._error is not None or self._closing:
                 return
@@ -157,11 +169,11 @@ class Outgoing:
 
     @property
     def sent_s(self) -> float:
-        """When the last write began or ended (``time.monotonic``)."""
+        """Return when the last write began or ended (``time.monotonic``)."""
         return self._progress_s
 
     def run(self) -> None:
-        """The sender thread: whatever is queued, until the link ends."""
+        """Send queued frames until the link ends. This is the sender thread."""
         while True:
             with self._changed:
                 while self._error is None and (self._busy or not self._queue):
@@ -176,9 +188,9 @@ class Outgoing:
             self._work(batch)
 
     def finish(self, last: OutgoingFrame, timeout_s: float, *, drop: bool = False) -> None:
-        """Send what is queued (``drop``: nothing of it), then ``last``, within the time; refuse more sends.
+        """Send the queue and then ``last`` within ``timeout_s``, and refuse further sends.
 
-        Never raises.
+        ``drop`` discards the queue instead of sending it. Never raises.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -198,7 +210,7 @@ class Outgoing:
         self._work((last,))
 
     def end(self, error: ConvoyError) -> None:
-        """Every waiting and later send raises because of ``error``. The first call counts."""
+        """Make every waiting and later send raise because of ``error``. Only the first call has an effect."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -209,14 +221,15 @@ class Outgoing:
             self._changed.notify_all()
 
     def _begin(self) -> None:
-        """The calling thread becomes the one that writes."""
+        """Make the calling thread the writer."""
         self._busy = True
         self._progress_s = time.monotonic()
 
     def _enqueue(self, parcel: OutgoingFrame, deadline_s: float | None) -> bool:
-        """False if there is no room by the deadline; without one, once the peer took nothing for too long.
+        """Queue a frame. Return False if there is no room by the deadline.
 
-        A queue that stays full is no stall as long as writes in front of it come to their end.
+        Without a deadline, return False once the peer has taken nothing for the stall timeout. A queue
+        that stays full is no stall as long as the writes before it complete.
         """
         began_s = time.monotonic()
         while self._full(parcel):
@@ -245,10 +258,10 @@ class Outgoing:
         if self._closing:
             raise LinkClosed("the link is being closed")
 
-    # Below here only the one thread that set `_busy`.
+    # Only the one thread that set `_busy` calls the methods below.
 
     def _work(self, parcels: tuple[OutgoingFrame, ...]) -> bool:
-        """True if all of it left; what becomes of it later is not this call's business."""
+        """Seal and write ``parcels``. Return True if all of them left; later failures concern later calls."""
         try:
             for parcel in parcels:
                 self._pack(parcel)
@@ -266,6 +279,7 @@ class Outgoing:
         finally:
             with self._lock:
                 self._busy = False
+                # `end` leaves the sealer to the thread that writes, which wipes it here.
                 if self._error is not None:
                     self._sealer.wipe()
                     _end_unused(parcels, self._error)
@@ -277,10 +291,11 @@ class Outgoing:
         self._on_error(error)
 
     def _move(self, fresh: Outgoing) -> None:
-        """Write what is packed, then go on where ``fresh``, which nobody uses, would begin."""
+        """Write the packed frames, then continue on the connection of ``fresh``, which has no other user."""
         self._flush()
         old, sealer = self._stream, self._sealer
-        with self._changed:  # against `end`: nothing is sealed after it
+        # The lock keeps `end` out: it wipes the current sealer, and nothing may be sealed after it.
+        with self._changed:
             self._switching = False
             self._changed.notify_all()
             self._stream, self._sealer = fresh._stream, fresh._sealer
@@ -288,7 +303,8 @@ class Outgoing:
             self.num_bytes += fresh.num_bytes
             self._wear.num_records = fresh._wear.num_records
         sealer.wipe()
-        old.close()  # what it has still to send, SWITCH last, leaves before the end of the connection
+        # Bytes that the old connection still has to send, SWITCH last, leave before it ends.
+        old.close()
 
     def _pack(self, parcel: OutgoingFrame) -> None:
         if parcel.tensor is None:
@@ -303,8 +319,8 @@ class Outgoing:
         if DESCRIPTOR_BYTES + size <= RECORD_BYTES:
             self._frame(parcel, b"".join((descriptor, parcel.tensor.data)), 0, FLAG_LAST)
             return
-        # A large tensor's first record is the descriptor alone, so that the receiver opens the rest where it
-        # will stay.
+        # A large tensor's first record is the descriptor alone, so that the receiver can open the rest into
+        # the tensor's final memory.
         self._frame(parcel, descriptor, 0, 0)
         self._records(parcel, memoryview(parcel.tensor.data).cast("B"))
 
@@ -319,6 +335,7 @@ class Outgoing:
         if self._filled + size > len(self._buffer):
             self._flush()
         start, view = self._filled, self._view
+        # The header is sealed with the payload as AAD, sequence number included.
         encode_header_into(
             view,
             start,
@@ -346,20 +363,21 @@ class Outgoing:
             num_bytes, self._filled = self._filled, 0
             self._stream.send_all(self._view[:num_bytes])
             self._progress_s = time.monotonic()
+            # Each write ends its last TLS record, so a partial record counts as one.
             self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 
 def _end_unused(parcels: Iterable[OutgoingFrame], error: ConvoyError) -> None:
-    """Wipe the keys of connections that were to follow."""
+    """Wipe the keys of connections that were to follow these frames."""
     for parcel in parcels:
         if parcel.onto is not None:
             parcel.onto.end(error)
 
 
 def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> OutgoingFrame:
-    """A message on its way out.
+    """Return a message as an `OutgoingFrame`.
 
-    Raises `FrameTooLong` in the sender's own thread, before anything is sealed.
+    Raises `FrameTooLong` in the caller's own thread, before anything is sealed.
     """
     check_payload(kind, len(payload))
     return OutgoingFrame(kind, generation, step, payload=payload)

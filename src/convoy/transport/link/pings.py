@@ -1,4 +1,4 @@
-"""The pings of one link: who waits for which answer, and signs of life that nobody asked for."""
+"""The pings of one link: the callers that wait for answers, and unasked signs of life."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_parc
 from convoy.wire.codec import encode_message
 from convoy.wire.messages.control import FrameType, Ping, Pong
 
-_ASKED_BY_NOBODY = -1  # the token of a PONG that answers no ping
+# The token of a PONG that answers no ping.
+_ASKED_BY_NOBODY = -1
 
 
 class Pings:
-    """Thread-safe. Everything goes through the sender thread, so that nobody here waits for a write."""
+    """Send pings and match their answers.
+
+    Thread-safe; the sender thread writes, so no caller waits for a write.
+    """
 
     def __init__(self, peer: str, outgoing: Outgoing) -> None:
         self._peer = peer
@@ -25,7 +29,7 @@ class Pings:
         self._next = 0
 
     def ask(self, timeout_s: float) -> float:
-        """Round trip in seconds. Raises `PeerUnreachable` after the time, or `LinkBroken`."""
+        """Return the round trip in seconds. Raises `PeerUnreachable` after ``timeout_s``, or `LinkBroken`."""
         waiting = _Waiting()
         with self._lock:
             token = self._take_token()
@@ -44,22 +48,23 @@ class Pings:
                 self._waiting.pop(token, None)
 
     def send(self) -> None:
-        """So that the peer hears of this end, and answers; nobody waits for it."""
+        """Send a ping so that the peer hears of this end and answers. No caller waits for the answer."""
         with self._lock:
             token = self._take_token()
-        with contextlib.suppress(ConvoyError):  # it is over, and whoever waits for it is told
+        # An error means that the link is over, which its owner hears through ``ended``.
+        with contextlib.suppress(ConvoyError):
             self._outgoing.post(_ping(token), 0.0)
 
     def answer(self, token: int) -> None:
-        """A ping of the peer came."""
+        """Answer a ping of the peer."""
         self._outgoing.post_pong(_pong(token))
 
     def say_alive(self) -> None:
-        """So that the peer hears of this end while its own pings are not read here."""
+        """Send a sign of life while this end does not read the peer's pings."""
         self._outgoing.post_pong(_pong(_ASKED_BY_NOBODY))
 
     def answered(self, token: int) -> None:
-        """An answer came, or a sign of life, for which nobody waits."""
+        """Record an answer. A token without a waiting caller is a sign of life, and is ignored here."""
         with self._lock:
             waiting = self._waiting.get(token)
         if waiting is not None:
@@ -67,7 +72,7 @@ class Pings:
             waiting.event.set()
 
     def end(self) -> None:
-        """No answer comes any more."""
+        """Wake every waiting caller: no answer will come."""
         with self._lock:
             waiting = list(self._waiting.values())
         for one in waiting:
@@ -79,7 +84,7 @@ class Pings:
 
 
 class _Waiting:
-    """A ping that is under way."""
+    """Represent a ping that is under way."""
 
     __slots__ = ("at_s", "event")
 

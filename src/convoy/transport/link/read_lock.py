@@ -1,8 +1,9 @@
-"""Who reads a link: its receiver thread, or a thread that waits for what comes and would rather look itself.
+"""The right to read a link: its receiver thread has it, or a waiting thread that borrows the connection.
 
-Waking one thread to have it wake another costs more than opening a small tensor. So a thread that waits may
-borrow the connection: the receiver sleeps on, whatever arrives, until it is given back. Only where the system
-can say that a descriptor has something to read without waking everybody who watches it: Linux, over TCP.
+Waking one thread to have it wake another costs more than opening a small tensor. So a waiting thread may
+borrow the connection and read by itself. The receiver then sleeps through all arrivals until the
+connection is given back. This needs a system that can report readable descriptors without waking every
+watcher: Linux, over TCP.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ _LOOK_UP_S = 0.25
 
 @runtime_checkable
 class Watchable(Protocol):
-    """A stream of which the system can say when there is something to read."""
+    """Describe a stream that the system can watch for bytes to read."""
 
     def fileno(self) -> int:
-        """The descriptor, or a negative number once it is closed."""
+        """Return the descriptor, or a negative number once it is closed."""
         ...
 
     def pending(self) -> int:
-        """Bytes that were read from the descriptor, and not by ``recv_into``."""
+        """Return the number of bytes that were read from the descriptor but not yet taken by
+        ``recv_into``.
+        """
         ...
 
 
 class ReadLock:
-    """Of one link. `lock` is held by whoever reads and delivers, so that what comes stays in order."""
+    """Decide which thread reads one link. The reading thread holds `lock`, so that frames stay in order."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._lending = threading.Lock()  # what is said of the loan and what the system was told go together
+        # Guards the loan's state and the epoll registration, which must change together.
+        self._lending = threading.Lock()
         self._stream: Watchable | None = None
         self._epoll: select.epoll | None = None
         self._poll: select.poll | None = None
@@ -46,11 +50,11 @@ class ReadLock:
 
     @property
     def lends(self) -> bool:
-        """Whether this connection can be borrowed."""
+        """Return whether this connection can be borrowed."""
         return self._stream is not None
 
     def watch(self, stream: object) -> None:
-        """The connection that is read from now on, which nobody has borrowed yet."""
+        """Set the connection that is read from now on. It is not on loan."""
         with self._lending:
             self._watch(stream)
 
@@ -62,14 +66,15 @@ class ReadLock:
             self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK)
             self._epoll.register(self._wake, select.EPOLLIN)
         self._fd = stream.fileno()
-        with contextlib.suppress(OSError):  # closed meanwhile, which whoever reads it finds
+        # A descriptor that was closed meanwhile is found by the next read.
+        with contextlib.suppress(OSError):
             self._epoll.register(self._fd, select.EPOLLIN)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._stream, self._is_lent = stream, False
 
     def end(self) -> None:
-        """Only for the receiver, last."""
+        """Free the system's resources. The receiver calls this last."""
         with self.lock:
             self._stream = None
             if self._epoll is not None:
@@ -80,11 +85,16 @@ class ReadLock:
     # The receiver thread.
 
     def has_come(self) -> bool:
-        """Wait a moment for something to read that nobody borrowed; also true where nobody can borrow."""
+        """Wait a moment for readable bytes on a connection that is not on loan, and return whether there
+        are any.
+
+        Return True also where the connection cannot be borrowed.
+        """
         epoll = self._epoll
         if self._stream is None or epoll is None or self._stream.pending():
             return True
         events = epoll.poll(_LOOK_UP_S)
+        # Nothing came for a moment, so a loan that its borrower forgot can end.
         if not events:
             self._take_back()
         for fd, _ in events:
@@ -94,9 +104,12 @@ class ReadLock:
         return bool(events)
 
     def is_there(self, timeout_s: float = 0.0, *, awake_s: float = 0.0) -> bool:
-        """Whether there is something to read, or the end of it; waits so long. With the lock held.
+        """Return whether there are bytes to read, or the end of the stream.
 
-        For ``awake_s`` of that it looks again and again, others may run between: who sleeps is woken late.
+        Wait up to ``timeout_s``, with `lock` held.
+
+        For the first ``awake_s`` poll repeatedly and yield in between, because a sleeping thread is woken
+        late.
         """
         stream, poll = self._stream, self._poll
         if stream is None or poll is None or stream.pending():
@@ -107,12 +120,13 @@ class ReadLock:
                 if poll.poll(0):
                     return True
                 os.sched_yield()
-        return bool(poll.poll(1000 * timeout_s))  # also of a descriptor that was closed
+        # True also for a descriptor that was closed, so that the reader finds the end.
+        return bool(poll.poll(1000 * timeout_s))
 
     # The thread that borrows.
 
     def borrow(self) -> None:
-        """What arrives wakes the receiver no more, until `give_back`, or a while after `done`."""
+        """Stop arrivals from waking the receiver, until `give_back`, or until a while after `done`."""
         with self._lending:
             self._in_use = True
             if not self._is_lent:
@@ -120,33 +134,35 @@ class ReadLock:
                 self._arm(0)
 
     def done(self) -> None:
-        """It is not read here just now, but soon."""
+        """Pause the loan's use: this thread does not read now, but will soon."""
         self._in_use = False
 
     def give_back(self) -> None:
-        """What arrived, and arrives, wakes the receiver."""
+        """End the loan, so that arrivals wake the receiver, also those that came before."""
         self.done()
         self._take_back()
 
     def _take_back(self) -> None:
-        """Unless it is in use; so also from whoever forgot it."""
+        """End the loan unless it is in use. This also ends a loan that its borrower forgot."""
         with self._lending:
             if self._is_lent and not self._in_use:
                 self._is_lent = False
                 self._arm(select.EPOLLIN)
 
     def wake(self) -> None:
-        """The receiver has something to do, whatever arrives. With the lock held."""
-        if self._epoll is not None:  # else the descriptor may be another's by now
+        """Wake the receiver, which has something to do even if nothing arrives. Call it with `lock` held."""
+        # After `end` the system may have reused the descriptor's number.
+        if self._epoll is not None:
             os.eventfd_write(self._wake, 1)
 
     def _arm(self, events: int) -> None:
         epoll, fd = self._epoll, self._fd
         if epoll is not None and fd >= 0:
-            with contextlib.suppress(OSError, ValueError):  # closed: the receiver finds the end of it
+            # The descriptor may be closed already. The receiver then finds the end by itself.
+            with contextlib.suppress(OSError, ValueError):
                 epoll.modify(fd, events)
 
 
 def until(at_s: float, longest_s: float) -> float:
-    """Seconds from now, at most so many."""
+    """Return the seconds from now until ``at_s``, between 0 and ``longest_s``."""
     return max(0.0, min(at_s - time.monotonic(), longest_s))

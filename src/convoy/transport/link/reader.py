@@ -1,4 +1,4 @@
-"""What comes over a link, in order, to whoever reads it at the time: see `transport.link.read_lock`."""
+"""Deliver a link's frames in order to the thread that reads at the time: see `transport.link.read_lock`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from convoy.transport.link.incoming import Incoming, Received, ReceivedMessage
 from convoy.transport.link.read_lock import ReadLock, until
 from convoy.wire.messages.control import FrameType, Message
 
-_LOOK_UP_S = 0.05  # a thread that reads looks so often whether it still should
+# How often a reading thread checks whether it should still read.
+_LOOK_UP_S = 0.05
 
 
 class Reader:
-    """One link's. ``is_ours`` handles what the link says about itself; ``going``: it is not being closed.
+    """Read one link. ``is_ours`` handles the link's own messages.
+
+    ``going`` tells that the link is not being closed.
 
     The receiver thread calls `run`, and `end` last. One other thread may read in its place: it must
-    `borrow`, `read_here` as often as it wants, and `give_back`, or be `done` if it soon borrows again.
+    `borrow`, `read_here` as often as it wants, and `give_back`, or be `done` if it borrows again soon.
     """
 
     def __init__(
@@ -31,7 +34,8 @@ class Reader:
         self._turn = ReadLock()
         self._watched: Incoming | None = None
         self._allowed: frozenset[FrameType] = frozenset()
-        self._left: Received | None = None  # read elsewhere, for the receiver to deliver
+        # Read by a borrower that did not take it; the receiver delivers it.
+        self._left: Received | None = None
         self._error: ConvoyError | None = None
         self.borrow = self._turn.borrow
         self.done = self._turn.done
@@ -39,11 +43,13 @@ class Reader:
 
     @property
     def lends(self) -> bool:
-        """Whether `read_here` can ever read."""
+        """Return whether `read_here` can ever read."""
         return self._turn.lends
 
     def run(self, deliver: Callable[[Received], None], allowed: frozenset[FrameType]) -> None:
-        """Until the link is being closed. Raises what ended it, also where it was read elsewhere."""
+        """Deliver until the link is being closed. Raises the error that ended it, also if a borrower met
+        it.
+        """
         self._allowed = allowed
         self._look_after(self._incoming())
         while self._going():
@@ -54,11 +60,13 @@ class Reader:
                 self._deliver_next(deliver)
 
     def read_here(self, until_s: float, take: Callable[[Received], bool], *, awake_s: float = 0.0) -> bool:
-        """Wait for what comes next, and ``take`` it; what that does not, the receiver delivers as ever.
+        """Wait for the next item and pass it to ``take``.
 
-        ``awake_s``: as for `ReadLock.is_there`.
-        False where somebody else reads just now, or nobody may; true also where nothing came within a moment.
-        Raises what ends the link, and what ``take`` raises, which does.
+        The receiver delivers an item that ``take`` declines.
+
+        ``awake_s`` has the meaning of `ReadLock.is_there`. Return False if another thread reads just now,
+        or if borrowing is not possible. Return True also if nothing came within a moment. Raises the
+        error that ends the link. An error that ``take`` raises passes through, and ends the link too.
         """
         turn = self._turn
         if self._left is not None or not turn.lends or not turn.lock.acquire(blocking=False):
@@ -81,7 +89,7 @@ class Reader:
             turn.lock.release()
 
     def end(self) -> None:
-        """Nobody reads any more."""
+        """End reading for good."""
         self._turn.end()
 
     def _deliver_next(self, deliver: Callable[[Received], None]) -> None:
@@ -92,14 +100,15 @@ class Reader:
         received, self._left = self._left, None
         if received is None:
             if not (self._incoming().has_more or self._turn.is_there()):
-                return  # read elsewhere meanwhile
+                # A borrower has read the item meanwhile.
+                return
             received = self._next()
         if received is not None and self._going():
             self._incoming().patience.suspend()
             deliver(received)
 
     def _next(self) -> Received | None:
-        """None: it was the link's own matter."""
+        """Receive one item. Return None if it was a message of the link itself."""
         received = self._incoming().receive(self._allowed)
         if isinstance(received, ReceivedMessage) and self._is_ours(received.message):
             if self._incoming() is not self._watched:

@@ -1,13 +1,16 @@
-"""New connections for a standing link, before TLS has sealed too much under the keys of the old ones.
+"""Replace the connections of a standing link before TLS has sealed too much under their keys.
 
-Owners of links notice nothing. In the order of events:
-1. the dialler, which sees how worn both connections are, dials two new ones; their handshake names the link
-   that they are for
-2. the listener finds that link among those it has with the same member, keeps the new connections for it, and
-   says so: SWITCH is its first sealed frame on them
-3. now the dialler commits: SWITCH is its last frame on the old connection to the listener
-4. the listener opens it, reads on from the new one, and does the same in its own direction
-A replacement that fails before 3 costs nothing, and is tried again; it is told if the link stands on.
+The owners of links notice nothing. In the order of events:
+
+1. The dialler, which sees how worn both connections are, dials two new ones. Their handshake names the link
+   that they are for.
+2. The listener finds that link among its links with the same member, keeps the new connections for it, and
+   confirms: SWITCH is its first sealed frame on them.
+3. The dialler now commits: SWITCH is its last frame on the old connection to the listener.
+4. The listener opens it, reads on from the new one, and does the same in its own direction.
+
+A replacement that fails before step 3 costs nothing and is tried again. The failure is logged if the link
+lives on.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _SWITCH = frozenset({FrameType.SWITCH})
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What a handshake made, and nobody uses yet."""
+    """Hold the connections and keys of a finished handshake that are not in use yet."""
 
     link_id: bytes
     cipher: str
@@ -48,9 +51,10 @@ class Connections:
 
 
 class Replacement:
-    """One link's: at most one pair of new connections at a time.
+    """Replace one link's connections, at most one pair at a time.
 
-    ``redial``: dials a new pair for this link; None at the listener. ``commit``: sends SWITCH to a pair.
+    ``redial`` dials a new pair for this link; it is None at the listener. ``commit`` moves the link's own
+    direction to a pair, by sending SWITCH.
     """
 
     def __init__(self, peer: str, options: LinkOptions, commit: Callable[[Connections], None]) -> None:
@@ -64,7 +68,9 @@ class Replacement:
         self.redial: Callable[[], Connections] | None = None
 
     def begin(self) -> None:
-        """A connection is worn. Never blocks, and does nothing where one is under way already."""
+        """Start a replacement: a connection is worn. Never blocks, and does nothing while one is under
+        way.
+        """
         with self._lock:
             if self.redial is None or self._running or self._over.is_set():
                 return
@@ -72,7 +78,11 @@ class Replacement:
         threading.Thread(target=self._run, name=f"replace {self._peer}", daemon=True).start()
 
     def keep(self, fresh: Connections) -> None:
-        """Until the peer's SWITCH names them. A pair kept before is closed: its dialler gave it up."""
+        """Hold ``fresh`` until the peer's SWITCH names it. Close a pair kept before: its dialler gave it
+        up.
+
+        Raises `LinkBroken` if the link is over; ``fresh`` is closed then.
+        """
         with self._lock:
             over = self._over.is_set()
             old = fresh if over else self._kept
@@ -84,17 +94,21 @@ class Replacement:
             raise LinkBroken(f"the link to {self._peer} ended before its connections were replaced")
 
     def take(self, link_id: bytes) -> Connections:
-        """The kept connections, once the peer's SWITCH names them. Raises `FrameError` for any other name."""
+        """Return the kept connections once the peer's SWITCH names them.
+
+        Raises `FrameError` for any other name.
+        """
         with self._lock:
             fresh = self._kept
             if fresh is None or fresh.link_id != link_id:
                 raise FrameError(f"{self._peer} switched to connections that this end does not have")
+            # The pair is in use from here on, so the next replacement may begin.
             self._kept = None
             self._running = False
             return fresh
 
     def end(self) -> None:
-        """The link is over."""
+        """Stop replacing and close a kept pair: the link is over."""
         with self._lock:
             self._over.set()
             fresh, self._kept = self._kept, None
@@ -109,19 +123,23 @@ class Replacement:
         while redial is not None and not self._over.is_set():
             try:
                 fresh = redial()
+                # Nothing may switch to a pair before the listener has confirmed that it keeps it.
                 self._confirm(fresh)
                 self.keep(fresh)
                 self._commit(fresh)
                 return
-            except LinkClosed:  # the link is being closed
+            # The link is being closed, so there is nothing to replace.
+            except LinkClosed:
                 return
             except ConvoyError as error:
                 failed_s = failed_s or time.monotonic()
                 self._tell(error, failed_s)
 
     def _tell(self, error: ConvoyError, failed_s: float) -> None:
-        """Once it is time to try again. A peer that leaves refuses new connections before its goodbye is read
-        here: then there is nothing to tell.
+        """Wait until it is time to try again, then log the failure if it has lasted.
+
+        A leaving peer refuses new connections before its goodbye is read here, so an early failure is not
+        logged.
         """
         if self._over.wait(self._options.replace_retry_s):
             return
@@ -129,7 +147,7 @@ class Replacement:
             _log.warning("the link to %s needs new connections: %s", self._peer, error.message)
 
     def _confirm(self, fresh: Connections) -> None:
-        """Wait until the listener says that it keeps them: only then may this end commit."""
+        """Wait until the listener confirms that it keeps the pair: only then may this end commit."""
         stream = fresh.streams[1]
         try:
             stream.set_deadline(time.monotonic() + self._options.handshake_timeout_s)

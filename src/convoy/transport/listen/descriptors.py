@@ -1,4 +1,4 @@
-"""The process's limit of open files: how many connections it may hold at once."""
+"""The process's limit of open files, which bounds the connections it can hold at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ _UNKNOWN = 1024
 
 
 def raise_descriptor_limit(enough: int = _ENOUGH) -> int:
-    """Raise the soft limit of open files towards the hard one, to ``enough`` at most. Returns the limit then.
+    """Raise the soft limit of open files towards the hard one, to ``enough`` at most, and return the new
+    limit.
 
     A shell often grants 1,024, which a few idle clients use up. The limit is never lowered.
     """
     try:
         import resource
-    except ImportError:  # Windows has no such limit
+    # Windows has no such module, and no such limit.
+    except ImportError:
         return enough
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)

@@ -1,6 +1,6 @@
-"""The listener of an invitation: strangers' connections, each on a thread of its own, few at a time.
+"""The listener of an invitation: strangers' connections, few at a time, each on a thread of its own.
 
-It is its own socket with its own certificate, and lives for minutes; no link ever begins here.
+It has its own socket and its own certificate, and lives for minutes. No link ever begins here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _ACCEPT_POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentLimits:
-    """``proof_timeout_s``: total, from a connection's acceptance to its whole proof.
+    """Set the limits of an invitation's listener.
 
-    ``decision_timeout_s``: how long an operator may think. ``max_unproved_challenges``: after so many
-    challenges without a right proof the invitation is over.
+    ``proof_timeout_s`` is total, from accepting a connection to its complete proof.
+    ``decision_timeout_s`` is the operator's time to decide. After ``max_unproved_challenges`` challenges
+    without a right proof the invitation is over.
     """
 
     proof_timeout_s: float = 10.0
@@ -50,10 +51,10 @@ class EnrolmentLimits:
 
 
 class EnrolmentListener:
-    """Listens on ``sock`` from construction to ``close``; ``on_stream`` gets each stream that has TLS.
+    """Listen on ``sock`` from construction to ``close``. ``on_stream`` gets each stream that has TLS.
 
-    It runs on that connection's own thread, under the total deadline, and owns the stream. What it raises is
-    logged here, the only place where the cause is told.
+    ``on_stream`` runs on that connection's own thread, under the total deadline, and owns the stream. Its
+    errors are logged here. Nothing else reports the cause.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EnrolmentListener:
         return self._admission.num_half_open
 
     def close(self) -> None:
-        """Stop accepting. Streams that were handed over are their owner's."""
+        """Stop accepting. Streams that were handed over belong to their owner."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -97,7 +98,8 @@ class EnrolmentListener:
             except OSError:
                 if self._closed.wait(0.05):
                     return
-                continue  # out of descriptors: some come back
+                # Out of descriptors. Some come back when other connections end.
+                continue
             host = str(address[0]).removeprefix("::ffff:")
             try:
                 spare = sock.dup()
@@ -108,7 +110,8 @@ class EnrolmentListener:
 
     def _admit(self, sock: socket.socket, spare: socket.socket, host: str) -> None:
         def cut() -> None:
-            with contextlib.suppress(OSError):  # a handle of its own: TLS takes the other one over
+            # TLS takes over ``sock``, so cutting needs a second handle.
+            with contextlib.suppress(OSError):
                 spare.shutdown(socket.SHUT_RDWR)
 
         ticket = self._admission.admit(host, cut)
@@ -127,7 +130,8 @@ class EnrolmentListener:
 
         try:
             threading.Thread(target=judge, name="newcomer", daemon=True).start()
-        except RuntimeError:  # no thread to be had: some come back
+        # The system has no thread left. Some come back when other handshakes end.
+        except RuntimeError:
             ticket.release()
             spare.close()
             sock.close()

@@ -1,7 +1,7 @@
-"""TLS for enrolment: the listener shows a one-time certificate, the newcomer pins it and shows none.
+"""TLS for enrolment: the listener shows a one-time certificate; the newcomer pins it and shows none.
 
-Whoever dials is a stranger until its proof holds, so everything here works under total deadlines and small
-limits.
+A dialling machine is a stranger until its proof holds, so everything here works under total deadlines and
+small limits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _BACKLOG = 128
 
 
 def one_time_context(certificate: OneTimeCertificate) -> ssl.SSLContext:
-    """For the listener. The key is on disk, in a private folder, only while `ssl` reads it."""
+    """Return the listener's context. The key is on disk, in a private folder, only while `ssl` reads it."""
     context = restrict_tls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     context.num_tickets = 0
-    with tempfile.TemporaryDirectory(prefix="convoy-") as folder:  # mkdtemp: 0700
+    # mkdtemp gives the folder mode 0700, so no other user reads the key.
+    with tempfile.TemporaryDirectory(prefix="convoy-") as folder:
         file = Path(folder) / "one-time.pem"
         file.touch(mode=0o600)
         file.write_bytes(certificate.certificate_pem + certificate.key_pem)
@@ -45,12 +46,13 @@ def one_time_context(certificate: OneTimeCertificate) -> ssl.SSLContext:
 
 
 def listen_everywhere(host: str | None, port: int) -> socket.socket:
-    """A listening socket on ``host``, or on every address of this machine. Raises `ConfigError`."""
+    """Return a listening socket on ``host``, or on every address of this machine. Raises `ConfigError`."""
     try:
         if host is not None:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        with contextlib.suppress(OSError):  # IPv6 may be off
+        # IPv6 may be off on this machine.
+        with contextlib.suppress(OSError):
             if socket.has_dualstack_ipv6():
                 return socket.create_server(
                     ("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
@@ -69,13 +71,15 @@ def listen_everywhere(host: str | None, port: int) -> socket.socket:
 
 
 def dial_pinned(address: tuple[str, int], fingerprint: bytes, deadline_s: float) -> tuple[Stream, str]:
-    """A stream to the listener with exactly this certificate, and the local address that leads to it.
+    """Return a stream to the listener with exactly this certificate, and the local address that leads to
+    it.
 
-    Raises `PeerUnreachable`, or `HandshakeError` for another certificate; nothing was said then.
+    Raises `PeerUnreachable`, or `HandshakeError` for another certificate. Nothing of ours was sent by
+    then.
     """
     context = restrict_tls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-    # No authority vouches for a one-time certificate: the fingerprint in the token does, right below. TLS 1.3
-    # still proves that the listener holds its key.
+    # No authority vouches for a one-time certificate. The fingerprint in the token does, and is compared
+    # below. TLS 1.3 still proves that the listener holds its key.
     context.verify_mode = ssl.CERT_NONE
     try:
         sock = socket.create_connection(address, max(0.001, deadline_s - time.monotonic()))
@@ -94,12 +98,14 @@ def dial_pinned(address: tuple[str, int], fingerprint: bytes, deadline_s: float)
 
 
 def send_enrolment(stream: Stream, kind: EnrolmentType, body: bytes) -> None:
-    """Raises `LinkBroken`."""
+    """Send one frame. Raises `LinkBroken`."""
     stream.send_all(encode_enrolment(kind, body))
 
 
 def receive_enrolment(stream: Stream) -> tuple[EnrolmentType, bytes]:
-    """One frame; its length is judged before its body is read. Raises `FrameError` or `LinkBroken`."""
+    """Receive one frame, and check its length before reading its body. Raises `FrameError` or
+    `LinkBroken`.
+    """
     preamble = recv_exactly(stream, PREAMBLE_BYTES)
     if not preamble:
         raise LinkBroken("the other end hung up")

@@ -1,7 +1,7 @@
-"""Accept links from other members: each connection is judged in a thread of its own, never in the accept
-loop.
+"""Accept links from other members.
 
-A connection counts as half-open until its link stands; `Admission` says how many may be, and from where.
+Each connection is judged in a thread of its own, never in the accept loop. A connection counts as
+half-open until its link stands; `Admission` limits how many there may be, and from where.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ACCEPT_POLL_S = 1.0
 
 @dataclass(slots=True)
 class _Half:
-    """A connection that waits for the other one of its link."""
+    """Hold a connection that waits for the other one of its link."""
 
     stream: Stream
     direction: int
@@ -45,14 +45,15 @@ class _Half:
 
 
 class Listener:
-    """Listens from construction to ``close``. ``on_link`` gets each new link, not yet started, on a handshake
-    thread.
+    """Listen from construction to ``close``.
 
-    ``on_refused`` gets the cause of each handshake that failed; it is logged in any case.
+    ``on_link`` gets each new link, not yet started, on a handshake thread.
 
-    With each roster that ``me`` adopts the trust anchors are made anew, and a handshake that began under
-    another is judged again at its end. Raises `ConfigError` if the port is taken or the address is not of
-    this machine, `IdentityError` if our own keys cannot be read.
+    ``on_refused`` gets the cause of each handshake that failed. The cause is logged in any case.
+
+    Each roster that ``me`` adopts renews the trust anchors. A handshake that began under another roster
+    is judged again at its end. Raises `ConfigError` if the port is taken or the address is not of this
+    machine, and `IdentityError` if our own keys cannot be read.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Listener:
         self._refused = RateLimitedLog(_log)
         self._lock = threading.Lock()
         self._handed_over = threading.Condition(self._lock)
-        self._handing_over: set[int] = set()  # threads that are inside on_link
+        # The threads that are inside ``on_link``; `close` waits for them.
+        self._handing_over: set[int] = set()
         self._standing: dict[str, list[Link]] = {}
         self._halves: dict[tuple[str, bytes], _Half] = {}
         self._closed = threading.Event()
@@ -88,10 +90,10 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting; a handshake under way ends without a link. Links that stand already live on.
+        """Stop accepting. A handshake under way ends without a link. Standing links live on.
 
-        No ``on_link`` begins after this returns, and one under way was waited for (not by itself, and for
-        ``close_timeout_s`` at most).
+        No ``on_link`` begins after this returns. Wait for one that is under way for at most
+        ``close_timeout_s``, but not if it is this thread's own.
         """
         self._unsubscribe()
         with self._lock:
@@ -99,7 +101,8 @@ class Listener:
             mine = {threading.get_ident()}
             self._handed_over.wait_for(lambda: self._handing_over <= mine, self._options.close_timeout_s)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; elsewhere its timeout does
+            # This wakes accept() on Linux; on other systems its timeout does.
+            self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _ACCEPT_POLL_S)
         self._socket.close()
@@ -119,13 +122,14 @@ class Listener:
             except OSError:
                 if self._closed.wait(0.05):
                     return
-                continue  # out of descriptors: some come back
+                # Out of descriptors. Some come back when other connections end.
+                continue
             self._admit(sock, address)
 
     def _admit(self, sock: socket.socket, address: object) -> None:
         where = _text(address)
         try:
-            # A handle of its own: the TLS socket may be closed, and its descriptor be another's by then.
+            # Cutting needs a second handle: the TLS socket may be closed by then, and its descriptor reused.
             cut = _Cut(sock.dup())
         except OSError:
             sock.close()
@@ -141,7 +145,8 @@ class Listener:
         )
         try:
             judge.start()
-        except RuntimeError as error:  # no thread to be had: some come back
+        # The system has no thread left. Some come back when other handshakes end.
+        except RuntimeError as error:
             ticket.release()
             cut.close()
             sock.close()
@@ -195,7 +200,7 @@ class Listener:
             surplus.close("too many links of one member")
 
     def _keep(self, fresh: Link) -> None:
-        """New connections for a link that stands here with the same member. Raises `ConvoyError`."""
+        """Keep new connections for a link that stands here with the same member. Raises `ConvoyError`."""
         self._me.require(fresh)
         with self._lock:
             links = () if self._closed.is_set() else self._standing.get(fresh.peer, ())
@@ -207,10 +212,10 @@ class Listener:
         standing.keep(fresh)
 
     def _count(self, link: Link) -> Link | None:
-        """One more standing link of a member; the one to end if that is too many.
+        """Count one more standing link of a member. Return the link to end if that is too many, or None.
 
-        That is the one that has been silent for longest: a member that comes back after its machine or
-        network failed must get in, and what it left behind is silent, while a living link is pinged.
+        The link that has been silent for longest ends: a member that comes back after its machine or
+        network failed must get in. The links it left behind are silent, while a living link is pinged.
         """
         for name, links in list(self._standing.items()):
             self._standing[name] = [other for other in links if not other.is_over]
@@ -225,7 +230,9 @@ class Listener:
         return surplus
 
     def _handshake(self, sock: socket.socket, ticket: Ticket, cut: _Cut) -> Link | None:
-        """The link, if this connection completes one; None if another thread takes this connection over."""
+        """Return the link if this connection completes one, or None if another thread takes this
+        connection over.
+        """
         deadline_s = time.monotonic() + self._options.handshake_timeout_s
         secured = start_tls_server(sock, self._context, deadline_s)
         stream: Stream = TlsStream(secured, self._options.stall_timeout_s)
@@ -235,9 +242,11 @@ class Listener:
             stream.set_deadline(deadline_s)
             me = self._me.current
             member = self._member_of(me, peer_certificate(secured))
+            # A proved connection does not give way any more, so the number per member is limited.
             if not ticket.prove(member.name):
                 raise HandshakeError(f"{member.name} has too many handshakes under way")
-            cut.close()  # from here on it gives way to nobody
+            # A connection with a member's certificate does not give way any more.
+            cut.close()
             direction, link_id = receive_opening(stream)
             other = self._pair(member, link_id, direction, stream, deadline_s)
         except BaseException as error:
@@ -264,11 +273,12 @@ class Listener:
     def _pair(
         self, member: Member, link_id: bytes, direction: int, stream: Stream, deadline_s: float
     ) -> Stream | None:
-        """The other connection of the link, or None once another thread has taken this one.
+        """Return the other connection of the link, or None once another thread has taken this one.
 
         Raises `HandshakeError`.
         """
         key = (member.name, link_id)
+        # The thread of the first connection waits here. The second one's takes both and goes on.
         mine = _Half(stream, direction)
         with self._lock:
             waiting = self._halves.get(key)
@@ -283,12 +293,13 @@ class Listener:
             return None
         with self._lock:
             if self._halves.pop(key, None) is None:
-                return None  # taken in the last moment
+                # Another thread took it in the last moment.
+                return None
         raise HandshakeError(f"{member.name} opened one connection of a link, and the other never came")
 
 
 class _Cut:
-    """A second handle on a connection, to end it from any thread while it proves itself."""
+    """Hold a second handle on a connection, to end it from any thread while it proves itself."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._lock = threading.Lock()
@@ -307,7 +318,7 @@ class _Cut:
 
 
 def _text(address: object) -> tuple[str, int]:
-    """Host and port of what accept() gives: (host, port, ...)."""
+    """Return the host and port of an address that accept() returned: (host, port, ...)."""
     host, port = address[:2] if isinstance(address, tuple) else (str(address), 0)
     return host, port
 
@@ -322,7 +333,8 @@ def _bind(bind: tuple[str, int]) -> socket.socket:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} on {host} is taken",
-                hint="is this member running already? `convoy doctor --config FILE` says who has the port",
+                hint="is this member running already? `convoy doctor --config FILE` names the program that "
+                "has the port",
             ) from error
         raise ConfigError(
             f"cannot listen on {host}:{port}: {address_error(error)}",

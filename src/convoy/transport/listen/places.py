@@ -1,9 +1,10 @@
-"""Which connections a listener holds whose clients may be strangers, and which one gives way when it is full.
+"""The connections that a listener holds while their clients may be strangers.
 
-A connection *waits* for a request, *works* on one that nobody let in (a health check, a refusal, a
-greeting), or is *kept*. Those that wait give way to new connections, and those that work to others that
-begin to: so a crowd that says nothing displaces itself, and no request that came whole. Kept ones never
-give way.
+A connection *waits* for a request, *works* on an unauthorised one (a health check, a refusal, a
+greeting), or is *kept*. A waiting connection gives way to a new one. A working one gives way to another
+that begins to work. So a crowd of silent clients displaces only itself, and no complete request. Kept
+connections never give way.
+
 One thread owns the tables. Nothing here waits, reads or knows sockets.
 """
 
@@ -22,7 +23,10 @@ Cut = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """How many connections of each kind a listener holds; of the first two, of one address and in all."""
+    """Set how many connections of each kind a listener holds.
+
+    ``of_one_address`` limits the first two per address.
+    """
 
     waiting: int
     working: int
@@ -31,14 +35,14 @@ class SlotLimits:
 
 
 class Given(enum.Enum):
-    """Why a connection was cut."""
+    """Name the reason for cutting a connection."""
 
     WAY = "it gave way to a newer connection"
     TIME = "its request did not arrive in time"
 
 
 class ConnectionSlot:
-    """One connection's place. ``cut`` ends the connection without waiting; its owner may replace it.
+    """Hold one connection's place. ``cut`` ends the connection without waiting; its owner may replace it.
 
     ``given`` says why the connection was cut, or None.
     """
@@ -59,23 +63,26 @@ class ConnectionSlot:
         self._places.wait(self)
 
     def work(self) -> None:
-        """A request came: its deadline ends. Nothing changes for a connection that is kept."""
+        """Start work on a request, which ends its deadline. A kept connection stays kept."""
         self._places.work(self)
 
     def keep(self) -> None:
-        """A request was let in: the connection no longer gives way. Raises `QueueFull` for one too many."""
+        """Keep the connection, because its request was let in: it no longer gives way.
+
+        Raises `QueueFull` for one too many.
+        """
         self._places.keep(self)
 
     def release(self) -> None:
-        """The connection ended; twice is allowed."""
+        """Release the place, because the connection ended. May be called twice."""
         self._places.release(self)
 
 
 class ConnectionSlots:
-    """The places of one listener, on one thread."""
+    """Manage the places of one listener, on one thread."""
 
     def __init__(self, capacity: SlotLimits, timeout_s: float, clock: Clock) -> None:
-        """``timeout_s``: for a request to come."""
+        """Set the limits. ``timeout_s`` is the time for a request to come."""
         self._timeout_s = timeout_s
         self._clock = clock
         self._waiting = _Pool(capacity.waiting, capacity.of_one_address)
@@ -97,8 +104,7 @@ class ConnectionSlots:
     def take(self, host: str, cut: Cut) -> ConnectionSlot:
         """Return a place for a new connection from ``host``; if none is free, an older one gives way.
 
-        Of several addresses the one with the most connections gives way: one stranger who opens many
-        displaces its own.
+        The address with the most connections gives way, so a stranger that opens many displaces its own.
         """
         place = ConnectionSlot(self, place_of(host) or host, cut)
         self.wait(place)
@@ -127,7 +133,7 @@ class ConnectionSlots:
             place.pool = None
 
     def expire(self) -> int:
-        """Cut the connections whose requests are late. Returns how many."""
+        """Cut the connections that sent no request in time. Return how many."""
         now_s = self._clock()
         late = [place for place in self._waiting if place.deadline_s <= now_s]
         for place in late:
@@ -135,7 +141,7 @@ class ConnectionSlots:
         return len(late)
 
     def shed(self, count: int) -> int:
-        """Cut up to ``count`` connections that wait, the oldest first. Returns how many."""
+        """Cut up to ``count`` waiting connections, the oldest first. Return how many."""
         oldest = [place for place, _ in zip(self._waiting, range(count), strict=False)]
         for place in oldest:
             self._cut(place, Given.WAY)
@@ -159,7 +165,7 @@ class ConnectionSlots:
 
 
 class _Pool:
-    """Places in the order in which they came, in all and by address."""
+    """Hold places in the order in which they came, in all and by address."""
 
     def __init__(self, most: int, most_of_one_address: int) -> None:
         self.most = most
@@ -185,7 +191,11 @@ class _Pool:
             del self._by_address[place.address]
 
     def in_the_way(self, address: str) -> ConnectionSlot | None:
-        """Return what gives way to one more from ``address``: the oldest there, or of the fullest address."""
+        """Return the place that gives way to one more from ``address``: the oldest there, or of the
+        fullest address.
+
+        Return None if there is room.
+        """
         here = self._by_address.get(address, {})
         if len(here) >= self._most_of_one_address:
             return next(iter(here))

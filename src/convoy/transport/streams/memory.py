@@ -1,5 +1,5 @@
-"""Streams inside one process, with the faults of a real network on demand. Shipped, because everybody's tests
-need them.
+"""Streams inside one process, with the faults of a real network on demand. They ship for use in other
+tests.
 
 A fault names a write by its index: a link makes one write per frame as long as it is idle between them.
 """
@@ -20,14 +20,14 @@ _CAPACITY_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Write ``at`` never arrives."""
+    """Lose write ``at``: it never arrives."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
-    """Bit ``bit`` of write ``at`` arrives turned over; negative counts from the end."""
+    """Flip bit ``bit`` of write ``at``. A negative bit counts from the end."""
 
     at: int
     bit: int
@@ -35,7 +35,7 @@ class FlipBit:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The stream ends after the first ``keep_bytes`` of write ``at``."""
+    """End the stream after the first ``keep_bytes`` of write ``at``."""
 
     at: int
     keep_bytes: int = 0
@@ -43,21 +43,21 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reorder:
-    """Write ``at`` arrives after the one that follows it."""
+    """Deliver write ``at`` after the one that follows it."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Write ``at`` arrives twice."""
+    """Deliver write ``at`` twice."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """From write ``at`` on nothing arrives until ``release`` is set."""
+    """Deliver nothing from write ``at`` on until ``release`` is set."""
 
     at: int
     release: threading.Event = field(default_factory=threading.Event)
@@ -67,7 +67,7 @@ Fault = Drop | FlipBit | Cut | Reorder | Repeat | Stall
 
 
 class _Pipe:
-    """One direction: a bounded buffer between a writer and a reader."""
+    """Carry one direction: a bounded buffer between a writer and a reader."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._changed = threading.Condition()
@@ -149,7 +149,7 @@ class _Pipe:
 
 
 class MemoryStream:
-    """One end of a pair. Without a deadline its sends wait for ever: stalls are for the test to end."""
+    """Represent one end of a pair. Without a deadline its sends wait for ever; a test ends its own stalls."""
 
     def __init__(self, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._outgoing = outgoing
@@ -173,15 +173,16 @@ class MemoryStream:
 def memory_stream_pair(
     faults: Iterable[Fault] = (), other_faults: Iterable[Fault] = ()
 ) -> tuple[MemoryStream, MemoryStream]:
-    """Two ends of one stream; ``faults`` befall what the first sends, ``other_faults`` the second."""
+    """Return two ends of one stream.
+
+    ``faults`` apply to the first end's writes, ``other_faults`` to the second's.
+    """
     there, back = _Pipe(faults), _Pipe(other_faults)
     return MemoryStream(there, back), MemoryStream(back, there)
 
 
 class RecordedStream:
-    """A stream that keeps a copy of every byte it is given to send: what stands between the two layers of a
-    link.
-    """
+    """Copy every byte that is sent, which shows the bytes between the two layers of a link."""
 
     def __init__(self, stream: Stream, sent: bytearray) -> None:
         self._stream = stream

@@ -20,18 +20,22 @@ _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
 
-# All of TLS 1.3's suites but the CCM ones, whose short form has an 8-byte tag.
+# All of TLS 1.3's suites but the CCM ones: the short form of CCM has an 8-byte tag.
 _CIPHERS = frozenset({"TLS_AES_256_GCM_SHA384", "TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256"})
-_DARWIN_TCP_KEEPALIVE = 0x10  # netinet/tcp.h; Python 3.11 has no name for it there
+# From Darwin's netinet/tcp.h; Python 3.11 has no name for it there.
+_DARWIN_TCP_KEEPALIVE = 0x10
 
 
 def client_context(me: LocalMember) -> ssl.SSLContext:
-    """For dialling. Raises `IdentityError` or `RosterError` for keys or anchors that do not load."""
+    """Return the context for dialling.
+
+    Raises `IdentityError` or `RosterError` for keys or anchors that do not load.
+    """
     return _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), me)
 
 
 def server_context(me: LocalMember) -> ssl.SSLContext:
-    """For listening; raises as `client_context`.
+    """Return the context for listening. Raises the errors of `client_context`.
 
     Without tickets there is no resumption: every connection proves both ends anew.
     """
@@ -41,11 +45,12 @@ def server_context(me: LocalMember) -> ssl.SSLContext:
 
 
 def restrict_tls(context: ssl.SSLContext) -> ssl.SSLContext:
-    """TLS 1.3 alone, without tickets and names."""
+    """Restrict ``context`` to TLS 1.3, without tickets and names, and return it."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
-    context.check_hostname = False  # the exact certificate is compared instead, and no name goes out as SNI
+    # The exact certificate is compared instead, and no name goes out as SNI.
+    context.check_hostname = False
     return context
 
 
@@ -56,7 +61,8 @@ def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
     certificate, key = me.identity.tls_files
     try:
         context.load_cert_chain(certificate, key)
-    except OSError as error:  # ssl.SSLError is one
+    # ssl.SSLError is an OSError too.
+    except OSError as error:
         raise IdentityError(
             f"{certificate} and {key} cannot be loaded: {_explain(error)}",
             hint="were they moved or changed after the start?",
@@ -69,9 +75,9 @@ def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
 
 
 class TlsStream:
-    """A stream over a TLS connection that is already authenticated.
+    """Carry bytes over a TLS connection that is already authenticated.
 
-    One thread sends and one receives, at most.
+    At most one thread sends and one receives.
     """
 
     def __init__(self, sock: ssl.SSLSocket, stall_timeout_s: float) -> None:
@@ -106,11 +112,11 @@ class TlsStream:
         self._deadline_s = at_s
 
     def fileno(self) -> int:
-        """The descriptor, or -1 once it is closed."""
+        """Return the descriptor, or -1 once it is closed."""
         return self._sock.fileno()
 
     def pending(self) -> int:
-        """Bytes of a record that is open and was not read whole; 0 once it is closed."""
+        """Return the unread bytes of a TLS record that is decrypted already; 0 once the stream is closed."""
         try:
             return self._sock.pending()
         except (OSError, ValueError):
@@ -120,8 +126,8 @@ class TlsStream:
         # SSLSocket.shutdown would drop the TLS state first, and a later send would go out without TLS.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        # The shutdown woke whoever was inside; closing before they left would let the descriptor be reused
-        # under them.
+        # The shutdown woke the threads inside send and receive. Closing before they left would let the system
+        # reuse the descriptor under them.
         with self._sending, self._receiving:
             self._sock.close()
 
@@ -138,16 +144,18 @@ class TlsStream:
 
 
 def start_tls_client(sock: socket.socket, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
-    """The TLS handshake of a dialler, within the deadline.
+    """Run the TLS handshake of a dialler within the deadline.
 
-    Raises `PeerUnreachable` if the other end says nothing or hangs up (a full listener does that), otherwise
+    Raises `PeerUnreachable` if the other end says nothing or hangs up, as a full listener does, otherwise
     `HandshakeError`.
     """
     return _start_tls(sock, context, deadline_s, server_side=False)
 
 
 def start_tls_server(sock: socket.socket, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
-    """The TLS handshake of a listener, within the deadline. Raises `HandshakeError` or `PeerUnreachable`."""
+    """Run the TLS handshake of a listener within the deadline. Raises `HandshakeError` or
+    `PeerUnreachable`.
+    """
     return _start_tls(sock, context, deadline_s, server_side=True)
 
 
@@ -184,7 +192,11 @@ def _start_error(
 
 
 def _require_cipher(sock: ssl.SSLSocket) -> None:
-    """A system's OpenSSL configuration can offer other suites, and Python has no call to choose them."""
+    """Check the cipher suite: a system's OpenSSL configuration can offer others, and Python cannot choose
+    them.
+
+    Raises `HandshakeError` for a suite outside the list.
+    """
     chosen = sock.cipher()
     if chosen is None or chosen[0] not in _CIPHERS:
         sock.close()
@@ -196,7 +208,10 @@ def _require_cipher(sock: ssl.SSLSocket) -> None:
 
 
 def peer_certificate(sock: ssl.SSLSocket) -> bytes:
-    """DER of the certificate that the other end proved to hold. Raises `HandshakeError` if there is none."""
+    """Return the DER of the certificate that the other end proved to hold.
+
+    Raises `HandshakeError` without one.
+    """
     certificate = sock.getpeercert(binary_form=True)
     if certificate is None:
         raise HandshakeError("the other end showed no certificate")
@@ -204,7 +219,7 @@ def peer_certificate(sock: ssl.SSLSocket) -> bytes:
 
 
 def tune_socket(sock: socket.socket) -> None:
-    """Small frames leave at once, and a silent host is noticed after 25 s."""
+    """Send small frames at once, and notice a silent host after 25 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""An operator's word that a provider is theirs: what a proxy believes that pins the operator's key alone."""
+"""An operator's certificate for a provider, which a proxy believes that pins only the operator's key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class ProviderCertificate(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ProviderCertificate"
 ):
-    """``signature``: by the operator, over all before it. ``expires_s``: Unix time."""
+    """Certify that a provider belongs to an operator.
+
+    ``signature`` is the operator's, over all fields before it. ``expires_s`` is Unix time.
+    """
 
     operator: _Key
     identity: _Key
@@ -33,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(ProviderCertificate)
 
 
 def certify(operator: OperatorKey, identity: bytes, name: str, expires_s: int) -> bytes:
-    """On the operator's machine. Raises `ConfigError` for a name or a key that is none."""
+    """Return a certificate, on the operator's machine. Raises `ConfigError` for an invalid name or key."""
     if not (1 <= len(name) <= 255 and name.isprintable()) or len(identity) != 32:
         raise ConfigError(
             f"a provider has a key of 32 bytes and a name, not {len(identity)} and {len(name)} characters"
@@ -44,7 +47,7 @@ def certify(operator: OperatorKey, identity: bytes, name: str, expires_s: int) -
 
 
 def read_certificate(data: bytes, now_s: float) -> ProviderCertificate:
-    """One that holds, whoever the operator is. Raises `ProviderError`."""
+    """Return a certificate with a valid signature and time, of any operator. Raises `ProviderError`."""
     try:
         if len(data) > MAX_CERTIFICATE_BYTES:
             raise ProviderError("too long")

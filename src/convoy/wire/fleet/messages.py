@@ -1,8 +1,9 @@
-"""What a provider and a coordinator say to each other: binary WebSocket messages, a closed set.
+"""The messages between a provider and a coordinator: binary WebSocket messages, a closed set.
 
-The provider dials and says hello, the coordinator challenges, the provider registers. From then on requests
-go one way and answers the other, each sealed between whoever asked and the provider. Bytes of either side are
-hostile until it has proved who it is, and suspect afterwards: every length is bounded here.
+The provider dials and says hello, the coordinator challenges, the provider registers. From then on
+requests go one way and answers the other, each sealed between the client that asked and the provider.
+Bytes of either side are hostile until it has proved its identity, and suspect afterwards: every length is
+bounded here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from convoy.wire.messages.control import Register as TpmRegister
 from convoy.wire.text import plain_text
 
 PROTOCOL = 2
-MAX_GREETING_BYTES = 4 * 1024  # before it has said who it is
+# The limit before the other side has proved its identity.
+MAX_GREETING_BYTES = 4 * 1024
 MAX_REGISTRATION_BYTES = 1024 * 1024
-MAX_EVIDENCE_BYTES = 768 * 1024  # of a provider's members, see `wire.fleet.provider_evidence`
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024 + 64 * 1024  # a sealed request, and what is said beside it
+# Evidence of a provider's members; see `wire.fleet.provider_evidence`.
+MAX_EVIDENCE_BYTES = 768 * 1024
+# A sealed request and the fields beside it.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024 + 64 * 1024
 MAX_CHUNK_MESSAGE_BYTES = 2 * 1024 * 1024 + 64 * 1024
 
 _CHALLENGE_LABEL = b"convoy coordinator challenge v1"
@@ -41,17 +45,18 @@ TpmRegisters = Annotated[list[TpmRegister], msgspec.Meta(max_length=24)]
 
 
 class FleetMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
-    """Base of all: a msgpack array of the kind's tag and the fields in order.
+    """Serve as the base of all fleet messages: a msgpack array of the kind's tag and the fields in order.
 
     The tags are bytes on the wire, so each class names its own: a class may be renamed, its tag never.
     """
 
 
 class Hello(FleetMessage, frozen=True, tag="Hello"):
-    """Provider to coordinator, first of all: prove that you are the coordinator at this address.
+    """Ask the coordinator at this address to prove that it is the one (provider to coordinator, first of
+    all).
 
-    ``authority`` is host:port as dialled. ``tls``: the provider's connection is TLS. ``pinned``: the provider
-    knows the coordinator's key, so the challenge need not hold it.
+    ``authority`` is host:port as dialled. ``tls``: the provider's connection is TLS. ``pinned``: the
+    provider knows the coordinator's key, so the challenge need not hold it.
     """
 
     protocol: int
@@ -62,10 +67,11 @@ class Hello(FleetMessage, frozen=True, tag="Hello"):
 
 
 class Challenge(FleetMessage, frozen=True, tag="Challenge"):
-    """Coordinator to provider: prove who you are, now and to me.
+    """Ask the provider to prove its identity, now and to this coordinator (coordinator to provider).
 
-    ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the SHA-256
-    of the TLS certificate that providers see, or empty. ``signature``: by that key, over `challenge_bytes`.
+    ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the
+    SHA-256 of the TLS certificate that providers see, or empty. ``signature`` is by that key, over
+    `challenge_bytes`.
     """
 
     protocol: int
@@ -73,11 +79,15 @@ class Challenge(FleetMessage, frozen=True, tag="Challenge"):
     nonce: Bytes32
     certificate: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     signature: Signature = bytes(64)
-    registers: TpmRegisters = []  # of TPMs, that evidence is wanted over
+    # The TPM registers that the evidence must cover.
+    registers: TpmRegisters = []
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A model that a provider serves, and how fast; `fleet.capacity.Capacity` has the words."""
+    """Offer a model, and state how fast the provider serves it.
+
+    `fleet.capacity.Capacity` explains the fields.
+    """
 
     model: Name
     slots: int
@@ -89,16 +99,20 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Register(FleetMessage, frozen=True, tag="Register"):
-    """Provider to coordinator. ``signature``: by its identity, over `registration_bytes`.
+    """Register a provider (provider to coordinator).
 
-    ``key_signature``, over `request_key_bytes`, and ``certificate`` (of `fleet.certified`, or empty) are for
-    proxies, which believe no coordinator: it passes both on as they came. So it does with ``evidence``, of
-    `wire.fleet.provider_evidence`, or empty.
+    ``signature`` is by its identity, over `registration_bytes`.
+
+    Proxies believe no coordinator, so the coordinator passes three fields on to them unchanged:
+    ``key_signature``, over `request_key_bytes`; ``certificate``, of `fleet.certified`, or empty; and
+    ``evidence``, of `wire.fleet.provider_evidence`, or empty.
     """
 
     identity: Bytes32
-    request_key: PublicKey  # to which requests are sealed
-    request_key_expires_s: Count  # Unix time
+    # Requests are sealed to this key.
+    request_key: PublicKey
+    # Unix time.
+    request_key_expires_s: Count
     key_signature: Signature
     certificate: Annotated[bytes, msgspec.Meta(max_length=1024)]
     software: Annotated[str, msgspec.Meta(max_length=100)]
@@ -108,25 +122,28 @@ class Register(FleetMessage, frozen=True, tag="Register"):
 
 
 class Registered(FleetMessage, frozen=True, tag="Registered"):
-    """Coordinator to provider: requests may come, under this name."""
+    """Confirm a registration: requests may come, under this name (coordinator to provider)."""
 
     name: Name
-    window: Annotated[int, msgspec.Meta(ge=1, le=4096)]  # chunks of an answer that may be under way
+    # The number of chunks of an answer that may be under way.
+    window: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class AwaitApproval(FleetMessage, frozen=True, tag="AwaitApproval"):
-    """Coordinator to provider: nobody let your key in yet.
+    """Tell a provider that its key is not approved yet (coordinator to provider).
 
-    Stay: `Registered` or `Refused` follows, in at most so many seconds.
+    It should stay connected: `Registered` or `Refused` follows within ``wait_s``.
     """
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Refused(FleetMessage, frozen=True, tag="Refused"):
-    """Coordinator to provider: no, and why; the socket ends. With ``again`` another try may do better.
+    """Refuse a provider and say why; the socket ends (coordinator to provider).
 
-    ``unapproved``: nobody let the provider's key in yet.
+    ``again``: another try may succeed.
+
+    ``unapproved``: the provider's key is not approved yet.
     """
 
     reason: Prose
@@ -135,14 +152,14 @@ class Refused(FleetMessage, frozen=True, tag="Refused"):
 
 
 class Prove(FleetMessage, frozen=True, tag="Prove"):
-    """Coordinator to provider, now and then: are you still who you were?"""
+    """Ask a registered provider now and then to prove its identity again (coordinator to provider)."""
 
     nonce: Bytes32
     registers: TpmRegisters = []
 
 
 class Proof(FleetMessage, frozen=True, tag="Proof"):
-    """Answer to `Prove`: by the identity, over `proof_bytes`; and evidence for that nonce, or none."""
+    """Answer `Prove`: the identity's signature over `proof_bytes`, and evidence for that nonce, or none."""
 
     nonce: Bytes32
     signature: Signature
@@ -150,7 +167,7 @@ class Proof(FleetMessage, frozen=True, tag="Proof"):
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A heartbeat's account of one model; `fleet.capacity.Load` has the words."""
+    """Report the load of one model in a heartbeat. `fleet.capacity.Load` explains the fields."""
 
     model: Name
     free_slots: int
@@ -161,18 +178,23 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Heartbeat(FleetMessage, frozen=True, tag="Heartbeat"):
-    """Provider to coordinator, every few seconds."""
+    """Report the load of each model every few seconds (provider to coordinator)."""
 
     loads: Annotated[list[ModelLoad], msgspec.Meta(max_length=64)]
 
 
 class DrainNotice(FleetMessage, frozen=True, tag="Draining"):
-    """Provider to coordinator: what runs is finished, nothing new is taken."""
+    """Announce that the provider finishes its running requests and takes no new ones (provider to
+    coordinator).
+    """
 
 
 class Serve(FleetMessage, frozen=True, tag="Serve"):
-    """Coordinator to provider: answer this. The fields beside the body are bound to it by its seal, but
-    for ``trace``: a traceparent of W3C Trace Context, which holds random ids, or nothing.
+    """Ask a provider to answer a request (coordinator to provider). The body's seal covers the other
+    fields.
+
+    Only ``trace`` is outside the seal: a traceparent of W3C Trace Context, which holds random ids, or
+    nothing.
     """
 
     request_id: RequestId
@@ -187,27 +209,30 @@ class Serve(FleetMessage, frozen=True, tag="Serve"):
 
 
 class Cancel(FleetMessage, frozen=True, tag="Cancel"):
-    """Coordinator to provider: nobody wants this any more."""
+    """Cancel a request: its answer is no longer wanted (coordinator to provider)."""
 
     request_id: RequestId
 
 
 class Credit(FleetMessage, frozen=True, tag="Credit"):
-    """Coordinator to provider: so many chunks more may come, because the reader took as many."""
+    """Allow this many further chunks, because the reader took as many (coordinator to provider)."""
 
     request_id: RequestId
     chunks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class Began(FleetMessage, frozen=True, tag="Began"):
-    """Provider to coordinator: an answer begins; chunks under keys from this nonce follow."""
+    """Announce an answer: chunks follow, under keys from this nonce (provider to coordinator)."""
 
     request_id: RequestId
     nonce: Bytes32
 
 
 class Chunk(FleetMessage, frozen=True, tag="Chunk"):
-    """Provider to coordinator: the next piece of an answer. ``tokens``: given so far, in all choices."""
+    """Carry the next piece of an answer (provider to coordinator).
+
+    ``tokens`` counts those so far, in all choices.
+    """
 
     request_id: RequestId
     sealed: Annotated[bytes, msgspec.Meta(max_length=2 * 1024 * 1024)]
@@ -216,7 +241,7 @@ class Chunk(FleetMessage, frozen=True, tag="Chunk"):
 
 
 class Done(FleetMessage, frozen=True, tag="Done"):
-    """Provider to coordinator, after the last chunk: what it is to be paid for."""
+    """Report the token counts to be paid for, after the last chunk (provider to coordinator)."""
 
     request_id: RequestId
     prompt_tokens: Count
@@ -224,9 +249,10 @@ class Done(FleetMessage, frozen=True, tag="Done"):
 
 
 class Failed(FleetMessage, frozen=True, tag="Failed"):
-    """Provider to coordinator: no answer, or no more of it. ``full``: it has no slot, nothing is wrong.
+    """Report that there is no answer, or no more of it (provider to coordinator).
 
-    ``refused``: it is the sealed body that is wrong, and the fault of whoever sealed it.
+    ``full``: the provider has no free slot, and nothing is wrong. ``refused``: the sealed body is wrong,
+    which is the fault of the client that sealed it.
     """
 
     request_id: RequestId
@@ -244,12 +270,15 @@ _from_coordinator: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.De
 
 
 def encode_fleet(message: FleetMessage) -> bytes:
-    """The bytes of one WebSocket message."""
+    """Return the bytes of one WebSocket message."""
     return _encoder.encode(message)
 
 
 def decode_from_provider(data: bytes, most: int) -> FromProvider:
-    """Raises `FrameTooLong` over ``most`` bytes, and `FrameError`, without quoting them."""
+    """Decode a provider's message.
+
+    Raises `FrameTooLong` over ``most`` bytes, and `FrameError`, without quoting them.
+    """
     message = _decode(_from_provider, data, most, "provider")
     if isinstance(message, Register):
         if not all(offer.model.isprintable() for offer in message.offers):
@@ -261,7 +290,7 @@ def decode_from_provider(data: bytes, most: int) -> FromProvider:
 
 
 def decode_from_coordinator(data: bytes, most: int) -> FromCoordinator:
-    """As `decode_from_provider`, on the other side."""
+    """Decode a coordinator's message. Raises as `decode_from_provider` does."""
     message = _decode(_from_coordinator, data, most, "coordinator")
     if isinstance(message, Refused):
         return msgspec.structs.replace(message, reason=plain_text(message.reason, 500))
@@ -277,11 +306,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, most: int, who: st
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise FrameError(f"{len(data)} bytes of the {who} are no message of its") from None
+        raise FrameError(f"{len(data)} bytes of the {who} are not one of its messages") from None
 
 
 def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
-    """Return what a coordinator signs: that it answers this hello, at this address, with this certificate."""
+    """Return the bytes that a coordinator signs.
+
+    They cover this hello, the address, the certificate and the challenge.
+    """
     registers = _encoder.encode(challenge.registers)
     return prefixed(
         *(_CHALLENGE_LABEL, hello.nonce, hello.authority.encode()),
@@ -290,16 +322,21 @@ def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
 
 
 def registration_bytes(challenge: Challenge, authority: str, register: Register) -> bytes:
-    """What a registration's signature is over. ``authority``: host:port of the coordinator, as dialled."""
+    """Return the bytes that a registration's signature covers.
+
+    ``authority`` is the host:port of the coordinator, as dialled.
+    """
     said = _encoder.encode(msgspec.structs.replace(register, signature=bytes(64)))
     return prefixed(_LABEL, challenge.coordinator, challenge.nonce, authority.encode(), said)
 
 
 def request_key_bytes(request_key: bytes, expires_s: int) -> bytes:
-    """What a provider signs of its key for requests, for whoever seals to it without asking it."""
+    """Return the bytes that a provider signs for its request key. Clients seal to that key without asking
+    it.
+    """
     return prefixed(_KEY_LABEL, request_key, expires_s.to_bytes(8, "big"))
 
 
 def proof_bytes(coordinator: bytes, nonce: bytes) -> bytes:
-    """What a proof's signature is over."""
+    """Return the bytes that a proof's signature covers."""
     return prefixed(_PROOF_LABEL, coordinator, nonce)

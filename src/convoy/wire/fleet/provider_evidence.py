@@ -1,7 +1,8 @@
-"""What a provider shows of itself and its members: for its coordinator, and for proxies as it came.
+"""The evidence of a provider and its members: for its coordinator, and for proxies, which receive it
+unchanged.
 
-The provider signs the whole, so that whoever passes it on can leave no member out; each member signed its own
-part, for this provider's identity and for nobody else's.
+The provider signs the whole, so that no relay can leave a member out. Each member signs its own part, for
+this provider's identity only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from convoy.wire.messages.control import Evidence, Part, Register
 
 MAX_MEMBERS = 64
 MAX_ROSTER_BYTES = 256 * 1024
-MAX_MEMBER_BYTES = 16 * 1024  # of one member's claims and parts together
+# One member's claims and parts together.
+MAX_MEMBER_BYTES = 16 * 1024
 
 _LABEL = b"convoy provider evidence v1"
 
@@ -27,7 +29,10 @@ MemberName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 class MemberEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One member's, as it came; the last four fields are those of `wire.messages.control.Evidence`."""
+    """Hold one member's evidence as it came.
+
+    The last four fields are those of `wire.messages.control.Evidence`.
+    """
 
     name: MemberName
     identity: Bytes32
@@ -48,9 +53,10 @@ class MemberEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 class ProviderEvidence(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ProviderEvidence"
 ):
-    """For the challenge ``nonce`` of the coordinator with this key, which asked for ``registers`` of TPMs.
+    """Hold the evidence for the challenge ``nonce`` of the coordinator with this key.
 
-    ``roster``: as its operator signed it, or empty where there is none.
+    The coordinator asked for ``registers`` of TPMs. ``roster`` is the file that its operator signed, or
+    empty where there is none.
     """
 
     coordinator: Bytes32
@@ -72,7 +78,7 @@ _decoder = msgspec.msgpack.Decoder(ProviderEvidence)
 def sign_provider_evidence(
     evidence: ProviderEvidence, request_key: bytes, expires_s: int, sign: Callable[[bytes], bytes]
 ) -> bytes:
-    """The bytes that go on. Raises `AttestationError` where they are more than anybody takes."""
+    """Return the bytes to send. Raises `AttestationError` if they are more than a receiver takes."""
     said = msgspec.msgpack.encode(evidence)
     made = msgspec.msgpack.encode(_Signed(said, sign(_to_sign(request_key, expires_s, said))))
     if len(made) > MAX_EVIDENCE_BYTES:
@@ -86,9 +92,10 @@ def sign_provider_evidence(
 def read_provider_evidence(
     data: bytes, identity: bytes, request_key: bytes, expires_s: int
 ) -> ProviderEvidence:
-    """What the provider with this identity and this key for requests signed; of members nothing is checked.
+    """Return the evidence that this provider signed for this request key. Nothing of the members is
+    checked.
 
-    Raises `AttestationError`, without quoting what came.
+    Raises `AttestationError`, without quoting the bytes.
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise AttestationError(

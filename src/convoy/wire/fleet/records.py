@@ -1,7 +1,6 @@
 """A sealed answer on its way from the coordinator to a proxy: records, each behind its length.
 
-They are the messages in which the provider sent it; after `Done`, with the counts that were billed, comes
-`Timed`.
+A record is a message as the provider sent it. `Done`, with the billed counts, is followed by `Timed`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LENGTH_BYTES = 4
 
 
 class Timed(FleetMessage, frozen=True):
-    """Coordinator to proxy, last: microseconds of the parts of the way."""
+    """Report, last of all, the microseconds of each part of the way (coordinator to proxy)."""
 
     us: Annotated[
         dict[
@@ -42,19 +41,22 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """u32 big-endian, then the message."""
+    """Return a record: its length as u32 big-endian, then the message."""
     data = encode_fleet(record)
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 class RecordReader:
-    """For one answer, fed as it comes."""
+    """Read the records of one answer from bytes in any division."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Record]:
-        """Those that are whole now. Raises `FrameError` for what is none, `FrameTooLong`."""
+        """Return the records that are complete now.
+
+        Raises `FrameError` for bytes that are no record; `FrameTooLong`.
+        """
         self._rest += data
         found: list[Record] = []
         start = 0

@@ -1,4 +1,4 @@
-"""What a member says of itself in its evidence: values, and the exact bytes that are signed and quoted."""
+"""The claims of a member about itself in its evidence, and the exact bytes that are signed and quoted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ Short = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Digests are SHA-256 in hex, or empty where unknown."""
+    """State what software and model a member runs. Digests are SHA-256 in hex, or empty where unknown."""
 
-    package: Digest  # over path and digest of every file of the installed package
-    versions: Annotated[dict[Short, Short], msgspec.Meta(max_length=16)]  # of python and packages
+    # Over the path and digest of every file of the installed package.
+    package: Digest
+    # The versions of Python and of packages, by name.
+    versions: Annotated[dict[Short, Short], msgspec.Meta(max_length=16)]
     platform: Short
-    model: Digest  # of the manifest of the model that is loaded in part
-    layers: Annotated[list[Digest], msgspec.Meta(max_length=1024)]  # of each of its layers, from 0
+    # The digest of the manifest of the model, of which the member has loaded a part.
+    model: Digest
+    # The digest of each of the model's layers, from layer 0 on.
+    layers: Annotated[list[Digest], msgspec.Meta(max_length=1024)]
 
 
 _encoder = msgspec.msgpack.Encoder(order="sorted")
@@ -27,12 +31,12 @@ _decoder = msgspec.msgpack.Decoder(Claims)
 
 
 def encode_claims(claims: Claims) -> bytes:
-    """The bytes that evidence carries; a signature is over these, so nobody encodes them a second time."""
+    """Return the bytes that evidence carries. A signature covers them, so they are encoded only once."""
     return _encoder.encode(claims)
 
 
 def decode_claims(data: bytes) -> Claims:
-    """Raises `FrameError` without quoting the bytes."""
+    """Return the claims. Raises `FrameError` without quoting the bytes."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""What members say to each other: one closed set of messages, one frame type each.
+"""The messages between members: one closed set, with one frame type each.
 
-The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are plain
-values: that an index fits a pool, or a span a model, is checked by whoever receives one.
+The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are
+plain values: the receiver checks that an index fits a pool, or a span a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class FrameType(enum.IntEnum):
-    """The type byte of a frame. Handshake frames alone travel unsealed (inside TLS)."""
+    """Number the frame types. Only handshake frames travel unsealed (inside TLS)."""
 
     HANDSHAKE_1 = 0x01
     HANDSHAKE_2 = 0x02
@@ -58,10 +58,12 @@ class FrameType(enum.IntEnum):
     BYE = 0x3F
 
 
-# they carry no message
+# Frames of these types carry a tensor and no message.
 TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS, FrameType.PARTIAL})
-MAX_RANKS = 16  # of a stage
-PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
+# The most ranks of one stage.
+MAX_RANKS = 16
+# The size of one tag in `Row.tag`, `Row.tags` and `BlockGrant.shared`.
+PREFIX_TAG_BYTES = 16
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 HubCommitName = Annotated[
@@ -71,62 +73,80 @@ HubCommitName = Annotated[
     ),
 ]
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
-MAX_OFFER_BYTES = 16 << 40  # a member has less memory: a larger offer is malformed
+# No member has this much memory, so a larger offer is malformed.
+MAX_OFFER_BYTES = 16 << 40
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
-# An empty entry has a few bytes on the wire, and a hundred or two in memory; so lists are bounded by what a
-# step can need, not by what a frame can hold. Each row, draw and answer of a step has a token of its own.
+# An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
+# of a step, not by the size of a frame. Each row, sample request and answer of a step has a token of its own.
 MAX_STEP_TOKENS = 16 * 1024
-MAX_BATCH = 256  # sequences
-MAX_STEP_BIASES = 320 * 1024  # as many as MAX_BATCH sequences and 64 guesses may have, in all draws of a step
-MAX_STEP_BLOCKS = 1024 * 1024  # in all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16
-Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]  # a number for each cache group
+# Sequences in one step.
+MAX_BATCH = 256
+# In all sample requests of a step: MAX_BATCH sequences and 64 guesses, with 1,024 biases each.
+MAX_STEP_BIASES = 320 * 1024
+# In all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16.
+MAX_STEP_BLOCKS = 1024 * 1024
+# One number for each cache group.
+Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
-TokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 1024)]  # 1,024 ids
+# 1,024 token ids as little-endian uint32.
+TokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 1024)]
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages: encoded as a msgpack array in field order."""
+    """Serve as the base of all messages. A message is encoded as a msgpack array in field order."""
 
 
 class Hello(Message, frozen=True):
-    """First sealed message of each side: what this member can do."""
+    """State what this member can do: the first sealed message of each side."""
 
     software: str
-    dtypes: list[str]  # activation dtypes it accepts: "float32", "bfloat16"
-    kernels: list[str]  # kernels it can run, best first: "exact-f32", "plain-f32"; or "cuda-bf16"
-    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFER_BYTES)]  # it offers for weights and K/V
+    # The activation dtypes that it accepts: "float32", "bfloat16".
+    dtypes: list[str]
+    # The kernels that it can run, best first: "exact-f32", "plain-f32"; or "cuda-bf16".
+    kernels: list[str]
+    # The memory that it offers for weights and K/V.
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFER_BYTES)]
     num_threads: int
     platform: str
-    standby: bool = False  # holds nothing until another member is lost
-    bits: Digest = ""  # of a fixed computation in exact mode (`checks.bits`); empty: not in exact mode
-    device: str = "cpu"  # for people; the kernels say what it can run
+    # A standby holds nothing until another member is lost.
+    standby: bool = False
+    # The digest of a fixed computation in exact mode (`checks.bits`); empty outside exact mode.
+    bits: Digest = ""
+    # For people to read; ``kernels`` decides what the member can run.
+    device: str = "cpu"
 
 
 class Challenge(Message, frozen=True):
-    """Verifier to attester, either side of a head's link: prove what you are, now and on this link."""
+    """Ask the member at the other end to prove its state, now and on this link (verifier to attester).
 
-    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # random, never used twice
-    pcrs: Annotated[list[Register], msgspec.Meta(max_length=24)]  # to quote: ascending, SHA-256 bank
+    Either side of a head's link may be the verifier.
+    """
+
+    # Random, never used twice.
+    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    # The registers to quote from the SHA-256 bank, ascending.
+    pcrs: Annotated[list[Register], msgspec.Meta(max_length=24)]
 
 
 class Evidence(Message, frozen=True):
-    """Answer to `Challenge`. ``claims`` encodes `Claims`; ``kind`` names the hardware, or is
-    empty.
-    """
+    """Answer a `Challenge`. ``claims`` encodes `Claims`; ``kind`` names the hardware, or is empty."""
 
     claims: Annotated[bytes, msgspec.Meta(max_length=32 * 1024)]
-    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]  # by the identity key, over all
+    # By the identity key, over the binding of the link, the nonce and all of this.
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
     kind: Annotated[str, msgspec.Meta(max_length=32)]
-    parts: Annotated[list[Part], msgspec.Meta(max_length=32)]  # what hardware of that kind says, in its order
+    # The statements of that kind of hardware, in the order that the kind defines.
+    parts: Annotated[list[Part], msgspec.Meta(max_length=32)]
 
 
 class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Layers [start, end) and what else a member owns in a plan.
+    """Assign layers [start, end), and the embedding or output, to a member of a plan.
 
-    ``ranks``: who holds a slice of each of these layers, ``member`` first; empty: that one, whole.
+    ``ranks`` names the members that hold a slice of each of these layers, ``member`` first. It is empty
+    if ``member`` holds them whole.
     """
 
     member: str
@@ -138,60 +158,77 @@ class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     @property
     def world_size(self) -> int:
-        """How many members hold these layers together."""
+        """Return how many members hold these layers together."""
         return max(1, len(self.ranks))
 
     @property
     def holders(self) -> list[str]:
-        """Who they are, in the order of their ranks."""
+        """Return the members that hold these layers, in the order of their ranks."""
         return list(self.ranks) or [self.member]
 
 
 class Plan(Message, frozen=True):
-    """Head to peer: load your stage of this. Nothing runs before `Activate`."""
+    """Tell a peer to load its stage of this plan (head to peer). Nothing runs before `Activate`.
+
+    ``generation`` is the plan id.
+    """
 
     generation: int
-    model: str  # the head's name for it, also a bundled model's name
-    model_digest: str  # hex SHA-256 over config and tensor headers
-    stages: list[StageAssignment]  # in route order; the head's own entries included
-    kernel: str  # that all stages run, or "mixed"
+    # The head's name for the model; for a bundled model, its name.
+    model: str
+    # Hex SHA-256 over config and tensor headers.
+    model_digest: str
+    # In route order, the head's own entries included.
+    stages: list[StageAssignment]
+    # The kernel that all stages run, or "mixed".
+    kernel: str
     activation_dtype: str
-    block_size: int  # tokens per K/V block
-    max_context: int  # tokens
-    manifest: Digest = (
-        ""  # digest of `model.checkpoints.manifest.Manifest`, which covers all weights and files
-    )
-    kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []  # by stage; empty: all run ``kernel``
-    hub: HubCommitName = ""  # org/name@commit on a hub that has these weights; empty: the head alone has them
-    own_hub: bool = False  # not the public one: who was told of none asks none, which would learn the name
+    # Tokens per K/V block.
+    block_size: int
+    # Tokens.
+    max_context: int
+    # The digest of `model.checkpoints.manifest.Manifest`, which covers all weights and files.
+    manifest: Digest = ""
+    # One kernel per stage; empty if all run ``kernel``.
+    kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []
+    # org/name@commit on a hub that has these weights; empty if only the head has them.
+    hub: HubCommitName = ""
+    # True for a private hub. A member without a configured hub then asks no hub at all: the public one would
+    # learn the model's name.
+    own_hub: bool = False
 
     def kernel_of(self, position: int) -> str:
-        """What the stage at ``position`` runs."""
+        """Return the kernel that the stage at ``position`` runs."""
         return self.kernels[position] if self.kernels else self.kernel
 
 
 class Progress(Message, frozen=True):
-    """Peer to head while it loads, or before that gets or checks what it is to load."""
+    """Report how far a peer is with loading, or before that with fetching or checking weights (peer to
+    head).
+    """
 
     generation: int
     loaded_bytes: int
     total_bytes: int
-    stage: Literal["", "check", "fetch", "hub"] = ""  # what is counted; empty: what is loaded
+    # The bytes are those of this phase; empty while loading.
+    stage: Literal["", "check", "fetch", "hub"] = ""
 
 
 class Ready(Message, frozen=True):
-    """Peer to head: loaded, with so much room left for K/V."""
+    """Report that the stage is loaded, and how much room is left for K/V (peer to head)."""
 
     generation: int
     weight_bytes: int
     room_bytes: int
-    block_bytes: Groups  # what a block takes of it, by cache group
+    # The bytes of one block, by cache group.
+    block_bytes: Groups
 
 
 class Refuse(Message, frozen=True):
-    """Peer to head: no, and why. Ends that plan at this peer.
+    """Refuse a plan and say why (peer to head). That plan ends at this peer.
 
-    ``kernel``: the one that does not hold there for the plan's model, where that is why.
+    ``kernel`` names the kernel that does not pass the peer's check for the plan's model, if that is the
+    reason.
     """
 
     generation: int
@@ -201,7 +238,7 @@ class Refuse(Message, frozen=True):
 
 
 class Activate(Message, frozen=True):
-    """Head to peer: the plan with this digest runs from now on, with pools of this many blocks."""
+    """Start the plan with this digest, with pools of this many blocks (head to peer)."""
 
     generation: int
     plan_digest: bytes
@@ -209,26 +246,34 @@ class Activate(Message, frozen=True):
 
 
 class Activated(Message, frozen=True):
-    """Peer to head: pools made, successor linked."""
+    """Report that the pools are made and the successor is linked (peer to head)."""
 
     generation: int
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A run of tokens of one sequence: a prefill chunk, a decode, a check of drafts or a replay alike."""
+    """Describe a run of tokens of one sequence: a prefill chunk, a decode, a check of drafts or a replay
+    alike.
+    """
 
-    sequence: int  # chosen by the head, never used twice within a generation
-    start: int  # position of the first token
+    # Chosen by the head, never used twice within a plan.
+    sequence: int
+    # The position of the first token.
+    start: int
     num_tokens: int
-    num_outputs: int  # how many trailing positions go on to the output (0 for an inner chunk)
-    tag: bytes = b""  # of the prefix that it starts behind; empty: not tagged
-    tags: bytes = b""  # 16 bytes each: at the block ends in (start, end], after the last max(1, num_outputs)
+    # How many trailing positions go on to the output (0 for an inner chunk).
+    num_outputs: int
+    # The tag of the prefix before ``start``; empty if the row is not tagged.
+    tag: bytes = b""
+    # 16 bytes each: at the block ends in (start, end], after the last max(1, num_outputs)
+    tags: bytes = b""
 
 
 class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Blocks appended to a sequence's table of one cache group.
+    """Append blocks to a sequence's table of one cache group.
 
-    The first of a new table may be full already: then ``shared`` has the tags of their ends, 16 bytes each.
+    The first blocks of a new table may be full already. Then ``shared`` has the tags of their ends, 16
+    bytes each.
     """
 
     sequence: int
@@ -238,9 +283,10 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a peer that owns the output does with the logits of one position: draw a token, or score one."""
+    """Tell a peer that owns the output to sample a token from the logits of one position, or to score one."""
 
-    position: int  # of the token to be drawn
+    # The position of the token to be sampled.
+    position: int
     choice: int
     seed: int
     temperature: float
@@ -251,48 +297,60 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Biases
-    logprobs: int  # alternatives to report; -1: no log-probability at all
-    score: int  # the token to score; -1: draw one
+    # How many alternatives to report; -1 for no log-probability at all.
+    logprobs: int
+    # The token to score; -1 to sample one.
+    score: int
     wants_logits: bool
-    prompt: bytes  # little-endian uint32 per token; empty where no penalty looks back
+    # Little-endian uint32 per token; empty where no penalty looks back.
+    prompt: bytes
     generated: bytes
-    allowed: TokenIds  # little-endian uint32 per token: only these are drawn; empty: all may be
-    banned: TokenIds  # the same: none of these is drawn
+    # Only these may be sampled; empty allows all.
+    allowed: TokenIds
+    # None of these may be sampled.
+    banned: TokenIds
 
-    def __repr__(self) -> str:  # no token, whoever formats this
-        return f"DrawRequest(position={self.position}, {len(self.logit_bias)} biases)"
+    # Tokens must not reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
+        return f"SampleRequest(position={self.position}, {len(self.logit_bias)} biases)"
 
 
 class SampleReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What came of a `SampleRequest`; where ``error`` says something, nothing else counts."""
+    """Return the result of a `SampleRequest`. If ``error`` is not empty, no other field counts."""
 
     token_id: int
     logprob: float
     top: Alternatives
-    logits: bytes  # little-endian float32 per token of the vocabulary; empty unless asked for
+    # Little-endian float32 per token of the vocabulary; empty unless asked for.
+    logits: bytes
     error: str
-    rank: int  # of a token that was scored, from 1; otherwise 0
+    # The rank of a scored token, from 1; otherwise 0.
+    rank: int
 
-    def __repr__(self) -> str:  # no token, whoever formats this
-        return f"DrawAnswer({len(self.top)} alternatives, {len(self.logits)} bytes of logits)"
+    # Tokens must not reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
+        return f"SampleReply({len(self.top)} alternatives, {len(self.logits)} bytes of logits)"
 
 
 class Step(Message, frozen=True):
-    """Head to every stage: release, then grant, then run the rows in order. No rows: a probe of the ring.
+    """Tell every stage to release, then grant, then run the rows in order (head to stages).
 
-    ``draws`` has one entry per output of the rows, for a peer that owns the output; otherwise it is empty.
-    All grants together have at most `MAX_STEP_BLOCKS`, and all draws `MAX_STEP_BIASES`.
+    A step without rows probes the ring. ``draws`` has one entry per output of the rows for a peer that
+    owns the output, and is empty for other peers. All grants together have at most `MAX_STEP_BLOCKS`
+    blocks, and all draws `MAX_STEP_BIASES` biases.
     """
 
     number: int
-    released: Released  # sequences whose tables end
+    # The sequences that end, with their block tables.
+    released: Released
     grants: Annotated[list[BlockGrant], Entries]
     rows: Annotated[list[Row], Entries]
-    # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
+    # Little-endian uint32 per token of all rows, for the owner of the embedding; otherwise empty.
     tokens: bytes
     draws: Annotated[list[SampleRequest], Entries] = []
 
-    def __repr__(self) -> str:  # no token, whoever formats this
+    # Tokens must not reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
         return (
             f"Step(number={self.number}, {len(self.released)} released, {len(self.grants)} grants, "
             f"{len(self.rows)} rows, {len(self.tokens)} bytes of tokens, {len(self.draws)} draws)"
@@ -300,25 +358,29 @@ class Step(Message, frozen=True):
 
 
 class SampleReplies(Message, frozen=True):
-    """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
+    """Report that a step passed every stage, with a reply for each of its outputs (owner of the output to
+    head).
+    """
 
     number: int
     answers: Annotated[list[SampleReply], Entries]
 
-    def __repr__(self) -> str:  # no token, whoever formats this
-        return f"Drawn(number={self.number}, {len(self.answers)} answers)"
+    # Tokens must not reach logs or error texts, so the text form leaves them out.
+    def __repr__(self) -> str:
+        return f"SampleReplies(number={self.number}, {len(self.answers)} answers)"
 
 
 Blocks = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class ReadBlocks(Message, frozen=True):
-    """Head to peer, while no step is in flight: send the K/V of these blocks in layers [start, end).
+    """Ask for the K/V of these blocks in layers [start, end), while no step is in flight (head to peer).
 
-    Answered by a BLOCKS tensor, or by `BlocksDone` with what is wrong.
+    The answer is a BLOCKS tensor, or `BlocksDone` with the error.
     """
 
-    number: int  # of this exchange, also the step in its frames' headers
+    # Numbers this exchange; its frames' headers have it as the step.
+    number: int
     model_digest: str
     start: int
     end: int
@@ -326,10 +388,11 @@ class ReadBlocks(Message, frozen=True):
 
 
 class WriteBlocks(Message, frozen=True):
-    """Head to peer, as `ReadBlocks`: a BLOCKS tensor follows, with their K/V in layers from its boundary on.
+    """Announce a BLOCKS tensor with the K/V of these blocks in layers from its boundary on (head to
+    peer).
 
-    Nobody may have them. With your last layer they are full, with these tags at their ends. Answered by
-    `BlocksDone`.
+    It comes while no step is in flight. No sequence may hold the blocks. Once the peer's last layer is
+    written they are full, with these tags at their ends. The answer is `BlocksDone`.
     """
 
     number: int
@@ -339,16 +402,17 @@ class WriteBlocks(Message, frozen=True):
 
 
 class BlocksDone(Message, frozen=True):
-    """Peer to head: done, or what is wrong."""
+    """Report that blocks were written, or the error (peer to head)."""
 
     number: int
     error: str
 
 
 class StepFailed(Message, frozen=True):
-    """Peer to head: this step could not be run.
+    """Report that this step could not be run (peer to head).
 
-    ``about``: the neighbour whose link ended, or whose hidden state fits no step; empty: the sender itself.
+    ``about`` names the neighbour at fault: its link ended, or its hidden state fits no step. It is empty
+    if the fault is the sender's own.
     """
 
     number: int
@@ -357,46 +421,52 @@ class StepFailed(Message, frozen=True):
 
 
 class Inquire(Message, frozen=True):
-    """Head to peer, when a step is late: how far are you? Answered at once, also while a step runs there."""
+    """Ask a peer how far it is when a step is late (head to peer).
+
+    It answers at once, even while a step runs there.
+    """
 
     generation: int
 
 
 class Reached(Message, frozen=True):
-    """Answer to `Inquire`: the last step of this generation that was run here and sent on, -1 for none."""
+    """Answer `Inquire` with the last step of this plan that was run here and sent on, -1 for none."""
 
     generation: int
     step: int
 
 
 class RosterUpdate(Message, frozen=True):
-    """The sender holds this newer roster: the operator's file, byte for byte. Verified before it is read."""
+    """Send the peer a newer roster: the operator's file, byte for byte. It is verified before it is
+    parsed.
+    """
 
     signed: bytes
 
 
 class Ping(Message, frozen=True):
-    """Answered at once by `Pong` with the same token."""
+    """Ask for a `Pong` with the same token, at once."""
 
     token: int
 
 
 class Pong(Message, frozen=True):
-    """Answer to `Ping`."""
+    """Answer a `Ping`."""
 
     token: int
 
 
 class Switch(Message, frozen=True):
-    """The last frame on a connection: all later ones of this direction take the connection of ``link_id``.
+    """End a connection: all later frames of this direction take the connection of ``link_id``.
 
-    Also the first frame of a listener on new connections: it keeps them for the link that they are to carry.
+    It is also the first frame of a listener on new connections: it keeps them for the link that they are
+    to carry.
     """
 
     link_id: bytes
 
 
 class Bye(Message, frozen=True):
-    """The sender is about to end the link on purpose."""
+    """Announce that the sender is about to end the link on purpose."""
 
     reason: str

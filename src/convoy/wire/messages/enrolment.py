@@ -1,7 +1,7 @@
-"""Frames of enrolment: a protocol of its own, spoken by nobody but an invitation's listener and a newcomer.
+"""Frames of enrolment: a protocol of its own between an invitation's listener and a newcomer.
 
-Magic and types are not those of links, so that neither can be fed to the other. Layout: docs/protocol.md,
-"Enrolment".
+Magic and types differ from those of links, so that neither can be fed to the other. Layout:
+docs/protocol.md, "Enrolment".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROOF_BYTES = NONCE_BYTES + 2 * SIGNATURE_BYTES + HASH_BYTES
 
 
 class EnrolmentType(enum.IntEnum):
-    """What a frame of enrolment is. Types 1 and 3 come from the newcomer, the others from the inviter."""
+    """Number the frames of enrolment. Types 1 and 3 come from the newcomer, the others from the inviter."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -36,7 +36,10 @@ class EnrolmentType(enum.IntEnum):
 
 
 class Refusal(enum.IntEnum):
-    """Why an inviter says no. FAILED is every proof that does not hold, whatever is wrong with it."""
+    """Name the inviter's reason for refusing.
+
+    FAILED covers every proof that does not hold, whatever its fault.
+    """
 
     EXPIRED = 1
     CONSUMED = 2
@@ -49,7 +52,7 @@ class Refusal(enum.IntEnum):
     ADDRESS_TAKEN = 9
 
 
-# All that a stranger can make a listener read adds up to less than 4 KiB.
+# The bytes that a stranger can make a listener read add up to less than 4 KiB.
 MAX_BODY_BYTES: dict[EnrolmentType, int] = {
     EnrolmentType.HELLO: 2 * HASH_BYTES,
     EnrolmentType.CHALLENGE: NONCE_BYTES,
@@ -64,7 +67,7 @@ _TYPES = {int(kind): kind for kind in EnrolmentType}
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentCard:
-    """What a newcomer asks the roster to say about it. ``address`` is (host, port)."""
+    """Hold the entry that a newcomer asks the roster to list. ``address`` is (host, port)."""
 
     name: str
     address: tuple[str, int]
@@ -73,13 +76,13 @@ class EnrolmentCard:
 
 
 def encode_enrolment(kind: EnrolmentType, body: bytes) -> bytes:
-    """A whole frame. Raises `FrameError` for a body that no receiver would take."""
+    """Return a whole frame. Raises `FrameError` for a body that no receiver would take."""
     _check_length(kind, len(body))
     return _PREAMBLE.pack(MAGIC, VERSION, kind, 0, len(body)) + body
 
 
 def decode_enrolment_preamble(data: bytes | bytearray) -> tuple[EnrolmentType, int]:
-    """Type and body length. Raises `Incompatible` for another version, `FrameError` for all else."""
+    """Return type and body length. Raises `Incompatible` for another version, otherwise `FrameError`."""
     if len(data) != PREAMBLE_BYTES or bytes(data[:4]) != MAGIC:
         raise FrameError("the other end does not speak enrolment: no frame of it came")
     _, version, number, zero, length = _PREAMBLE.unpack(data)
@@ -96,19 +99,19 @@ def decode_enrolment_preamble(data: bytes | bytearray) -> tuple[EnrolmentType, i
 
 
 def encode_proof(proof: EnrolmentProof, card: bytes) -> bytes:
-    """Body of a PROOF."""
+    """Return the body of a PROOF."""
     return proof.nonce + proof.identity_signature + proof.tls_signature + proof.mac + card
 
 
 def decode_proof(body: bytes) -> tuple[EnrolmentProof, bytes]:
-    """The proof and the card's bytes, of a body whose length was checked."""
+    """Return the proof and the card's bytes from a body of checked length."""
     cuts = (0, NONCE_BYTES, NONCE_BYTES + SIGNATURE_BYTES, NONCE_BYTES + 2 * SIGNATURE_BYTES, _PROOF_BYTES)
     parts = [bytes(body[start:end]) for start, end in itertools.pairwise(cuts)]
     return EnrolmentProof(*parts), bytes(body[_PROOF_BYTES:])
 
 
 def encode_card(card: EnrolmentCard) -> bytes:
-    """Five parts, each behind its length: name, host, port, identity key, certificate."""
+    """Return five parts, each behind its length: name, host, port, identity key, certificate."""
     host, port = card.address
     return prefixed(
         card.name.encode(), host.encode(), port.to_bytes(2, "big"), card.identity_key, card.certificate_der
@@ -116,7 +119,10 @@ def encode_card(card: EnrolmentCard) -> bytes:
 
 
 def decode_card(data: bytes) -> EnrolmentCard:
-    """Raises `FrameError` for bytes that `encode_card` never gives. What they say is for `trust` to judge."""
+    """Return the card. Raises `FrameError` for bytes that `encode_card` never gives.
+
+    `trust` judges the values.
+    """
     parts: list[bytes] = []
     rest = data
     while rest and len(parts) < 5:
@@ -135,7 +141,7 @@ def decode_card(data: bytes) -> EnrolmentCard:
 
 
 def decode_refusal(body: bytes) -> Refusal:
-    """Raises `FrameError` for a reason that this version does not know."""
+    """Return the reason of a refusal. Raises `FrameError` for a reason that this version does not know."""
     try:
         return Refusal(body[0])
     except ValueError:

@@ -1,7 +1,7 @@
-"""How a member gets the parts of a model that it lacks: it asks its head for pieces, and the head answers.
+"""Messages with which a member gets the missing parts of a model: it asks its head for pieces.
 
-Either when a plan comes, or before, when the head says which plan is to come. What the head lacks itself it
-asks of a peer that has it, in the same words.
+It asks when a plan comes, or before, when the head announces a plan. For parts that the head lacks, the
+head asks a peer that has them, with the same messages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from convoy.wire.messages.control import Message, Plan
 
 MAX_PIECE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024
-SUPERSEDED = "another plan came first"  # the error of a `Prepared` that the head may ask for again
-MAX_HELD_TENSORS = 8 * MAX_HELD_BYTES  # a bit for each
+# With this error in a `Prepared`, the head may ask again.
+SUPERSEDED = "another plan came first"
+# `Held` has one bit for each tensor.
+MAX_HELD_TENSORS = 8 * MAX_HELD_BYTES
 
 WholeDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Fetch(Message, frozen=True):
-    """Peer to head: send ``num_bytes`` from ``start`` on of a part of the model with this manifest.
+    """Ask for ``num_bytes`` from ``start`` on of a part of the model with this manifest (peer to head).
 
-    ``part`` is the digest of a tensor or file in it, or the manifest's own; from a head it is a tensor's.
-    ``wrong``: whose bytes of it, as the pieces said, came to another digest, and shall not come again.
-    Answered by `Piece`, in order.
+    ``part`` is the digest of a tensor or file in it, or the manifest's own; a head asks only for tensors.
+    ``wrong`` names the source of an earlier copy of this part that had another digest. That source shall
+    not be used again. The answers are `Piece` messages, in order.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -37,13 +39,14 @@ class Fetch(Message, frozen=True):
 
 
 class Piece(Message, frozen=True):
-    """Answer to the `Fetch` with this number. ``error``: it cannot be had, and why.
+    """Answer the `Fetch` with this number. ``error`` says why the bytes are not available.
 
-    ``source``: the peer that a head has the bytes from; empty where they are the sender's own.
+    ``source`` names the peer that a head has the bytes from. It is empty for the sender's own bytes.
     """
 
     number: int
-    total_bytes: int  # of the whole part
+    # The size of the whole part.
+    total_bytes: int
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)]
     error: str
     source: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -53,15 +56,16 @@ class Piece(Message, frozen=True):
 
 
 class Holding(Message, frozen=True):
-    """Head to peer: which tensors of the model with this manifest, your plan's, have you?"""
+    """Ask a peer which tensors it has of its plan's model, the model with this manifest (head to peer)."""
 
     manifest: WholeDigest
 
 
 class Held(Message, frozen=True):
-    """Answer to `Holding`: a bit for each tensor of the manifest, by name, the lowest of a byte first.
+    """Answer `Holding` with a bit for each tensor of the manifest, by name, the lowest bit of a byte
+    first.
 
-    ``error``: why there are none.
+    ``error`` says why there are none.
     """
 
     manifest: WholeDigest
@@ -73,13 +77,16 @@ class Held(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Head to peer, also while another plan runs: get what your stage of this one needs, and load nothing."""
+    """Tell a peer to fetch the weights of its stage of this plan, and load nothing (head to peer).
+
+    It may come while another plan runs.
+    """
 
     plan: Plan
 
 
 class Prepared(Message, frozen=True):
-    """Answer to `Prepare`: the weights are here and right, or ``error`` says why not."""
+    """Answer `Prepare`: the weights are here and correct, or ``error`` says why not."""
 
     generation: int
     error: str

@@ -1,4 +1,4 @@
-"""What the ranks of one stage say to each other: that they mean the same plan, and what to run together.
+"""Messages between the ranks of one stage: agreement on the plan, and the steps to run together.
 
 Parts of sums are PARTIAL tensors and carry no message.
 """
@@ -13,7 +13,7 @@ from convoy.wire.messages.control import MAX_RANKS, MAX_STEP_TOKENS, Digest, Mes
 
 
 class Agree(Message, frozen=True):
-    """Rank to rank of a stage, before its first step: what this collective is for, as the sender sees it."""
+    """State which plan and rank this collective is for, before its first step (rank to rank of a stage)."""
 
     generation: Annotated[int, msgspec.Meta(ge=0)]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -24,10 +24,10 @@ class Agree(Message, frozen=True):
 
 
 class RankStep(Message, frozen=True):
-    """Rank 0 to the other ranks of its stage: run this with me. Without draws; they are rank 0's.
+    """Tell the other ranks of the stage to run this step with rank 0. It has no draws; they are rank 0's.
 
-    ``hidden``: a HIDDEN tensor follows, which came from the predecessor. ``output``: its rows for the output
-    go through this stage's part of it at once, as for a `RankOutput` that says so.
+    ``hidden``: a HIDDEN tensor follows, which came from the predecessor. ``output``: the step's output
+    rows go through this stage's part of the output at once, as a `RankOutput` would order.
     """
 
     step: Step
@@ -36,9 +36,10 @@ class RankStep(Message, frozen=True):
 
 
 class RankOutput(Message, frozen=True):
-    """Rank 0 to the other ranks of a stage that owns the output: run your part of it on these rows.
+    """Tell the other ranks of a stage that owns the output to run their part of it on these rows (from
+    rank 0).
 
-    ``hidden``: they follow as a HIDDEN tensor; otherwise they are those of the step with this number.
+    ``hidden``: the rows follow as a HIDDEN tensor. Otherwise they are those of the step with this number.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Which message each frame type carries: one closed set, looked up by number and never by name."""
+"""The message of each frame type: one closed set, looked up by number and never by name."""
 
 from __future__ import annotations
 

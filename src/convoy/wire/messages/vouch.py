@@ -1,4 +1,4 @@
-"""How a head has its peers prove themselves to others: to its coordinator, and to proxies."""
+"""Messages with which a head gets its peers' evidence for others: for its coordinator, and for proxies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ Purpose = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Vouch(Message, frozen=True):
-    """Head to peer: prove what you are for this purpose (`trust.evidence.evidence.provider_purpose`)."""
+    """Ask a peer to prove its state for this purpose (`trust.evidence.evidence.provider_purpose`; head to
+    peer).
+    """
 
     purpose: Purpose
     pcrs: Annotated[list[Register], msgspec.Meta(max_length=24)]
 
 
 class Vouched(Message, frozen=True):
-    """Answer to the `Vouch` of this purpose: evidence that goes on as it is. Its fields are `Evidence`'s."""
+    """Answer the `Vouch` of this purpose with evidence that is passed on unchanged.
+
+    The fields are `Evidence`'s.
+    """
 
     purpose: Purpose
     claims: Annotated[bytes, msgspec.Meta(max_length=32 * 1024)]
