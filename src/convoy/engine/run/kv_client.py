@@ -1,11 +1,8 @@
 """The head's side of K/V transfers between a session's file and the stages: one exchange at a time.
 
 1. The head asks a peer (`ReadBlocks`), or announces K/V (`WriteBlocks`) and sends a tensor.
-
 2. The peer answers on the same link, with a tensor or a `BlocksDone`.
-
 3. A peer that moves nothing on its link and answers no ping meanwhile is lost within two seconds.
-
 4. A peer that sends K/V without being asked ends the plan.
 """
 

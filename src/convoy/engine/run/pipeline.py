@@ -1,15 +1,11 @@
 """The head's side of a step over several members, in the order the data moves.
 
 1. Every peer gets the composition (`Step`) on the head's own link; only the embedding's owner gets token ids.
-
 2. A head that owns the first layers runs them and sends the hidden state on; otherwise the first peer starts.
-
 3. The hidden state travels round the ring and comes back to the owner of the output.
-
 4. A head that owns the output runs its own last layers, if any, then the output, and samples.
-
 5. A last peer that owns the output does so instead, as the step's sampling jobs say, and sends the sampled
-tokens.
+   tokens.
 
 Several steps may be between 1 and 3 at once.
 """

@@ -47,13 +47,13 @@ FORMS: dict[str, KernelForm] = {
     "exact-f32": KernelForm("float32", packed=True),
     "plain-f32": KernelForm("float32"),
     "w8a8": KernelForm("float32", packed=True, bits=8),
-    # as `model.layers.int4` does it: a scale and a middle in bfloat16
+    # As `model.layers.int4` does it: a scale and a middle in bfloat16
     "w4a16": KernelForm(
         "float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"
     ),
     "cuda-bf16": KernelForm("bfloat16"),
     "cuda-int8": KernelForm("bfloat16", packed=True, bits=8),
-    # as `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
+    # As `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
     "cuda-int4": KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
 }
 

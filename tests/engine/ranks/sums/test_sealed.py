@@ -120,7 +120,7 @@ def test_rank_0_gathers_in_the_order_of_ranks(
     rings: dict[int, RankRing], world_size: int, shape: tuple[int, ...]
 ) -> None:
     parts = parts_of(world_size, shape, "float32", 9)
-    for _ in range(3):  # the others run ahead, and wait for nobody
+    for _ in range(3):  # the others run ahead without waiting
         first, *others = rings[world_size].run(lambda one: one.gather(parts[one.rank]))
         assert isinstance(first, list)
         assert all(torch.equal(a, b) for a, b in zip(first, parts, strict=True))
