@@ -131,9 +131,7 @@ class PlanError(CapacityError):
 
 
 class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, not a fault
-    """Report that too many requests wait already (HTTP 429); ``retry_after_s`` is the advised delay in
-    seconds.
-    """
+    """Report that too many requests wait already (HTTP 429); ``retry_after_s`` advises a delay."""
 
     def __init__(
         self,
@@ -171,9 +169,7 @@ class HandshakeError(PeerError):
 
 
 class HandshakeLate(HandshakeError):  # noqa: N818
-    """Report a handshake that did not end in time, because of overload or a slow network; worth another
-    attempt.
-    """
+    """Report a handshake that did not end in time, for overload or a slow network; try again."""
 
 
 class FrameError(PeerError):

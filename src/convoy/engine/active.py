@@ -140,8 +140,8 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         self._continuations.pop(continuation.sequence, None)
 
     def end_group(self, group: object, error: ConvoyError) -> None:
-        """Fail every sequence of ``group``; only the first owner receives ``error``, so that the client gets
-        it once.
+        """Fail every sequence of ``group``; only the first owner gets ``error``, for the client to get it
+        once.
         """
         told: ConvoyError | None = error
         for continuation in [c for c in self._continuations.values() if c.group is group]:

@@ -36,9 +36,7 @@ from convoy.model.text.tokens import Tokenizer
 
 
 class RequestHandle:
-    """Hold a submitted request; `abort` ends it, from any thread, at any time, and may be called more than
-    once.
-    """
+    """Hold a submitted request; `abort` ends it, from any thread, any number of times."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort
@@ -180,19 +178,16 @@ class Engine:
             return True
 
     def release(self, continuation: SequenceOwner) -> None:
-        """Drop a running or resting sequence without telling its owner; its blocks are free for the next
-        step.
-        """
+        """Drop a sequence without telling its owner; its blocks are free for the next step."""
         with self._changed:
             self._live.release(continuation)
             self._changed.notify()
 
     def between_steps(self, work: Between, timeout_s: float | None = None) -> Any:
-        """Run ``work`` on the engine's thread, without the lock, while no step is in flight, and return its
-        result.
+        """Run ``work`` on the engine's thread while no step is in flight, and return its result.
 
-        The work must be short. Raises `Unavailable` if it has not begun within ``timeout_s``, for example
-        during a recovery.
+        It runs without the engine's lock, and must be short. Raises `Unavailable` if it has not begun within
+        ``timeout_s``, for example during a recovery.
         """
         with self._changed:
             self._raise_if_over()

@@ -64,9 +64,7 @@ class StepBuilder:
     num_tokens: int = 0
 
     def add(self, sequence: Sequence, num_tokens: int, drafts: SequenceOf[int]) -> None:
-        """Add a row of ``num_tokens``, with the ``drafts`` at its end included; at most one row for each
-        sequence.
-        """
+        """Add a sequence's only row in the step: ``num_tokens``, with the ``drafts`` at its end included."""
         self.rows[sequence] = num_tokens
         self.num_tokens += num_tokens
         if drafts:
@@ -185,11 +183,10 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def reset(self, limits: SchedulerLimits) -> None:
-        """Restart on stages without K/V: running sequences wait again, first and in their order, and pools
-        are new.
+        """Restart on stages without K/V: running sequences wait again in their order, and pools are new.
 
-        Step numbers and table ids continue. ``limits`` keeps the size of a block. Idle sequences that have
-        tokens to run wait too; the other idle sequences are finished.
+        They wait ahead of all others. Step numbers and table ids continue. ``limits`` keeps the size of a
+        block. Idle sequences that have tokens to run wait too; the other idle sequences are finished.
         """
         assert limits.block_size == self.limits.block_size, "tags are made for one size of block"
         again = [*self.running, *(s for s in self.idle if s.num_pending)]
@@ -272,9 +269,7 @@ class Scheduler:
         return chain[1:]
 
     def check_changed(self) -> None:
-        """Assert that the blocks changed since the last check have the right owners, in time proportional to
-        the change.
-        """
+        """Assert that blocks changed since the last check have the right owners; cheap for few changes."""
         self.pools.check_changed(idle=not self.running and not self.idle)
 
     def check(self) -> None:

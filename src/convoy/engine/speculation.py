@@ -55,8 +55,7 @@ class PlaceIndex:
         self._earlier = array("L", (0, 0))
 
     def find(self, tokens: SequenceOf[int]) -> tuple[int, int]:
-        """Return the position after the best earlier place, and how many tokens before it match the
-        sequence's end.
+        """Return the position after the best earlier place, and how many tokens before it match the end.
 
         The place with the most matching tokens wins, then the latest. Return (0, 0) if there is none.
         """
@@ -126,9 +125,7 @@ class _Guessing:
 
 
 class LookupDrafter:
-    """Guess at most ``max_length`` tokens at once by prompt lookup, and fewer for sequences often guessed
-    wrongly.
-    """
+    """Guess at most ``max_length`` tokens at once by prompt lookup, and fewer after wrong guesses."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length
@@ -161,9 +158,7 @@ def _pair(tokens: SequenceOf[int], end: int) -> int:
 
 
 def _num_same(tokens: SequenceOf[int], place: int) -> int:
-    """Return how many tokens before ``place`` match the sequence's end; 0 for a place of a sequence that was
-    cut.
-    """
+    """Return how many tokens before ``place`` match the sequence's end; 0 if the sequence was cut."""
     most, end = min(_LONGEST, place), len(tokens)
     same = 0
     while same < most and tokens[place - 1 - same] == tokens[end - 1 - same]:

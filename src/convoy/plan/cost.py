@@ -39,8 +39,7 @@ def output_cost(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Compute a token's cost at a position: 1 for the weights that it passes, plus a share for each key it
-    sees.
+    """Compute a token's cost at a position: 1 for its weights, plus a share for each key it sees.
 
     ``slopes`` has, for each kind of layer, the cost of one key over those layers, and their window (None: all
     keys).
@@ -50,9 +49,7 @@ class TokenCost:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> TokenCost:
-        """Return the costs in multiplications: q.k and p.v for each key, and one for each weight of the
-        layers.
-        """
+        """Return the costs in multiplications: q.k and p.v for each key, and one for each weight."""
         weights = max(1, sum(layer_costs(spec)))
         per_key = ((g, g.num_heads * (g.head_dim + g.value_dim) / weights) for g in spec.cache_groups)
         seen = {"kv", "latent", "entries"}
@@ -67,10 +64,9 @@ class TokenCost:
         return num_tokens * (1 + seen)
 
     def level_chunk(self, start: int, most: int) -> int:
-        """Return the largest chunk from ``start`` that costs no more than ``most`` tokens from 0, in
-        multiples of 16.
+        """Return the largest chunk from ``start`` that costs no more than ``most`` tokens from 0.
 
-        It is at least 16, or ``most`` if that is less.
+        It is a multiple of 16, and at least 16, or ``most`` if that is less.
         """
         limit = self.of_chunk(0, most)
         if self.of_chunk(start, most) <= limit:
@@ -112,9 +108,7 @@ def _cheapest_limit(reach: Sequence[int], extras: Sequence[int]) -> int:
 
 
 def _level(reach: Sequence[int], extras: Sequence[int], limit: int) -> list[int]:
-    """Return the cuts with the least sum of squared costs among those where no stage costs more than
-    ``limit``.
-    """
+    """Return the cuts with the least sum of squared costs in which no stage costs more than ``limit``."""
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for index, extra in enumerate(extras):
         following: dict[int, tuple[int, list[int]]] = {}

@@ -43,7 +43,5 @@ class MemberOffer:
 
     @property
     def share_bytes(self) -> int:
-        """Return the weight for sharing out layers: the smallest rank bounds the memory that the others can
-        use.
-        """
+        """Return the weight for sharing out layers: the smallest rank bounds the memory of the others."""
         return self.memory_bytes * self.world_size

@@ -54,9 +54,7 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class ParallelReport(msgspec.Struct, frozen=True):
-    """Describe how members share the model, and why; ``refused`` has the reasons against other modes, by
-    mode.
-    """
+    """Describe how members share the model, and why; ``refused`` has the reasons against other modes."""
 
     mode: str
     reason: str

@@ -1,6 +1,4 @@
-"""The rates of a member's machine for reading and multiplying, and its overheads: the inputs of a stage's
-time.
-"""
+"""A machine's rates of reading and multiplying, and its overheads: the inputs of a stage's time."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class Speed:
         return ",".join(f"{value / scale:.3g}" for value, scale in zip(values, _SCALES, strict=False))
 
     def linear_s(self, num_rows: float, num_bytes: float, num_elements: float) -> tuple[float, float]:
-        """Return the seconds of reading a matrix, and the further seconds of multiplying ``num_rows`` with
-        it.
+        """Return the seconds of reading a matrix, and those added by multiplying ``num_rows`` with it.
 
         From a lone row to `FEW_ROWS` to `MANY_ROWS`, seconds are interpolated by the row; above, they grow in
         proportion.

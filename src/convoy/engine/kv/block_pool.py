@@ -96,11 +96,10 @@ class BlockPool:
         self._changed.update(blocks)
 
     def check_changed(self) -> None:
-        """Check the blocks that changed owners or labels since the last check of either kind, as `check`
-        does.
+        """Check the blocks that changed owners or labels since the last check, as `check` does.
 
-        The cost grows with the number of changed blocks, not with the pool, because a session runs it after
-        every token.
+        The last check is one of either kind. The cost grows with the number of changed blocks, not with the
+        pool, because a session runs it after every token.
         """
         parts = (self._free, self._kept, self._owners)
         assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"

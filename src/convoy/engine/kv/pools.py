@@ -80,17 +80,13 @@ class BlockPools:
         ]
 
     def have_room(self, counts: SequenceOf[int], kept: SequenceOf[int] = ()) -> bool:
-        """Return whether ``counts`` blocks of each group are free, without the blocks ``kept`` of the first
-        group.
-        """
+        """Return whether ``counts`` blocks of each group are free, less the first group's ``kept`` ones."""
         free = [pool.num_free for pool in self._pools]
         free[0] -= self.first.num_unowned(kept)
         return all(count <= 0 or count <= room for count, room in zip(counts, free, strict=True))
 
     def grow(self, sequence: Sequence, counts: SequenceOf[int]) -> list[BlockGrant]:
-        """Append ``counts`` blocks to a sequence's tables and return the grants; the caller has asked
-        `have_room`.
-        """
+        """Append ``counts`` blocks to a sequence's tables, after `have_room`, and return the grants."""
         if not sequence.tables:
             sequence.tables = [[] for _ in self._pools]
         grants = []
@@ -102,9 +98,7 @@ class BlockPools:
         return grants
 
     def num_writable(self, sequence: Sequence, spared: int) -> int:
-        """Return how many positions a sequence may write without the last ``spared`` free blocks of any
-        group.
-        """
+        """Return how many positions a sequence may write if ``spared`` blocks of each group stay free."""
         room = sys.maxsize
         for pool, ring, span, table in zip(
             self._pools, self._rings, self._spans, sequence.tables, strict=True
@@ -127,9 +121,7 @@ class BlockPools:
         self._check_idle(idle)
 
     def check(self, sequences: Iterable[Sequence], *, idle: bool) -> None:
-        """Assert that every block of every group has the right owners; with ``idle``, that every block is
-        free.
-        """
+        """Assert that every block has the right owners; with ``idle``, that every block is free."""
         tables = [sequence.tables for sequence in sequences if sequence.tables]
         for group, (pool, ring) in enumerate(zip(self._pools, self._rings, strict=True)):
             pool.check(block for of_one in tables for block in of_one[group])

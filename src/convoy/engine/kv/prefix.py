@@ -70,9 +70,7 @@ class PrefixTags:
     def _of_decode(
         self, chain: list[bytes], tokens: Sequence[int], position: int, block: int
     ) -> tuple[bytes, bytes]:
-        """Return the tags as `of_row` does, for one token within a block: most rows are so, and the block is
-        packed once.
-        """
+        """Return the tags as `of_row` does, for the usual row of one token within a block, packed once."""
         self.extend(chain, tokens, block)
         known = tokens[block * self._block_size : position + 1]
         data = chain[block] + self._words[len(known)].pack(*known)

@@ -112,9 +112,7 @@ class DeviceRankStages(RankStages):
         return cast("Sequence[CudaStage]", self.stages)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """Return the most bytes of K/V for which no device gets more than it has; each holds its heads of
-        every block.
-        """
+        """Return the most bytes of K/V that fit on every device; each holds its heads of every block."""
         rooms = self._all(lambda stage: stage.room_bytes(offered_bytes // len(self.stages)))
         whole = self.block_bytes
         found = []

@@ -188,10 +188,9 @@ class LeaderStage:
     def _order_step(
         self, step: Step, hidden: torch.Tensor | None, *, with_tokens: bool, output: bool
     ) -> None:
-        """Send a step to the other ranks, without the sampling jobs, and with token ids only for stages that
-        need them.
+        """Send a step to the other ranks, without sampling jobs.
 
-        Sampling is rank 0's own work.
+        Sampling is rank 0's own work. Token ids go only to stages that need them.
         """
         tokens = step.tokens if with_tokens and self._own.takes_tokens else b""
         part = msgspec.structs.replace(step, draws=[], tokens=tokens)
@@ -225,9 +224,7 @@ class LeaderStage:
         return _Blaming(self)
 
     def _fell(self, error: BaseException) -> None:
-        """End the collective after a failed order, because the other ranks must not wait for this rank's
-        part.
-        """
+        """End the collective after a failed order, so that no other rank waits for this rank's part."""
         if isinstance(error, CollectiveError):
             self.culprit = self.culprit or named(error, self._links)
         if isinstance(error, ConvoyError):

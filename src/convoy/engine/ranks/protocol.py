@@ -19,9 +19,7 @@ class RankCollective(Collective, Protocol):
         """End the collective from any thread: every waiting call raises a `CollectiveError`."""
 
     def rest(self) -> None:
-        """Announce that no operation follows at once, so that other messages of the ranks are handled without
-        delay.
-        """
+        """Announce that no operation follows at once, so that other messages are handled without delay."""
 
 
 def prove(collective: Collective) -> None:

@@ -47,10 +47,10 @@ class Executor(Protocol):
         """Wait, bounded, for the oldest step in flight. Raises `StageLost`."""
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
-        """Return the K/V of ``blocks`` in layers [start, end) from all their stages, while no step is in
-        flight.
+        """Return the K/V of ``blocks`` in layers [start, end) from all their stages.
 
-        Raises `StageLost`, and `StepError` for blocks or layers that do not exist, or for too many at once.
+        No step may be in flight. Raises `StageLost`, and `StepError` for blocks or layers that do not exist,
+        or for too many at once.
         """
 
     def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:

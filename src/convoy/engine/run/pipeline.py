@@ -238,8 +238,10 @@ class PipelineExecutor:
         self._guard.end()
 
     def _part_of(self, step: Step, draws: Sequence[SampleJob], assignment: StageAssignment) -> Step:
-        """Return the step for one stage: with token ids only for the embedding and layers that need them, and
-        with sampling jobs only for the owner of the output.
+        """Return the step for one stage.
+
+        It has token ids only for the embedding and layers that need them, and sampling jobs only for the
+        owner of the output.
         """
         return msgspec.structs.replace(
             step,

@@ -232,8 +232,9 @@ class SessionBlocks:
         return planned
 
     def _parts(self, saved: SavedSession, start: int, end: int) -> Iterator[tuple[int, Kv]]:
-        """Yield the first layer and the K/V of each part: positions [start, end) of as many layers as a slice
-        may hold.
+        """Yield the first layer and the K/V of each part, for positions [start, end).
+
+        A part has as many layers as a slice may hold.
         """
         num_layers = self._model.num_layers
         at_once = max(1, _MAX_BYTES // ((end - start) * self._model.position_bytes))

@@ -1,5 +1,4 @@
-"""A session's file as bytes: written whole or not at all, read at any place, and sealed unless there is no
-key.
+"""A session's file as bytes: written whole or not at all, read at any place, sealed if there is a key.
 
 The file is a prompt at rest, so only its owner may read it (0600). No other user may redirect the write: the
 file is made beside its place under a random name, and renamed.

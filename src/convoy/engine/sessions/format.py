@@ -157,9 +157,7 @@ class SavedSession:
         return 8 + length, header
 
     def _check_places(self) -> None:
-        """Check that the tensors are exactly the expected ones, of the right shapes, without gaps to the
-        file's end.
-        """
+        """Check that exactly the expected tensors are there, in the right shapes, without gaps to the end."""
         ends = {}
         for name, entry in self._header.items():
             start, end = self._place(name, entry)

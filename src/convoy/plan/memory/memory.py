@@ -84,9 +84,7 @@ def relieve(
 
 
 def _shift(owners: Sequence[tuple[str, Span]], giver: int, taker: int) -> list[tuple[str, Span]]:
-    """Return the owners with one layer more for ``taker`` and one less for ``giver``; runs in between move
-    along.
-    """
+    """Return the owners with one layer moved from ``giver`` to ``taker``; runs in between move along."""
     counts = [span.end - span.start for _, span in owners]
     counts[giver] -= 1
     counts[taker] += 1

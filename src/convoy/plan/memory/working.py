@@ -37,8 +37,9 @@ def _heads_width(group: CacheGroup) -> int:
 
 
 def _between(layer: LayerWeights, spec: ModelSpec) -> int:
-    """Return the widest values of a token between two linears, with the values computed from them, in
-    elements.
+    """Return the widest values of a token between two linears, in elements.
+
+    Values computed from them are included.
     """
     dense = 3 * max((matrix.outputs for matrix in layer.each.linears), default=0)
     chosen = min(spec.experts_per_token, layer.num_experts)

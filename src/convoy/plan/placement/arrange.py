@@ -51,8 +51,7 @@ class Rest:
 def arrangements(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> Iterator[Owners]:
-    """Yield ways to give each of ``members`` a part of ``rest``, the most natural first; nothing if no way
-    exists.
+    """Yield ways to give each of ``members`` a part of ``rest``, the most natural first, if any exist.
 
     The given order comes first if the rules allow it. A head among the members stays first or last, as it was
     given. Raises PlanError as `shares` does.
@@ -90,9 +89,7 @@ def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputO
 
 
 def _orders(members: Sequence[MemberOffer], run: Run, rooms: dict[str, Run]) -> Iterator[list[MemberOffer]]:
-    """Yield the given order, then one by deadlines for each kind of member that may open and may close the
-    run.
-    """
+    """Yield the given order, then one by deadlines for each kind of members at the two ends."""
     yield list(members)
     openers = [m for m in _ends(members, members[0], rooms) if rooms[m.name][0] <= run[0]]
     closers = [m for m in _ends(members, members[-1], rooms) if rooms[m.name][1] >= run[1]]
@@ -133,8 +130,7 @@ def _by_deadline(members: list[MemberOffer], at: int, rooms: dict[str, Run]) -> 
 
 
 def _cuts(wanted: Sequence[Run], rooms: Sequence[Run]) -> list[int] | None:
-    """Return the cuts nearest to the wanted ones at which each run lies in its room, or None if there are
-    none.
+    """Return the cuts nearest to the wanted ones at which each run lies in its room, or None.
 
     Cuts ascend by at least one and lie between bounds that do the same, so clamping keeps them apart.
     """

@@ -66,8 +66,7 @@ def in_groups(members: Sequence[MemberOffer], world_size: int) -> list[MemberOff
 
 
 def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
-    """Return the offer of ranks together: the smallest memory bounds it, and it has the lowest level of
-    trust.
+    """Return the offer of ranks together: it has the smallest memory and the lowest level of them.
 
     Raises PlanError if the ranks' kernels differ, SpanError if the head is not rank 0.
     """

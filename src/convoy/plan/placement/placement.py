@@ -165,8 +165,9 @@ def _share_rest(
 def _output_owner(
     spec: ModelSpec, members: Sequence[MemberOffer], given: Mapping[str, Span], end: int
 ) -> OutputOwner:
-    """Return the head, unless a span names another, or is the head's `0:K` and the last layers are to be
-    shared.
+    """Return the head, unless a span names another member, or the layout is the head's `0:K`.
+
+    In that layout the last layers must be left to share.
     """
     if any(span.output for span in given.values()):
         return OutputOwner.ELSEWHERE

@@ -47,8 +47,8 @@ class Route:
 
     @property
     def token_id_members(self) -> tuple[str, ...]:
-        """Return the members that see token ids: the head, and all holders of stages that embed, sample or
-        need ids.
+        """Return the members that see token ids: the head, and holders of stages that embed, sample or need
+        ids.
 
         All ranks of such a stage see them: each has a part of the vocabulary, and looks ids up in it.
         """
@@ -61,8 +61,8 @@ class Route:
         return tuple(dict.fromkeys([self.head, *readers]))
 
     def reads_prompts(self, member: str) -> str:
-        """Return the source from which ``member`` can read prompts: ``tokens``, ``activations``, or ``no``
-        without a layer.
+        """Return the source of prompts for ``member``: ``tokens``, ``activations``, or ``no`` without a
+        layer.
 
         The activations of any layer are enough to recover every token (`convoy verify --leak`).
         """
@@ -73,9 +73,7 @@ class Route:
 
     @property
     def missing(self) -> str:
-        """Return the parts without an owner, in words (``layers 4-7 and the output``); empty for a complete
-        route.
-        """
+        """Return the parts without an owner, in words (``layers 4-7 and the output``); empty if complete."""
         runs = missing_layers(self.spec.num_layers, [(stage.start, stage.end) for stage in self.stages])
         parts = [layers_text(start, end) for start, end in runs]
         if not any(stage.embed for stage in self.stages) and not any(start == 0 for start, _ in runs):
@@ -90,9 +88,7 @@ class Route:
         return not self.missing
 
     def without(self, gone: Collection[str]) -> Route:
-        """Return the route that is left when these members are gone; a stage that lacks a rank is gone with
-        it.
-        """
+        """Return the route without these members; a stage that lacks a rank is gone with it."""
         left = (stage for stage in self.stages if not set(stage.holders) & set(gone))
         return Route(self.spec, tuple(left), self.head)
 

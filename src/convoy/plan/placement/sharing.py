@@ -82,9 +82,7 @@ def _no_way(
 def _head_refused(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
-    """Return the error if a rule refuses the head's end: it owns one end of the layers, and usually the
-    output.
-    """
+    """Return the error if a rule refuses the head its end of the layers, or the output."""
     head = next((member for member in members if member.head), None)
     if head is None:
         return None
@@ -133,9 +131,7 @@ def _unowned(
 def _shortages(
     spec: ModelSpec, found: Sequence[Breach], owners: Sequence[tuple[MemberOffer, Span]]
 ) -> list[str]:
-    """Return the shortage of each broken rule that only the head satisfies: how many of its layers the head
-    has.
-    """
+    """Return, for each broken rule that only the head satisfies, how many of its layers the head has."""
     told = []
     for number, rule in dict.fromkeys((breach.number, breach.rule) for breach in found):
         able = [(member, span) for member, span in owners if satisfies(rule, member)]

@@ -64,9 +64,7 @@ def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Wor
 
 
 def _tensor(placement: Placement, links: Links, workload: Workload, faster_s: float) -> TensorReport:
-    """Return the report; ``faster_s`` is how much shorter its step is than the pipeline's, all-reduces
-    included.
-    """
+    """Return the report; ``faster_s`` is the time saved against the pipeline's step, sums included."""
     spec, load = placement.spec, StepLoad(1, workload.context)
     shared = [stage for stage in placement.stages if stage.world_size > 1]
     count = sum(num_all_reduces(stage) for stage in shared)

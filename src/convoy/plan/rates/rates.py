@@ -55,9 +55,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Describe one step: decodes that look back on ``context`` tokens each, or a chunk of one prompt that
-    does.
-    """
+    """Describe one step: decodes, or a chunk of one prompt, that look back on ``context`` tokens each."""
 
     # Of hidden states.
     num_rows: float
@@ -185,16 +183,12 @@ def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: StepL
 
 
 def num_all_reduces(stage: StageAssignment) -> int:
-    """Return the all-reduces of a step: after attention and after the MLP of each layer, and for the
-    embedding.
-    """
+    """Return a step's all-reduces: after attention and MLP of each layer, and for the embedding."""
     return 2 * (stage.end - stage.start) + stage.embed
 
 
 def all_reduce_s(ranks: Sequence[str], links: Links, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce: round the ring whole, or there and back in pieces, if that is
-    faster.
-    """
+    """Return the seconds of an all-reduce: the faster of whole round the ring, or there and back."""
     hops, trip_s, sending_s = len(ranks) - 1, _trip_s(ranks, links), num_bytes / links.bytes_per_s
     return min(hops * (trip_s + sending_s), 2 * hops * trip_s + 2 * sending_s)
 
@@ -271,9 +265,7 @@ def stage_time(
 def _parts(
     layer: LayerWeights, kernel: str, chosen: int, num_rows: float
 ) -> list[tuple[float, float, float]]:
-    """Return rows, bytes and elements of the weights for every token, and of the experts that any token
-    reaches.
-    """
+    """Return rows, bytes and elements of the weights for every token, and of the experts reached."""
     parts = [(num_rows, float(layer.each.num_bytes(kernel)), float(layer.each.elements))]
     reached = layer.reached_share(chosen, num_rows)
     if reached:

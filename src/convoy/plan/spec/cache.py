@@ -107,16 +107,12 @@ class CacheGroup:
         return self._num_owned(start, end) * self.elements_per_token * dtype_bytes(dtype)
 
     def block_bytes(self, start: int, end: int, block_size: int, dtype: str) -> int:
-        """Return the bytes of one block over the layers in [start, end); of a recurrent group, of a whole
-        sequence.
-        """
+        """Return a block's bytes over layers [start, end); for a recurrent group, a whole sequence's."""
         elements = self.state_elements if self.kind == "recurrent" else block_size * self._elements_per_row
         return self._num_owned(start, end) * elements * dtype_bytes(dtype)
 
     def sequence_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
-        """Return the bytes that a sequence of ``num_tokens`` must keep over this group's layers in [start,
-        end).
-        """
+        """Return the bytes of a sequence of ``num_tokens`` over this group's layers in [start, end)."""
         rows = -(-self.retained_tokens(num_tokens) // self.stride)
         elements = self.state_elements + self._elements_per_row * rows
         return self._num_owned(start, end) * elements * dtype_bytes(dtype)

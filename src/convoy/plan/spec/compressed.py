@@ -99,9 +99,7 @@ def hashed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
 def compressed_groups(
     compressions: Sequence[Compression | None], num_heads: int, head_dim: int
 ) -> tuple[CacheGroup, ...]:
-    """Return, for each kind of layer, the group of its entries and the group of tokens still to be
-    compressed.
-    """
+    """Return, for each kind of layer, the groups of its entries and of its tokens not yet compressed."""
     groups = []
     for made in dict.fromkeys(one for one in compressions if one is not None):
         layers = tuple(layer for layer, one in enumerate(compressions) if one == made)

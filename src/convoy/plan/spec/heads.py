@@ -226,8 +226,9 @@ def _other_heads(reader: ConfigReader, layer: LayerHeads, head_dim: int, num_kv_
 
 
 def _shared(reader: ConfigReader, layers: Sequence[LayerHeads]) -> list[LayerHeads]:
-    """Return the layers, where the last ``num_kv_shared_layers`` read K and V of the last earlier one of
-    their type.
+    """Return the layers, with the source of K and V for the last ``num_kv_shared_layers``.
+
+    The source is the last earlier layer of the same type.
     """
     if not reader.get("num_kv_shared_layers"):
         return list(layers)
@@ -280,9 +281,7 @@ def _windows_by_type(reader: ConfigReader, family: Family, num_layers: int) -> l
 def _kinds_of_layers(
     reader: ConfigReader, family: Family, num_layers: int, known: tuple[str, str]
 ) -> tuple[str, ...]:
-    """Return the kinds in layer_types, or else full ones at a fixed distance and the other ``known`` kind
-    between.
-    """
+    """Return layer_types, or else full layers at a fixed distance and the other ``known`` kind between."""
     kinds = _layer_types(reader, num_layers, known)
     if kinds is not None:
         return kinds

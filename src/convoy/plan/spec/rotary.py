@@ -79,8 +79,6 @@ def _check_base(reader: ConfigReader, key: str, value: object) -> None:
 
 
 def _check_share(reader: ConfigReader, key: str, value: object) -> None:
-    """Check that no more of a head is rotated than it has; some files set the share alone, some by type of
-    layer.
-    """
+    """Check the share of a head that is rotated; some files set it alone, some by type of layer."""
     if not is_above_0(value) or value > 1:
         raise reader.wrong(key, value, "a number above 0 and at most 1")

@@ -101,9 +101,7 @@ def rank_spec(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> Mo
 
 
 def rank_bytes(spec: ModelSpec, span: Span, form: str, world_size: int, experts: Experts = "auto") -> int:
-    """Return one rank's weight bytes of a stage, parts common to all included; ``form`` is a kernel or a
-    dtype.
-    """
+    """Return one rank's weight bytes of a stage, common parts included; ``form`` is a kernel or a dtype."""
     own = rank_spec(spec, world_size, experts)
     return own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=form)
 

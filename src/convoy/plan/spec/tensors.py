@@ -53,9 +53,7 @@ def layer_tensors(
 
 
 def per_layer_input(reader: ConfigReader, family: Family) -> tuple[int, int]:
-    """Return width and vocabulary of the input that every layer takes beside the hidden state; (0, 0) for
-    none.
-    """
+    """Return width and vocabulary of every layer's own input beside the hidden state; (0, 0) for none."""
     if family.experts != "gemma4" or not reader.get("hidden_size_per_layer_input"):
         return 0, 0
     return (

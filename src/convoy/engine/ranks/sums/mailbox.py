@@ -1,5 +1,4 @@
-"""Parts of an operation from other ranks: checked on arrival, and kept for the one thread that waits for
-them.
+"""Parts of an operation from other ranks, checked on arrival and kept for the waiting thread.
 
 Bytes of a rank are hostile. An operation declares beforehand the sender and shape of every part; anything
 else is refused. The bytes kept for an operation that has not begun here are bounded. Parts above the bound
@@ -28,9 +27,7 @@ MAX_AHEAD = 16
 
 
 class PartSlot(NamedTuple):
-    """Name one part of an operation: the rank ``sender`` hands it over, ``part`` is its kind, the rank
-    ``origin`` made it.
-    """
+    """Name a part of an operation by its ``sender``, its kind ``part``, and its maker ``origin``."""
 
     sender: int
     part: int
@@ -212,9 +209,7 @@ class PartMailbox:
         return f"operation {self._num_begun - 1}"
 
     def _missing(self, what: str) -> CollectiveError:
-        """Return the error for a missing part; it names a rank that did not send its own part, if there is
-        one.
-        """
+        """Return the error for a missing part; it prefers a rank that did not send its own part."""
         with self._changed:
             slots = [slot for slot, each in self._expected.items() if each.num_come < len(each.shapes)]
         slots.sort(key=lambda slot: (slot.origin != slot.sender, slot.sender))

@@ -1,6 +1,4 @@
-"""Tensors in pieces that fit one sealed record each, so that a rank never makes another take more memory at
-once.
-"""
+"""Tensors in pieces that fit one sealed record each: no rank makes another take more memory at once."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def dtype_name(x: torch.Tensor) -> str:
 
 
 def piece_shapes(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shapes of a tensor's pieces: the tensor itself, or whole rows, or elements of rows above a
-    record.
-    """
+    """Return the shapes of a tensor's pieces: itself, whole rows, or elements of rows above a record."""
     num_elements = 1
     for size in shape:
         num_elements *= size

@@ -36,9 +36,7 @@ class Ring:
         return found + [(self.right, (rank + far) % size) for far in range(1, (size - 1) // 2 + 1)]
 
     def onward(self, sender: int, origin: int) -> list[int]:
-        """Return the ranks to which this rank forwards the part of ``origin`` that ``sender`` (or itself)
-        handed over.
-        """
+        """Return the ranks to which this rank forwards the part of ``origin`` from ``sender`` (or itself)."""
         found = []
         if sender in {self.rank, self.left} and (self.right - origin) % self.world_size <= self.middle:
             found.append(self.right)

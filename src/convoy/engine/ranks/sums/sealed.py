@@ -120,8 +120,7 @@ class SealedCollective:
         return out if x.device.type == "cpu" else out.to(x.device)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the tensors of all ranks in their order at rank 0; None at the others, which wait for no
-        rank.
+        """Return all ranks' tensors in their order at rank 0, and None at the others, which do not wait.
 
         ``x`` and errors as for `all_reduce`.
         """
@@ -141,8 +140,7 @@ class SealedCollective:
     # Threads other than that of the operations.
 
     def deliver(self, link: Link, received: Received) -> bool:
-        """Take a frame from a receiver thread; return whether it belongs to this collective, or to an earlier
-        one.
+        """Take a frame from a receiver thread; return whether it is of this collective or an earlier one.
 
         A part that comes too early waits here, which holds its rank back. Raises `StepError` for an invalid
         part. The link that carried it ends then, and the collective too.
