@@ -27,8 +27,8 @@ from convoy.wire.messages.ranks import RankOutput, RankStep
 class LeaderStage:
     """Present this rank's slice and the other ranks as one `Stage`.
 
-    ``links`` leads to the other ranks, by rank. One thread runs the stage; any thread may call `takes`,
-    `ended` and `abort`. ``own`` has joined ``collective``. ``num_kv_heads`` counts those of the whole model.
+    ``links`` leads to the other ranks, by rank. One thread runs the stage; any thread may call `takes`
+    and `abort`. ``own`` has joined ``collective``. ``num_kv_heads`` counts those of the whole model.
     ``timeout_s`` is the time allowed for K/V of another rank, on top of the time for its bytes. ``culprit``
     is the member of the rank that made a step fail here.
     """
