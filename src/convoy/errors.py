@@ -1,7 +1,7 @@
-"""Every error that Convoy raises on purpose, by whose fault it is.
+"""Every error that Convoy raises on purpose, ordered by the side at fault.
 
-ConvoyError                     carries a message, a hint what to do about it, and what clients may read of it
-├── InputError                  what a person typed, wrote in a file or sent in a request
+ConvoyError                     carries a message, a hint and a text that clients may read
+├── InputError                  wrong input: typed, in a file, or in a request
 │   ├── UsageError              a flag or argument (exit 2)
 │   ├── ConfigError             convoy.toml, an address, a port
 │   ├── IdentityError           a key or certificate on disk
@@ -10,33 +10,33 @@ ConvoyError                     carries a message, a hint what to do about it, a
 │   ├── InviteError             an invitation that is malformed, expired, used up or declined
 │   ├── SpanError               layer spans that overlap, leave a gap or own no output
 │   ├── ModelError              a model directory that cannot be run
-│   │   └── HubUnreachable      the hub that a model is to come from does not answer, or not any more
+│   │   └── HubUnreachable      the model's hub does not answer, or stopped answering
 │   ├── SessionError            a saved session, or its key, that cannot be used
 │   └── RequestError            a request of a client (HTTP 400); names the parameter
-├── CapacityError               right, but more than there is
+├── CapacityError               a valid request that needs more than is available
 │   ├── PlanError               no plan fits the members
 │   └── QueueFull               too many requests wait (HTTP 429)
 ├── PeerError                   another member's fault, or the network's
-│   ├── PeerUnreachable         nobody answered in time
-│   │   └── PeerBusy            it hung up before it said who it is: full, or closing; try again
+│   ├── PeerUnreachable         no member answered in time
+│   │   └── PeerBusy            it closed the connection before TLS ended: full, or closing; try again
 │   ├── Incompatible            another protocol version, activation dtype or model
-│   ├── HandshakeError          it could not prove who it is
-│   │   └── HandshakeLate       nor did it fail to: it has too much to do, or the network is slow; try again
+│   ├── HandshakeError          it could not prove its identity
+│   │   └── HandshakeLate       it did not end in time: overload or a slow network; try again
 │   ├── FrameError              bytes that are not a frame or not a message
 │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
 │   ├── SealError               a frame that does not open: changed, replayed, out of order
-│   ├── StepError               a well-sealed step that makes no sense here
+│   ├── StepError               a well-sealed step that is invalid here
 │   │   └── HiddenError         a hidden state that fits no step here
-│   ├── AttestationError        what it proves of itself is not enough, or not true
-│   ├── ProviderError           what a provider says of itself, or sends for a request, makes no sense
+│   ├── AttestationError        its evidence is insufficient or false
+│   ├── ProviderError           an invalid statement or reply of a provider
 │   ├── LinkBroken              the other end or the network ended the link
-│   └── PeerRefused             the peer said no, and why
-├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
-│   ├── NotReady                no token has passed every stage yet, or not lately
+│   └── PeerRefused             the peer refused, with its reason
+├── Unavailable                 a valid request that cannot be served now (HTTP 503)
+│   ├── NotReady                no token has passed every stage yet, or not recently
 │   ├── Draining                the server is shutting down
 │   └── StageLost               a stage went away while the request ran
 │       ├── StepLate            a step did not come back in time; it still may
-│       └── CollectiveError     a rank of a stage is gone, silent, or does not do what the others do
+│       └── CollectiveError     a rank of a stage is gone, silent, or out of step with the others
 ├── LinkClosed                  this side closed the link earlier
 └── SelfCheckError              exact mode cannot be proved on this machine
 """
@@ -45,10 +45,12 @@ from __future__ import annotations
 
 
 class ConvoyError(Exception):
-    """Base of the tree: ``str(error)`` is one lower-case line, ``error.hint`` says what to do, or is None.
+    """Carry a message, a hint and a text for clients; the base of the tree.
 
-    The message is for the log: it may have a peer's words in it, a path or an address. ``public`` is for
-    whoever asks over HTTP: this code's own words, with layers and names of members at most, or None.
+    ``str(error)`` is one lower-case line. ``error.hint`` tells the reader how to mend the fault, or is None.
+
+    The message is for the log: it may hold a peer's words, a path or an address. ``public`` is for HTTP
+    clients: it holds only Convoy's own words, with layers and names of members at most, or is None.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, public: str | None = None) -> None:
@@ -59,51 +61,58 @@ class ConvoyError(Exception):
 
 
 class InputError(ConvoyError):
-    """What a person typed, wrote in a file or sent in a request is wrong."""
+    """Report wrong input: typed by a person, read from a file or sent in a request."""
 
 
 class UsageError(InputError):
-    """A flag or argument is wrong; the command line exits with 2."""
+    """Report a wrong flag or argument; the command line exits with 2."""
 
 
 class ConfigError(InputError):
-    """The configuration, an address or a port is wrong."""
+    """Report a wrong configuration, address or port."""
 
 
 class IdentityError(InputError):
-    """A key or certificate on disk is missing, unreadable or open to others."""
+    """Report a key or certificate on disk that is missing, unreadable or readable by others."""
 
 
 class AuditError(InputError):
-    """The audit log cannot be written, so nothing was done; or it was changed, and the text says where."""
+    """Report an audit log that cannot be written, or that was changed.
+
+    Where the log cannot be written, the action was not taken. Where it was changed, the text says at which
+    place.
+    """
 
 
 class RosterError(InputError):
-    """The roster is unsigned, expired, for another cluster or without this member."""
+    """Report a roster that is unsigned, expired, for another cluster or without this member."""
 
 
 class InviteError(InputError):
-    """An invitation cannot be used: malformed, expired, used up, or its operator said no."""
+    """Report an invitation that is malformed, expired, used up or declined by its operator."""
 
 
 class SpanError(InputError):
-    """Layer spans overlap, leave a layer out or own no output."""
+    """Report layer spans that overlap, leave a layer out or own no output."""
 
 
 class ModelError(InputError):
-    """A model directory cannot be run: the text names the file, tensor or type."""
+    """Report a model directory that cannot be run; the text names the file, tensor or type."""
 
 
 class HubUnreachable(ModelError):  # noqa: N818
-    """The hub that a model is to come from does not answer, or not any more: the text says why."""
+    """Report that the model's hub does not answer, or stopped answering; the text gives the reason."""
 
 
 class SessionError(InputError):
-    """A saved session or its key file cannot be used or written: the text says what is wrong."""
+    """Report a saved session or a key file that cannot be used or written; the text gives the reason."""
 
 
 class RequestError(InputError):
-    """A client's request is wrong (HTTP 400); ``param`` names the field, ``code`` is OpenAI's word for it."""
+    """Report a wrong client request (HTTP 400).
+
+    ``param`` names the field, and ``code`` is OpenAI's error code.
+    """
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, hint: str | None = None
@@ -114,15 +123,15 @@ class RequestError(InputError):
 
 
 class CapacityError(ConvoyError):
-    """The request is right, but more than there is."""
+    """Report a valid request that needs more than is available."""
 
 
 class PlanError(CapacityError):
-    """No plan fits the members; the text gives each one's reason."""
+    """Report that no plan fits the members; the text gives the reason for each member."""
 
 
 class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, not a fault
-    """Too many requests wait already (HTTP 429); ``retry_after_s``: when another try makes sense."""
+    """Report that too many requests wait already (HTTP 429); ``retry_after_s`` advises a delay."""
 
     def __init__(
         self,
@@ -137,89 +146,95 @@ class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, n
 
 
 class PeerError(ConvoyError):
-    """Another member, or the network between, is at fault."""
+    """Report a fault of another member, or of the network in between."""
 
 
 class PeerUnreachable(PeerError):  # noqa: N818
-    """Nobody answered at the address within the time allowed."""
+    """Report that no member answered at the address within the time allowed."""
 
 
 class PeerBusy(PeerUnreachable):
-    """Somebody took the connection and hung up before TLS ended: it is full or closing. Worth another try."""
+    """Report a connection that was accepted and closed before TLS ended.
+
+    The other end is full or closing. Another attempt is worthwhile.
+    """
 
 
 class Incompatible(PeerError):  # noqa: N818
-    """The other member speaks another protocol version, activation dtype or model; both are named."""
+    """Report another protocol version, activation dtype or model at the other member; the text names both."""
 
 
 class HandshakeError(PeerError):
-    """The other end could not prove that it is the member it claims to be."""
+    """Report that the other end could not prove to be the member that it claims to be."""
 
 
 class HandshakeLate(HandshakeError):  # noqa: N818
-    """A handshake was not over in time, because a machine has too much to do. Worth another try."""
+    """Report a handshake that did not end in time, for overload or a slow network; try again."""
 
 
 class FrameError(PeerError):
-    """Bytes from a peer are not a frame, or a payload is not the message its type says."""
+    """Report bytes from a peer that are no frame, or a payload that does not match its frame type."""
 
 
 class FrameTooLong(FrameError):  # noqa: N818
-    """A frame's length is over the limit of its type; nothing was allocated."""
+    """Report a frame that exceeds the length limit of its type; nothing was allocated."""
 
 
 class SealError(PeerError):
-    """A sealed frame does not open: changed, replayed, reflected or out of order."""
+    """Report a sealed frame that does not open: changed, replayed, reflected or out of order."""
 
 
 class StepError(PeerError):
-    """A well-sealed step makes no sense here: an index out of range, a shape that does not match."""
+    """Report a well-sealed step that is invalid here: an index out of range, or a shape that does not fit."""
 
 
 class HiddenError(StepError):
-    """What the predecessor in the ring sent fits no step: it is at fault, or whoever says so."""
+    """Report a hidden state from the predecessor in the ring that fits no step.
+
+    Either the predecessor is at fault, or the member that reports it.
+    """
 
 
 class AttestationError(PeerError):
-    """Evidence, or the enrolment of a key, does not hold; or a member's level is below a policy's minimum."""
+    """Report evidence or a key enrolment that does not hold, or a member below a policy's minimum level."""
 
 
 class ProviderError(PeerError):
-    """What a provider says of itself, or sends for a request, makes no sense; the text says what."""
+    """Report an invalid statement or an invalid reply of a provider; the text says which part is invalid."""
 
 
 class LinkBroken(PeerError):  # noqa: N818
-    """The other end or the network ended the link; look at ``__cause__``."""
+    """Report that the other end or the network ended the link; ``__cause__`` has the reason."""
 
 
 class PeerRefused(PeerError):  # noqa: N818
-    """The peer said no, and why."""
+    """Report that the peer refused, with its reason."""
 
 
 class Unavailable(ConvoyError):  # noqa: N818
-    """Nothing is wrong with the request, but it cannot be served now (HTTP 503)."""
+    """Report that a valid request cannot be served now (HTTP 503)."""
 
 
 class NotReady(Unavailable):
-    """No token has passed every stage yet, or not lately."""
+    """Report that no token has passed every stage yet, or not recently."""
 
 
 class Draining(Unavailable):
-    """The server is shutting down and takes no new requests."""
+    """Report that the server is shutting down and takes no new requests."""
 
 
 class StageLost(Unavailable):
-    """A stage went away while the request ran."""
+    """Report that a stage went away while the request ran."""
 
 
 class StepLate(StageLost):
-    """A step did not come back in time. Nothing is lost yet: whoever waits may go on waiting."""
+    """Report that a step did not come back in time; nothing is lost yet, and the caller may keep waiting."""
 
 
 class CollectiveError(StageLost):
-    """A rank of a stage is gone, silent, or does not do what the others do: their collective is over.
+    """Report that a rank of a stage is gone, silent or out of step with the others; their collective ends.
 
-    ``rank`` is the one that it is about, None where it is about none.
+    ``rank`` is the rank at fault, or None if the error concerns no single rank.
     """
 
     def __init__(
@@ -230,8 +245,8 @@ class CollectiveError(StageLost):
 
 
 class LinkClosed(ConvoyError):  # noqa: N818
-    """This side closed the link earlier."""
+    """Report that this side closed the link earlier."""
 
 
 class SelfCheckError(ConvoyError):
-    """Exact mode could not be proved on this machine."""
+    """Report that exact mode could not be proved on this machine."""

@@ -38,7 +38,7 @@ CONFIG = {
 HINTS = {
     "invalid span": "layers count from 0: 0:5 is the first six, 0:5,output those and the output, "
     "6:output the rest and it",
-    "nobody owns": "lengthen a span, for example alpha=0:2,output",
+    "no member owns": "lengthen a span, for example alpha=0:2,output",
     "no layer is left": "take layers out of a span, or leave gamma out",
 }
 TOLD = ["--speed", "10,100"]  # so that nothing is measured
@@ -86,7 +86,7 @@ def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> No
     ("flags", "message", "code"),
     [
         (["--layers", "0:3,output", "--layers", "3:5"], "layer 3 claimed twice", 78),
-        (["--layers", "0:1,output", "--layers", "3:5"], "nobody owns layer 2", 78),
+        (["--layers", "0:1,output", "--layers", "3:5"], "no member owns layer 2", 78),
         (["--layers", "0:1,output", "--layers", "2:5", "--members", "3"], "no layer is left for gamma", 78),
         (["--layers", "0:2,output", "--layers", "3:output"], "the output claimed twice, by alpha", 78),
         (["--layers", "0-2"], "invalid span '0-2'", 78),

@@ -187,7 +187,7 @@ def test_the_layers_of_the_command_line_come_before_the_files(two: LocalCluster)
     given = with_layers(config, ["0:0,output", "1:3"], spec)
     assert given.plan.layers == {"alpha": "0:0,output", "beta": "1:3"}
     assert with_layers(config, ["0:output"], spec).plan.layers == {"alpha": "0:output"}
-    with pytest.raises(SpanError, match="nobody owns the output"):
+    with pytest.raises(SpanError, match="no member owns the output"):
         with_layers(config, ["0:0", "1:3"], spec)
     with pytest.raises(UsageError, match="expected a member: alpha, beta"):
         with_layers(config, ["gamma=0:0"], spec)

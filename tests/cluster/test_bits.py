@@ -62,5 +62,5 @@ def test_texts_that_go_on_without_the_same_bits_are_watched(
         assert ended.wait(60)
         assert len(tokens) == LONG_TEXT.max_tokens
         assert cluster.status().recoveries == 1
-        assert ("1 running texts go on over stages that do not compute to the bit" in caplog.text) == shaken
+        assert ("1 running texts continue on stages that are not bit-exact" in caplog.text) == shaken
         assert cluster.status().near_ties >= 0

@@ -77,9 +77,9 @@ def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(
     ("arguments", "error"),
     [
         (["nowhere"], "no model at nowhere"),
-        (["demo", "--layers", "0:5", "--layers", "6:11"], "nobody owns the output"),
+        (["demo", "--layers", "0:5", "--layers", "6:11"], "no member owns the output"),
         (["demo", "--layers", "0:5,output", "--layers", "5:11"], "layer 5 claimed twice, by alpha"),
-        (["demo", "--layers", "0:5,output", "--layers", "7:11"], "nobody owns layer 6 of 12"),
+        (["demo", "--layers", "0:5,output", "--layers", "7:11"], "no member owns layer 6 of 12"),
         (["demo", "--layers", "0:5,output", "--layers", "6:output"], "the output claimed twice, by alpha"),
         (["demo", "--layers", "6:11", "--layers", "0:5,output"], "the output claimed by beta (0:5,output)"),
         (["demo", "--micro-batches", "65"], "micro_batches is 65, expected 0 to 64 steps in flight"),

@@ -1,4 +1,4 @@
-"""A long prompt beside running streams: who is in which step, and how long a token waits.
+"""A long prompt beside running streams: the rows of each step, and how long a token waits.
 
 The ring is simulated: equal stages, each step costs each of them the same, one step at a time and in order.
 """

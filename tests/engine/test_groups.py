@@ -1,4 +1,4 @@
-"""Several cache groups: tables, rings and states of every sequence, whoever comes, goes or is preempted."""
+"""Several cache groups: tables, rings and states of every sequence, under arrivals, ends and preemption."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def limits_of(groups: list[CacheGroup], counts: list[int], **changes: int) -> Sc
 
 
 class Stages:
-    """A stage's tables, and in every slot of every block the tokens up to what was written there last."""
+    """A stage's tables, and in every slot of every block the tokens up to the last one written there."""
 
     def __init__(self, groups: list[CacheGroup], limits: SchedulerLimits) -> None:
         self._groups = groups

@@ -1,4 +1,4 @@
-"""Sequences with nothing to run: what they keep, and who comes before them."""
+"""Sequences with nothing to run: the blocks they keep, and the sequences that come before them."""
 
 from dataclasses import replace
 

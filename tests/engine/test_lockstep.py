@@ -172,7 +172,7 @@ def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
         if arriving and chance < 0.3:
             world.scheduler.add([arriving.pop()])
         live = [s for s in sequences if s not in arriving and s.state is not SequenceState.FINISHED]
-        calm = turn > 150  # then whoever is left must come to an end by itself
+        calm = turn > 150  # then the remaining sequences must end by themselves
         if live and chance > 0.97 and not calm:
             aborted.append(random.choice(live))
             world.scheduler.finish(aborted[-1])

@@ -1,4 +1,4 @@
-"""What may wait at a stage for its other half is bounded, whoever sends what in which order."""
+"""Compositions and hidden states that wait at a stage are bounded, in any order of arrival."""
 
 from __future__ import annotations
 

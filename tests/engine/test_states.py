@@ -1,4 +1,4 @@
-"""Qwen3.5, whose layers keep a state: nothing is shared, guessed or taken back, and the text is the same."""
+"""Qwen3.5 keeps recurrent state: nothing is shared, guessed or taken back, and the text is the same."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_an_engine_counts_what_it_was_asked_and_not_its_own_first_token() -> Non
     assert stats.queried_tokens == 4 * 9
     assert stats.hit_tokens == stats.cached_tokens >= 2 * 8  # the second request's, two whole blocks each
     assert stats.step_s.count > 0
-    assert stats.kv_usage == 0.0  # what is kept for others to share is free
+    assert stats.kv_usage == 0.0  # kept blocks count as free
 
 
 def test_an_aborted_request_is_counted_as_one() -> None:

@@ -1,4 +1,7 @@
-"""The sequences that run or wait, and what stands behind each: who is told of tokens, ends and failures."""
+"""The active sequences, their owners, and the work that waits for a pause between steps.
+
+An owner is told of the tokens, the end and the failures of its sequence.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ Between = Callable[[Executor, Scheduler, threading.Condition], Any]
 
 
 class PausedWork:
-    """Waiting pieces of work, first come, first served. The engine's lock guards all but `do_one`."""
+    """Queue work to run while no step is in flight, first come, first served.
+
+    The engine's lock guards every method but `do_one`.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Between, Future[Any]]] = deque()
@@ -32,19 +38,23 @@ class PausedWork:
         return len(self._waiting)
 
     def add(self, work: Between) -> Future[Any]:
-        """``work`` will be done, or refused."""
+        """Queue ``work`` and return the future of its result; `refuse` may end it with an error instead."""
         future: Future[Any] = Future()
         self._waiting.append((work, future))
         return future
 
     def drop(self, future: Future[Any]) -> bool:
-        """Take back what ``future`` stands for; False if it was begun already."""
+        """Remove the work of ``future`` from the queue; return False if it has begun already."""
         before = len(self._waiting)
         self._waiting = deque(one for one in self._waiting if one[1] is not future)
         return len(self._waiting) < before
 
     def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
-        """Do the first. What it raises goes to who waits; a lost stage, or a bug, to the caller too."""
+        """Run the first piece of work.
+
+        Its caller gets any error through the future. A lost stage or a bug is raised here too, so that the
+        engine's loop recovers or stops.
+        """
         with lock:
             if not self._waiting:
                 return
@@ -57,7 +67,7 @@ class PausedWork:
                 raise
 
     def refuse(self, error: ConvoyError) -> None:
-        """None of what waits will be done."""
+        """End all waiting work with ``error``."""
         while self._waiting:
             self._waiting.popleft()[1].set_exception(error)
 
@@ -66,7 +76,10 @@ _log = logging.getLogger(__name__)
 
 
 class ActiveSequences(Mapping[Sequence, SequenceOwner]):
-    """Not thread-safe: the engine holds a lock. Whoever leaves gives its blocks back to ``scheduler``."""
+    """Map each active sequence to its owner.
+
+    Not thread-safe: the engine holds a lock. A sequence that leaves returns its blocks to ``scheduler``.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -83,16 +96,16 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         return len(self._continuations)
 
     def add(self, continuations: Iterable[SequenceOwner]) -> None:
-        """They run from now on; the scheduler has them."""
+        """Activate sequences that the scheduler has queued already."""
         self._continuations.update((one.sequence, one) for one in continuations)
 
     def draws(self, scheduled: Scheduled) -> list[SampleJob]:
-        """What to do with each output of a step's rows."""
+        """Return one sampling job for each output of a step's rows, in row order."""
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         return [draw for row, sequence, drafts in parts for draw in self[sequence].draws(row, drafts)]
 
     def advance(self, scheduled: Scheduled, outcomes: tuple[SampleResult, ...]) -> int:
-        """Tell everybody what came of a step's draws. Returns how many tokens were generated."""
+        """Pass a step's sampling results to the owners; return the number of generated tokens."""
         num_generated = offset = 0
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         for row, sequence, drafts in parts:
@@ -104,28 +117,32 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         return num_generated
 
     def shake(self) -> None:
-        """Other stages run again what was said, and not to the bit: from now on near ties are told."""
+        """Mark running sequences as replayed on stages that are not bit-exact; near-ties are logged from now
+        on.
+        """
         spoken = [sequence for sequence in self._continuations if sequence.num_generated]
         for sequence in spoken:
             sequence.shaken = True
         if spoken:
             _log.warning(
-                "%d running texts go on over stages that do not compute to the bit what those before did",
+                "%d running texts continue on stages that are not bit-exact with the previous ones",
                 len(spoken),
             )
 
     def retire(self, continuation: SequenceOwner) -> None:
-        """It is over."""
+        """Finish an active sequence."""
         self._scheduler.finish(continuation.sequence)
         del self._continuations[continuation.sequence]
 
     def release(self, continuation: SequenceOwner) -> None:
-        """It is over, whether it runs, waits or rests."""
+        """Finish a sequence in any state: running, waiting or idle."""
         self._scheduler.finish(continuation.sequence)
         self._continuations.pop(continuation.sequence, None)
 
     def end_group(self, group: object, error: ConvoyError) -> None:
-        """End all of a group; the first of them tells it."""
+        """Fail every sequence of ``group``; only the first owner gets ``error``, for the client to get it
+        once.
+        """
         told: ConvoyError | None = error
         for continuation in [c for c in self._continuations.values() if c.group is group]:
             self.retire(continuation)
@@ -133,7 +150,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
             told = None
 
     def end_all(self, error: ConvoyError) -> None:
-        """End every group."""
+        """Fail every group with ``error``."""
         for group in {id(c.group): c.group for c in self._continuations.values()}.values():
             self.end_group(group, error)
 
@@ -149,7 +166,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         try:
             advance = continuation.advance(row, drafts, outcomes)
         except ConvoyError as error:
-            # Logits that cannot be drawn from are this request's misfortune, not everybody's.
+            # Logits that cannot be sampled from are the fault of this request: the others go on.
             self.end_group(continuation.group, error)
             return 0
         num_generated = sequence.num_generated - before
@@ -158,6 +175,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         if sequence not in self._continuations:
             return num_generated
         if drafts:
+            # The scheduler has counted only the known tokens as run: tell it how many drafts are tokens now.
             self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
         if advance.complete:
             self.retire(continuation)
@@ -168,7 +186,8 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
 
     def _tell(self, sequence: Sequence, num_near_ties: int) -> None:
         self.num_near_ties += num_near_ties
-        if num_near_ties and sequence.num_near_ties == num_near_ties:  # the first of this text
+        # Log only the first near-tie of each text.
+        if num_near_ties and sequence.num_near_ties == num_near_ties:
             text = "near_tie: two tokens within %g at position %d of a text that was run again after a loss; "
             text += "from there on it may differ from what it would have been"
             _log.warning(text, NEAR_TIE, len(sequence.tokens) - 1)

@@ -1,6 +1,4 @@
-"""One request run to its end by a caller that waits: what `convoy run --prompt` and `convoy eval` are made
-of.
-"""
+"""Run one request to its end for a caller that waits, as `convoy run --prompt` and `convoy eval` do."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from convoy.engine.requests.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A complete answer of one choice. Times are seconds from submission, by a monotonic clock."""
+    """Hold the complete answer of one choice; times are seconds since submission, by a monotonic clock."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -27,7 +25,7 @@ class Completion:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Rate after the first token; 0 where there is no second."""
+        """Return the rate after the first token, in tokens per second; 0 if there is no second token."""
         seconds = self.total_s - self.time_to_first_token_s
         return (len(self.token_ids) - 1) / seconds if len(self.token_ids) > 1 and seconds > 0 else 0.0
 
@@ -35,7 +33,10 @@ class Completion:
 def generate(
     engine: Engine, request: GenerationRequest, on_text: Callable[[str], None] | None = None
 ) -> Completion:
-    """Submit, wait, return. Raises what the engine raises; an interrupted wait aborts the request."""
+    """Submit ``request``, wait for its end and return its one answer.
+
+    Raises the engine's errors. An interrupted wait aborts the request.
+    """
     assert request.num_choices == 1, "generate() returns one answer"
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     started = time.monotonic()
@@ -49,6 +50,7 @@ def generate(
             if isinstance(output, ErrorOutput):
                 raise output.error
             if isinstance(output, TokenOutput):
+                # Only the first token sets the time to the first token.
                 first_s = first_s or time.monotonic() - started
                 token_ids.append(output.token_id)
             if isinstance(output, TokenOutput | FinishOutput) and output.text:

@@ -1,4 +1,7 @@
-"""What stands behind a sequence: a choice of a request, or a session. The engine knows no more of it."""
+"""The owner of a sequence: a choice of a request, or a session.
+
+The engine knows owners by this Protocol alone.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from convoy.wire.messages.control import Row
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row came to: how many of its drafts stand, and whether the sequence is complete, or rests.
+    """Tell how many drafts of a row were accepted, and whether the sequence is complete or rests.
 
-    One that rests has what it was asked for: the engine knows it no more until `Engine.resume`.
+    A sequence that rests has all that its owner asked for. The engine forgets it until `Engine.resume`.
     """
 
     num_accepted: int = 0
@@ -26,23 +29,29 @@ class RowResult:
 
 
 class SequenceOwner(Protocol):
-    """Called on the engine's thread alone, under its lock."""
+    """Receive the results of one sequence. The engine calls it on its own thread alone, under its lock."""
 
     @property
     def sequence(self) -> Sequence: ...
 
     @property
     def group(self) -> object:
-        """Those of one group fail together, and one of them is told."""
+        """Return the owner's group: its members fail together, and one of them receives the error."""
 
     def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
-        """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
+        """Return one sampling job for each output of ``row``.
+
+        The row's last ``len(drafts)`` tokens are guesses.
+        """
 
     def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
-        """Take what came of `draws`. Raises ConvoyError for what ends its whole group."""
+        """Process the results of the jobs from `draws`.
+
+        Raises ConvoyError for a failure that ends the whole group.
+        """
 
     def finish(self, reason: FinishReason) -> None:
-        """It is over, and whoever waits is told; a second call does nothing."""
+        """End the sequence and tell the client; a second call does nothing."""
 
     def fail(self, error: ConvoyError | None) -> None:
-        """It is over. ``error``: to be told to whoever waits; None where another of the group tells it."""
+        """End the sequence and report ``error`` to the client; with None, another owner of the group does."""

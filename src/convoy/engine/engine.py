@@ -1,7 +1,7 @@
 """The engine: one visible loop, `schedule -> submit -> collect -> commit`, on one thread.
 
-It does not know HTTP, where stages are, or how a step gets there: an `Executor` does. Callers submit from any
-thread and get their outputs on the engine's, so a callback must not block.
+The engine knows neither HTTP nor the places of stages nor the transport of a step: an `Executor` does.
+Callers submit from any thread. They get their outputs on the engine's thread, so a callback must not block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from convoy.model.text.tokens import Tokenizer
 
 
 class RequestHandle:
-    """A submitted request; `abort` ends it and may be called from any thread, at any time, more than once."""
+    """Hold a submitted request; `abort` ends it, from any thread, any number of times."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort
@@ -49,7 +49,7 @@ _REQUEST = GenerationRequest((0,), SamplingParams(temperature=0.0), max_tokens=1
 
 
 def warm_up(submit: Callable[[GenerationRequest, Callable[[Output], None]], object]) -> None:
-    """Wait until it came back. Raises what ended it."""
+    """Submit a one-token request and wait for its end. Raises the error that ended it."""
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     submit(_REQUEST, outputs.put)
     while not isinstance(output := outputs.get(), FinishOutput):
@@ -71,7 +71,7 @@ class _InFlight:
 
 
 class Engine:
-    """Runs requests over an executor until `close`."""
+    """Run requests over an executor until `close`."""
 
     def __init__(
         self,
@@ -97,13 +97,14 @@ class Engine:
         self._closing = False
         self._failed: ConvoyError | None = None
         self._recovering = False
-        self._woken = False  # look at the ring now, instead of when the next probe is due
+        # Pass an empty step now, instead of when the next probe is due.
+        self._woken = False
         self._renewal: Replan | None = None
         self._relapses = RepeatedFailures()
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
-    # What callers use, from any thread.
+    # Called from any thread.
 
     def start(self) -> None:
         """Start the loop and send one real token through every stage.
@@ -112,14 +113,20 @@ class Engine:
         """
         self._thread.start()
         warm_up(self.submit)
-        with self._changed:  # or its own token is counted a moment later
+        # Under the lock: the loop may still be counting the warm-up token, which no client asked for.
+        with self._changed:
             self._progress.warmed_up()
             self._scheduler.num_queried_tokens = self._scheduler.num_hit_tokens = 0
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
-        """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
+        """Queue a request and return its handle.
+
+        Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`. ``on_output`` is called on the engine's
+        thread.
+        """
         with self._changed:
-            # Under the lock: other stages may have less room, and what never fits would be tried for ever.
+            # Under the lock, because a recovery may shrink the room at any moment: a request that never fits
+            # would be tried for ever.
             request = fitted(request, room_for(self._max_context, self._scheduler.pools))
             check_request(
                 request,
@@ -150,9 +157,10 @@ class Engine:
             self._changed.notify()
 
     def resume(self, continuation: SequenceOwner, tokens: SequenceOf[int]) -> bool:
-        """Run ``tokens`` after those of a sequence that rests, or all of one that is new.
+        """Run ``tokens`` after those of a resting sequence, or all tokens of a new one.
 
-        False for one that lost its blocks: make it anew. Raises as `submit`; nothing runs then.
+        Return False if the sequence lost its blocks: the caller then makes it anew. Raises as `submit` does;
+        nothing runs then.
         """
         sequence = continuation.sequence
         with self._changed:
@@ -170,15 +178,16 @@ class Engine:
             return True
 
     def release(self, continuation: SequenceOwner) -> None:
-        """Let a sequence go that runs or rests, without a word; its blocks are free for the next step."""
+        """Drop a sequence without telling its owner; its blocks are free for the next step."""
         with self._changed:
             self._live.release(continuation)
             self._changed.notify()
 
     def between_steps(self, work: Between, timeout_s: float | None = None) -> Any:
-        """Do ``work`` on the engine's thread, without the lock, while no step is in flight; soon done.
+        """Run ``work`` on the engine's thread while no step is in flight, and return its result.
 
-        Raises `Unavailable` if it is not begun within ``timeout_s``, as while stages are looked for.
+        It runs without the engine's lock, and must be short. Raises `Unavailable` if it has not begun within
+        ``timeout_s``, for example during a recovery.
         """
         with self._changed:
             self._raise_if_over()
@@ -192,16 +201,17 @@ class Engine:
         if dropped:
             text = f"no step ended within {timeout_s:g} s, so nothing could be done between two"
             raise Unavailable(text, public=text)
-        return future.result()  # what was begun works on its caller's file
+        # Work that has begun uses its caller's file, so the caller waits for its end.
+        return future.result()
 
     @property
     def room(self) -> int:
-        """How many tokens one request may have with its answer; other after a loss, over other stages."""
+        """Return how many tokens a request and its answer may have together. A recovery may change it."""
         with self._changed:
             return room_for(self._max_context, self._scheduler.pools)
 
     def check_ready(self) -> None:
-        """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
+        """Raise `NotReady` or `StageLost` unless a step passed every stage recently."""
         with self._changed:
             if self._failed is not None:
                 raise _over(self._failed)
@@ -237,19 +247,19 @@ class Engine:
             )
 
     def wake(self) -> None:
-        """Something may have happened to a stage: while idle, pass an empty step now."""
+        """Pass an empty step now if idle, because a stage may have changed."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def renew(self, why: str) -> None:
-        """Once nothing runs, ask for other stages: there may be better ones now."""
+        """Ask for other stages once nothing runs, because better ones may exist; ``why`` is the reason."""
         with self._changed:
             self._renewal = Replan(why)
             self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests; what still runs after ``drain_s`` seconds ends with an error."""
+        """Take no more requests; those that still run after ``drain_s`` seconds end with an error."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -286,17 +296,20 @@ class Engine:
             raise
 
     def _step(self) -> bool:
-        """One turn of the loop; False once the engine is closed."""
+        """Run one turn of the loop; return False once the engine is closed."""
         try:
-            # Full after a step that was late: then there is only that one to wait for.
+            # A late step leaves the ring full. Then nothing new may enter, and only that step is waited for.
             full = len(self._in_flight) >= self._executor.depth
             if self._between and not self._in_flight:
+                # Paused work may read or change the K/V of every stage, so no step may be writing it.
                 self._between.do_one(self._executor, self._scheduler, self._changed)
             ready = None if full or (self._between and self._in_flight) else self._schedule()
             if ready is None and not self._in_flight:
                 return bool(self._between)
             if ready is not None:
                 self._submit(ready)
+            # Collect only when the ring is full or there is nothing to run, so that several steps stay in
+            # flight.
             if ready is None or len(self._in_flight) >= self._executor.depth:
                 self._commit(self._executor.collect())
         except StageLost as error:
@@ -306,11 +319,13 @@ class Engine:
         return True
 
     def _recover(self, recovery: Recovery, error: StageLost) -> None:
-        """Go on over other stages: what ran waits again, and its known tokens are run once more."""
+        """Continue on other stages: running sequences wait again, and their known tokens run once more."""
         with self._changed:
             self._recovering = self._failed is None
         if not self._recovering:
-            self._in_flight.clear()  # or a full ring would be asked for them again and again
+            # All requests have failed already. Forget the steps, or the full ring would be asked for them for
+            # ever.
+            self._in_flight.clear()
             return
         try:
             recovered = self._ask(recovery, error)
@@ -323,18 +338,24 @@ class Engine:
             self._executor, self._max_context = recovered.executor, recovered.max_context
             ran = [sequence for step in self._in_flight for sequence in step.scheduled.sequences]
             self._in_flight.clear()
-            if self._closing and self._failed is not None:  # meanwhile, with the executor of then
+            # `close` ran meanwhile and closed the old executor: close the new one too.
+            if self._closing and self._failed is not None:
                 self._executor.close()
                 return
             self._failed = None
+            # The new stages hold no K/V, so every sequence starts again from its known tokens.
             self._scheduler.reset(recovered.limits)
             over = []
             if recovered.relapse:
+                # No member was lost, so a request in flight may make the stages fail: end those that fail
+                # again and again.
                 over = self._relapses.hopeless(self._live, ran, error, recovered.failed_at)
+            # The new stages may hold fewer tokens than some sequences have already.
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pools))
             for group, reason in over:
                 self._live.end_group(group, reason)
             if recovered.relapse:
+                # Suspects run one at a time, so that the next failure tells which one causes it.
                 self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
             if not recovered.same_bits:
                 self._live.shake()
@@ -343,7 +364,10 @@ class Engine:
             self._woken = True
 
     def _ask(self, recovery: Recovery, error: StageLost) -> NewStages | None:
-        """Where nobody takes over in time, what runs ends and nothing is taken on, until somebody does."""
+        """Ask for other stages until there are some; None if nothing was lost.
+
+        If no stages are found in time, all requests fail and new ones are refused until stages are found.
+        """
         while True:
             try:
                 return recovery.recover(error)
@@ -355,7 +379,7 @@ class Engine:
                 error = gone
 
     def _schedule(self) -> _InFlight | None:
-        """The next step; None if there is only something to collect, or the engine is closed."""
+        """Return the next step; None if there is only something to collect, or the engine is closed."""
         with self._changed:
             while self._failed is None:
                 scheduled = self._scheduler.schedule()
@@ -365,13 +389,16 @@ class Engine:
                     return None
                 if self._closing and not self._live:
                     return None
+                # Idle: a cheap check of the blocks that changed since the last one.
                 self._scheduler.check_changed()
                 if self._renewal is not None:
                     renewal, self._renewal = self._renewal, None
                     raise renewal
                 if self._woken or not self._changed.wait(timeout=self._options.probe_s):
                     self._woken = False
-                    self._scheduler.check()  # of the whole pool: not after every token of a session
+                    # The check visits the whole pool, so it runs with each probe and not after every token of
+                    # a session.
+                    self._scheduler.check()
                     return self._ready(self._scheduler.probe())
             self._in_flight.clear()
             return None
@@ -386,6 +413,7 @@ class Engine:
     def _commit(self, result: StepResult) -> None:
         done = self._in_flight.popleft()
         scheduled = done.scheduled
+        # Stages run steps in order, so the oldest step in flight is the one that came back.
         assert scheduled.step.number == result.number, "steps came back out of order"
         with self._changed:
             self._scheduler.collected(scheduled)
@@ -394,7 +422,7 @@ class Engine:
             self._changed.notify_all()
 
     def _fail(self, error: ConvoyError) -> None:
-        """End every request; the caller holds the lock."""
+        """End every request with ``error``; the caller holds the lock."""
         self._failed = error
         self._live.end_all(error)
         self._between.refuse(error)

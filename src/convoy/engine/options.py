@@ -1,4 +1,4 @@
-"""What an engine is told, and what it tells of itself."""
+"""The engine's options and the snapshot of its state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from convoy.engine.stats import HistogramCounts, RequestSums
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the
-    last may be. ``share_across_keys``: requests share the K/V of a common prefix whatever their salt, which
-    lets one client see by its times what another has asked.
+    """Hold the options of an engine.
+
+    An idle engine sends an empty step round the ring every ``probe_s`` seconds. It is ready while the last
+    step is at most ``ready_s`` seconds old. With ``share_across_keys``, requests share the K/V of a common
+    prefix whatever their salt: response times then tell one client which prompts another has sent.
     """
 
     max_context: int
@@ -22,7 +24,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for people and metrics."""
+    """Hold a snapshot for people and metrics."""
 
     running: int
     waiting: int
@@ -31,16 +33,26 @@ class EngineStats:
     steps: int
     prompt_tokens: int
     generated_tokens: int
-    session_tokens: int  # that sessions asked to be run, those that were run again included
+    # Tokens that sessions asked to run, replayed ones included.
+    session_tokens: int
     preempted: int
-    cached_tokens: int  # positions that were not run, because their K/V was there
-    drafted_tokens: int  # guesses that were run
-    accepted_tokens: int  # those of them that were right, and so generated
-    ring_s: float | None  # how long the last empty step took to pass every stage
-    recoveries: int  # how often other stages took over after a loss
-    kv_usage: float  # of the fullest cache group's blocks, 1 for all
-    queried_tokens: int  # asked of the prefix cache as sequences were first admitted, and those that it had
+    # Positions that did not run, because their K/V was there.
+    cached_tokens: int
+    # Guesses that ran.
+    drafted_tokens: int
+    # Guesses that were right, and so became generated tokens.
+    accepted_tokens: int
+    # How long the last empty step took to pass every stage, in seconds.
+    ring_s: float | None
+    # How often other stages took over after a loss.
+    recoveries: int
+    # The owned share of the fullest cache group's blocks, from 0 to 1.
+    kv_usage: float
+    # Tokens looked up in the prefix cache at first admissions, and those that it had.
+    queried_tokens: int
     hit_tokens: int
     requests: RequestSums
-    step_s: HistogramCounts  # of steps with rows, from being sent to being back
-    near_ties: int = 0  # tokens after one where another was as likely; see `engine.requests.near_tie`
+    # Of steps with rows, from submission to collection.
+    step_s: HistogramCounts
+    # Tokens after a replay where another token was as likely; see `engine.requests.near_tie`.
+    near_ties: int = 0

@@ -1,7 +1,7 @@
-"""What the engine says back, in order, for each request.
+"""The engine's outputs for each request, in order.
 
-Per choice: any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before the
-first token where prompt log-probabilities were asked for. An `ErrorOutput` ends the whole request, at any
+Each choice gets any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before
+the first token if prompt log-probabilities were asked for. An `ErrorOutput` ends the whole request, at any
 point, and nothing follows it.
 """
 
@@ -18,9 +18,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the raw distribution, and the best alternatives, best first.
+    """Hold a token's log-probability under the raw distribution and the best alternatives, best first.
 
-    ``rank`` is a prompt token's place among all tokens, from 1; 0 for a token that was drawn.
+    ``rank`` is a prompt token's place among all tokens, from 1; it is 0 for a sampled token.
     """
 
     token_id: int
@@ -31,7 +31,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One shown token. ``text`` may be empty: half a character, or the start of what may be a stop string."""
+    """Hold one shown token.
+
+    ``text`` may be empty, for half a character or the possible start of a stop string.
+    """
 
     choice: int
     token_id: int
@@ -41,18 +44,18 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
-    """One entry per prompt token; the first has no log-probability."""
+    """Hold one entry for each prompt token; the first has no log-probability."""
 
     logprobs: Sequence[TokenLogprob | None]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishOutput:
-    """The choice is complete.
+    """Report that the choice is complete.
 
-    ``text`` is what was held back until now; an end-of-text token is never shown. ``cached_tokens`` of the
-    prompt were not run again, because an earlier request of the same prefix had. ``queued_s``: how long it
-    waited until a step carried it; no part of what it says.
+    ``text`` is the text held back until now; an end-of-text token is never shown. ``cached_tokens`` of the
+    prompt were not run again, because an earlier request with the same prefix had run them. ``queued_s`` is
+    the wait until a step carried the choice, in seconds; comparisons ignore it.
     """
 
     choice: int
@@ -64,7 +67,7 @@ class FinishOutput:
 
 @dataclass(frozen=True, slots=True)
 class ErrorOutput:
-    """The request ended before it was complete."""
+    """Report that the request ended before it was complete."""
 
     error: ConvoyError
 

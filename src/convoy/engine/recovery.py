@@ -1,4 +1,4 @@
-"""What an engine asks for when a stage is lost, and gets."""
+"""The engine's request for other stages after a loss, the reply, and the count of repeated failures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from convoy.errors import ConvoyError, StageLost
 
 MAX_FAILURES = 8
 MAX_MEMBERS = 2
-_ENOUGH = 2  # failures at a member: one alone may be the member's, or a wire's
+# Failures at a member before it counts: a single one may be the fault of the member or of a wire.
+_ENOUGH = 2
 
 
 @dataclass(slots=True)
 class _Failures:
-    """Of a sequence since it has ``num_tokens``; ``at`` counts them by member, where it ran by itself."""
+    """Count the failures of a sequence since it has ``num_tokens``.
+
+    ``at`` counts them by member, for failures where the sequence ran by itself.
+    """
 
     num_tokens: int
     count: int = 0
@@ -32,14 +36,14 @@ class _Failures:
 
 
 class RepeatedFailures:
-    """Not thread-safe: the engine holds a lock."""
+    """Find the sequences that make stages fail again and again. Not thread-safe: the engine holds a lock."""
 
     def __init__(self) -> None:
         self._seen: dict[Sequence, _Failures] = {}
 
     @property
     def suspects(self) -> list[Sequence]:
-        """Who failed more than once since its last token."""
+        """Return the sequences that failed more than once since their last token."""
         return [sequence for sequence, failures in self._seen.items() if failures.count > 1]
 
     def hopeless(
@@ -49,10 +53,14 @@ class RepeatedFailures:
         error: StageLost,
         member: str | None,
     ) -> list[tuple[object, ConvoyError]]:
-        """The groups to end after one more failure, at ``member`` where that is known, and why."""
+        """Return the groups to end after one more failure, each with its reason.
+
+        ``member`` is the member where the stage failed, or None if unknown.
+        """
         sequences = [sequence for sequence in dict.fromkeys(in_flight) if sequence in live]
         self._seen = {sequence: self._once_more(sequence) for sequence in sequences}
         if len(sequences) == 1 and member is not None:
+            # Only a sequence that ran alone can be blamed for a failure at one member.
             self._seen[sequences[0]].at[member] += 1
         return [
             (live[sequence].group, _hopeless(failures, error))
@@ -79,11 +87,11 @@ def _hopeless(failures: _Failures, error: StageLost) -> StageLost:
 
 @dataclass(frozen=True, slots=True)
 class NewStages:
-    """Other stages, which know no sequence yet.
+    """Hold the stages that replace lost ones; they know no sequence yet.
 
-    ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why. Where it is
-    known, ``failed_at`` is the member whose stage did; None also where it may have been one of two.
-    ``same_bits``: they compute to the bit what those before them did.
+    With ``relapse``, no member was lost and yet the stages failed, so a request in flight may be the cause.
+    ``failed_at`` is the member of the failed stage; it is None if unknown, or if one of two may have failed.
+    With ``same_bits``, they compute the same bits as the previous stages.
     """
 
     executor: Executor
@@ -95,25 +103,28 @@ class NewStages:
 
 
 class Replan(StageLost):
-    """Nothing is lost, but nothing runs either, and there may be better stages now."""
+    """Ask for new stages although nothing is lost: nothing runs, and there may be better stages now."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, public=why)
 
 
 class Recovery(Protocol):
-    """Finds other stages. Called on the engine's thread, without its lock."""
+    """Find other stages. The engine calls it on its own thread, without its lock."""
 
     def recover(self, error: StageLost) -> NewStages | None:
-        """Other stages, or None where nothing was lost and the steps in flight may still come back.
+        """Return other stages, or None if nothing was lost and the steps in flight may still come back.
 
-        May take as long as members may be waited for. Raises `StageLost` where no stages were to be had in
-        that time, and is asked again at once with it: then it does not answer without a pause. Any other
-        `ConvoyError` is for good.
+        The call may take as long as members may be waited for. Raises `StageLost` if no stages were found in
+        that time; the engine then asks again at once with that error, and the next call pauses before it
+        answers. Any other `ConvoyError` is final.
         """
 
     def state(self) -> str:
-        """How far it is, in a few words, from any thread. Clients read them, so no peer has written any."""
+        """Return the progress in a few words, from any thread.
+
+        Clients read them, so no peer may write any.
+        """
 
     def cancel(self) -> None:
-        """`recover` raises soon, now and from now on; from any thread."""
+        """Make `recover` raise soon, now and from now on; from any thread."""

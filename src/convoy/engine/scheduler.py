@@ -1,16 +1,24 @@
 """Decides what each step runs: admission, block tables and row order, with integers alone.
 
-Decodes come first, so that a long prefill never starves a running stream; prefill chunks fill what is left of
-the token budget. A sequence has at most one row in a step and at most one sample in flight; chunks of its
-prompt may follow each other without waiting. When blocks run out, the sequence admitted last is preempted and
+Decodes come first, so that a long prefill never starves a running stream. Prefill chunks fill the rest of the
+token budget. A sequence has at most one row in a step and at most one sample in flight; chunks of its prompt
+may follow each other without waiting. When blocks run out, the sequence admitted last is preempted and
 recomputed later. A new sequence shares the blocks of the longest prefix that is still in the pool, and at
-least its last token runs. A decode may carry drafts, guesses of the tokens that come next: they are outputs
-too, and `keep` is told how many of them stand. Releasing blocks while a step that writes to them is in flight
-is safe: stages run steps in order, and a release travels in a later step. Chunks get shorter as the keys that
-they look back on get more, so that all steps of a prefill take about the same time, and a prompt that runs
-alone is cut so that no stage waits for all of it; while anyone decodes, no more steps are in flight than keep
-the stages busy, because a token waits for all that are ahead of it. A sequence with nothing to run (a
-session between two calls) idles: it keeps its blocks while nobody needs them, and no place in the batch.
+least its last token runs.
+
+A decode may carry drafts, guesses of the tokens that come next. Drafts are outputs too, and `keep` is told
+how many of them stand.
+
+Releasing blocks while a step that writes to them is in flight is safe: stages run steps in order, and a
+release travels in a later step.
+
+Chunks get shorter as the number of keys that they look back on grows, so that all steps of a prefill take
+about the same time. A prompt that runs alone is cut so that no stage waits for all of it. While any sequence
+decodes, no more steps are in flight than keep the stages busy, because a token waits for all steps ahead of
+it.
+
+A sequence with nothing to run (a session between two calls) idles: it keeps its blocks until another sequence
+needs them, and takes no place in the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ from convoy.wire.messages.control import BlockGrant, Row, Step
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and, for each of its rows, the sequence it belongs to and the drafts at its end."""
+    """Hold a step and, for each of its rows, the row's sequence and the drafts at its end."""
 
     step: Step
     sequences: tuple[Sequence, ...]
@@ -44,7 +52,11 @@ class Scheduled:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """``rows``: how many tokens of whom, ``drafts`` included, which are the last of a row."""
+    """Collect the rows and block grants of the next step.
+
+    ``rows`` maps each sequence to its number of tokens. Its ``drafts`` are included and are the last of the
+    row.
+    """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
@@ -52,25 +64,28 @@ class StepBuilder:
     num_tokens: int = 0
 
     def add(self, sequence: Sequence, num_tokens: int, drafts: SequenceOf[int]) -> None:
-        """A row of ``num_tokens``, the ``drafts`` at its end included; at most one of each sequence."""
+        """Add a sequence's only row in the step: ``num_tokens``, with the ``drafts`` at its end included."""
         self.rows[sequence] = num_tokens
         self.num_tokens += num_tokens
         if drafts:
             self.drafts[sequence] = list(drafts)
 
     def known_end(self, sequence: Sequence) -> int:
-        """Where the row's known tokens end and its drafts begin."""
+        """Return the position where the row's known tokens end and its drafts begin."""
         return sequence.num_scheduled + self.rows[sequence] - len(self.drafts.get(sequence, ()))
 
     def write(self, number: int, released: list[int], tags: PrefixTags) -> Scheduled:
-        """The step, with every row from where its sequence stands now."""
+        """Return the step; every row starts where its sequence stands now."""
         rows = []
         tokens: list[int] = []
         for sequence, num_tokens in self.rows.items():
             drafts = self.drafts.get(sequence, [])
             start, known = sequence.num_scheduled, self.known_end(sequence)
+            # Only a row that reaches the end of the known tokens is sampled: once after them, and once after
+            # each draft.
             num_outputs = (1 + len(drafts)) * int(known == len(sequence.tokens))
             if sequence.all_outputs and start < sequence.num_prompt:
+                # Prompt log-probabilities need an output at every position.
                 num_outputs = num_tokens
             rows.append(_tagged_row(tags, sequence, num_tokens, num_outputs, drafts))
             tokens.extend(sequence.tokens[start:known])
@@ -84,7 +99,8 @@ def _tagged_row(
     tags: PrefixTags, sequence: Sequence, num_tokens: int, num_outputs: int, drafts: SequenceOf[int]
 ) -> Row:
     start, end = sequence.num_scheduled, sequence.num_scheduled + num_tokens
-    # Tags of blocks that end in drafts must not be taken for the sequence's own.
+    # Drafts may turn out wrong, so tags of blocks that end in drafts go into a copy of the sequence's own
+    # chain.
     chain = list(sequence.tags) if drafts else sequence.tags
     tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
     tag, after = tags.of_row(chain, tokens, start, end, num_outputs)
@@ -95,7 +111,7 @@ __all__ = ["Drafter", "GroupLimits", "Scheduled", "Scheduler", "SchedulerLimits"
 
 
 class Scheduler:
-    """Owns the waiting queue, the running list and the block pools.
+    """Own the waiting queue, the running list and the block pools.
 
     Not thread-safe: the engine holds a lock.
     """
@@ -108,21 +124,28 @@ class Scheduler:
         self._make_pools(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.idle: list[Sequence] = []  # the one that has been so for longest first
+        # The longest idle first.
+        self.idle: list[Sequence] = []
         self.num_preempted = 0
-        self.num_cached_tokens = 0  # positions that were shared and so did not run
-        self.num_queried_tokens = self.num_hit_tokens = (
-            0  # of first admissions: asked of the cache, and there
-        )
-        self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
-        self._num_in_flight = 0  # steps with rows
-        self._suspects: dict[Sequence, int] = {}  # and how many tokens each had
+        # Positions that were shared and so did not run.
+        self.num_cached_tokens = 0
+        # Tokens of first admissions: looked up in the prefix cache, and found there.
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        # Guesses that ran, and the accepted ones.
+        self.num_drafted = self.num_accepted = 0
+        # Steps with rows.
+        self._num_in_flight = 0
+        # Each suspect's number of tokens when it was marked.
+        self._suspects: dict[Sequence, int] = {}
         self._released: list[int] = []
         self._next_table_id = 0
         self._next_step = 0
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue one request's sequences, all or none. Raises `QueueFull`, `RequestError` if it never can."""
+        """Queue one request's sequences, all or none.
+
+        Raises `QueueFull` if the queue has no place for them now, and `RequestError` if they can never run.
+        """
         if len(sequences) > self.limits.max_waiting:
             raise RequestError(
                 f"n is {len(sequences)}, and at most {self.limits.max_waiting} answers may wait", param="n"
@@ -146,7 +169,7 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def finish(self, sequence: Sequence) -> None:
-        """Retire or abort: its blocks are free for the next step. A second call does nothing."""
+        """Retire or abort a sequence: its blocks are free for the next step. A second call does nothing."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
@@ -160,10 +183,10 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def reset(self, limits: SchedulerLimits) -> None:
-        """Every stage forgot its K/V: running sequences wait again, first and in their order; pools are new.
+        """Restart on stages without K/V: running sequences wait again in their order, and pools are new.
 
-        Step numbers and the names of tables go on. ``limits`` keeps the size of a block. Idle sequences that
-        have tokens to run wait too, the others are finished.
+        They wait ahead of all others. Step numbers and table ids continue. ``limits`` keeps the size of a
+        block. Idle sequences that have tokens to run wait too; the other idle sequences are finished.
         """
         assert limits.block_size == self.limits.block_size, "tags are made for one size of block"
         again = [*self.running, *(s for s in self.idle if s.num_pending)]
@@ -180,11 +203,17 @@ class Scheduler:
         self._released = []
 
     def try_apart(self, suspects: Iterable[Sequence]) -> None:
-        """No stage may be able to run one of these: each is admitted once those before it gained a token."""
+        """Admit ``suspects`` one at a time, because no stage may be able to run one of them.
+
+        The next one is admitted once those before it gained a token.
+        """
         self._suspects = {sequence: len(sequence.tokens) for sequence in suspects}
 
     def schedule(self) -> Scheduled | None:
-        """The next step, or None when nothing can run now. With no rows it only carries releases."""
+        """Return the next step, or None when nothing can run now.
+
+        A step without rows only carries releases.
+        """
         plan = StepBuilder()
         self._wake()
         num_streams = self._num_streams()
@@ -197,19 +226,20 @@ class Scheduler:
         return self._commit_plan(plan)
 
     def probe(self) -> Scheduled:
-        """A step without rows: it passes every stage and comes back."""
+        """Return a step without rows: it passes every stage and comes back."""
         return self._commit_plan(StepBuilder())
 
     def collected(self, scheduled: Scheduled) -> None:
-        """A step came back from the stages."""
+        """Count a step as back from the stages."""
         self._num_in_flight -= bool(scheduled.sequences)
         for sequence in scheduled.sequences:
             sequence.num_in_flight -= 1
 
     def rest(self, sequence: Sequence) -> None:
-        """All that it has was run, and more may come: it keeps its blocks while nobody needs them.
+        """Idle a sequence that ran all its tokens and may get more; it keeps its blocks until another needs
+        them.
 
-        One that was preempted meanwhile has none: it is finished.
+        A sequence that was preempted meanwhile has no blocks, so it is finished.
         """
         if sequence.state is not SequenceState.RUNNING:
             self.finish(sequence)
@@ -219,9 +249,9 @@ class Scheduler:
         sequence.state = SequenceState.IDLE
 
     def keep(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Of the drafts in the row that was collected last, the first ``num_accepted`` are tokens now.
+        """Accept the first ``num_accepted`` drafts of the row that was collected last as tokens.
 
-        The sequence goes on right after them; what stages computed beyond is written over.
+        The sequence continues right after them. Later steps overwrite the K/V that stages computed beyond.
         """
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
@@ -233,17 +263,17 @@ class Scheduler:
             self._prefixes.label(sequence, start, sequence.num_scheduled)
 
     def tags_of(self, tokens: SequenceOf[int], salt: bytes, num_blocks: int) -> list[bytes]:
-        """The tags at the ends of the first blocks of these tokens."""
+        """Return the tags at the ends of the first blocks of these tokens."""
         chain = [self._tags.root(salt)]
         self._tags.extend(chain, tokens, num_blocks)
         return chain[1:]
 
     def check_changed(self) -> None:
-        """What changed hands since the last check did so rightly: in time, as much as changed."""
+        """Assert that blocks changed since the last check have the right owners; cheap for few changes."""
         self.pools.check_changed(idle=not self.running and not self.idle)
 
     def check(self) -> None:
-        """Every block has the owners it should have. While idle: every block is free."""
+        """Assert that every block has the right owners; while idle, that every block is free."""
         owners = (*self.running, *self.idle)
         self.pools.check(owners, idle=not owners)
 
@@ -264,12 +294,12 @@ class Scheduler:
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
-            # `num_pending`, of hundreds several times a step
+            # This is `num_pending == 1`, inlined: it runs for hundreds of sequences several times a step.
             if sequence.num_scheduled > 0 and len(sequence.tokens) == sequence.num_scheduled + 1:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
 
     def _num_streams(self) -> int:
-        """How many sequences decode, or are about to."""
+        """Return how many sequences decode, or are about to."""
         return sum([len(sequence.tokens) <= sequence.num_scheduled + 1 for sequence in self.running])
 
     def _max_rows(self, num_streams: int) -> int:
@@ -279,12 +309,14 @@ class Scheduler:
 
     def _max_in_flight(self, num_streams: int) -> int:
         limits = self.limits
+        # A decoding stream waits for every step ahead of it. A lone prefill may fill a longer window.
         return limits.micro_batches if num_streams else max(limits.micro_batches, limits.max_chunks)
 
     def _draft(self, sequence: Sequence, plan: StepBuilder, max_rows: int) -> list[int]:
-        """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
+        """Return guesses for a decode; none may cost another sequence its place in the step or its blocks."""
         if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
+        # Every other running sequence keeps one token of the budget and one free block.
         others = len(self.running) - 1
         most = min(
             self.limits.max_drafts // max_rows,
@@ -307,15 +339,18 @@ class Scheduler:
     def _admit(self, plan: StepBuilder) -> None:
         while self.waiting and len(self.running) < self.limits.max_batch and self._budget(plan) > 0:
             sequence = self.waiting[0]
+            # Suspects run one at a time, so that the next failure tells which one breaks the stages.
             if sequence in self._suspects and self._is_one_tried():
                 return
-            # Preempted while its sample was in flight: that token belongs to what must be recomputed.
+            # A sequence was preempted while its sample was in flight: that token belongs to the
+            # recomputation, so wait.
             if sequence.num_in_flight:
                 return
-            # Or it would be admitted and preempted for ever, within this very call.
+            # Otherwise it would be admitted and preempted for ever, within this very call.
             assert len(sequence.tokens) <= self.pools.max_tokens, "a sequence outgrew the whole pool"
             shared = self._prefixes.find(sequence)
-            # and one to go on with, if there can be: a session may fill the pool to the last place
+            # Plus one token to continue with, if the pool can hold it: a session may fill the pool to the
+            # last place.
             needed = self.pools.needed(min(len(sequence.tokens) + 1, self.pools.max_tokens))
             needed[0] -= len(shared)
             while not self.pools.have_room(needed, shared):
@@ -347,13 +382,18 @@ class Scheduler:
     def _plan_chunk(self, sequence: Sequence, plan: StepBuilder) -> None:
         most = self.limits.prefill_chunk
         if self.limits.cost is not None:
+            # A chunk far into a prompt attends to more keys, so it gets fewer tokens for the same time.
             most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
         num_tokens = min(self._num_overlapping(sequence), most, self._budget(plan))
         if num_tokens > 0:
             self._plan_row(sequence, num_tokens, plan)
 
     def _num_overlapping(self, sequence: Sequence) -> int:
-        """All that is pending, or so much of it that, where nobody else does, it keeps every stage busy."""
+        """Return how many pending tokens the next chunk takes at most.
+
+        That is all of them while other sequences run or wait. A prompt that runs alone is cut into chunks
+        that keep every stage busy.
+        """
         pending = sequence.num_pending
         if len(self.running) > 1 or self.waiting:
             return pending
@@ -364,13 +404,16 @@ class Scheduler:
     def _plan_row(
         self, sequence: Sequence, num_tokens: int, plan: StepBuilder, drafts: SequenceOf[int] = ()
     ) -> None:
-        if sequence.state is not SequenceState.RUNNING:  # preempted a moment ago, for another row
+        # A row planned before this one may have preempted it.
+        if sequence.state is not SequenceState.RUNNING:
             return
         num_tokens += len(drafts)
         missing = self.pools.missing(sequence, sequence.num_scheduled + num_tokens)
         while missing and not self.pools.have_room(missing):
             if self._drop_idle():
                 continue
+            # The last admitted sequence loses the least work. One with a row in this step must keep its
+            # blocks.
             victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
             self._preempt(victim)
             if victim is sequence:
@@ -391,7 +434,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _drop_idle(self) -> bool:
-        """Take the blocks of the sequence that has idled for longest: its tokens are known to its owner."""
+        """Finish the sequence that has idled longest and free its blocks; its owner knows its tokens."""
         victim = next((s for s in self.idle if not s.num_pending), None)
         if victim is None:
             return False
@@ -406,6 +449,8 @@ class Scheduler:
     def _commit_plan(self, plan: StepBuilder) -> Scheduled:
         scheduled = plan.write(self._next_step, self._released, self._tags)
         for sequence in plan.rows:
+            # Only known tokens count as run and become findable: drafts may be wrong, and `keep` adds the
+            # accepted ones.
             known = plan.known_end(sequence)
             self._prefixes.label(sequence, sequence.num_scheduled, known)
             sequence.num_scheduled = known

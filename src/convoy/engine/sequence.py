@@ -16,28 +16,37 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Known tokens, how far they have been scheduled, and the blocks that hold their K/V, by cache group.
+    """Hold the known tokens, how many are scheduled, and the blocks of their K/V for each cache group.
 
-    ``tokens`` is the prompt and then what was generated. ``num_scheduled`` positions are computed or on their
-    way; when it reaches ``len(tokens)`` the sequence waits for its next token, which the step in flight will
-    bring.
+    ``tokens`` is the prompt followed by the generated tokens. ``num_scheduled`` positions are computed or in
+    flight. When it reaches ``len(tokens)``, the sequence waits for its next token, which the step in flight
+    brings.
     """
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    all_outputs: bool = False  # prompt log-probabilities need every position's logits
-    salt: bytes = b""  # of whom the sequence may share blocks with
+    # Prompt log-probabilities need the logits of every position.
+    all_outputs: bool = False
+    # Only sequences of equal salt may share blocks.
+    salt: bytes = b""
     tokens: list[int] = field(init=False)
-    wall: int = field(init=False, default=sys.maxsize)  # tokens that there is room for after a loss
-    shaken: bool = field(init=False, default=False)  # run again by stages that compute other bits
-    num_near_ties: int = field(init=False, default=0)  # since then; see `engine.requests.near_tie`
+    # The most tokens that there is room for after a loss.
+    wall: int = field(init=False, default=sys.maxsize)
+    # Whether it was replayed by stages that compute other bits.
+    shaken: bool = field(init=False, default=False)
+    # Near-ties since then; see `engine.requests.near_tie`.
+    num_near_ties: int = field(init=False, default=0)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)
-    tables: list[list[int]] = field(init=False, default_factory=list)  # none while it has no blocks
-    table_id: int = field(init=False, default=-1)  # its name on the wire, new at each admission
-    tags: list[bytes] = field(init=False, default_factory=list)  # T at 0 and at the ends of its first blocks
-    num_cached: int | None = field(init=False, default=None)  # prompt tokens that its first admission found
+    # Empty while it has no blocks.
+    tables: list[list[int]] = field(init=False, default_factory=list)
+    # The id of its tables on the wire, new at each admission.
+    table_id: int = field(init=False, default=-1)
+    # T at 0 and at the ends of its first blocks.
+    tags: list[bytes] = field(init=False, default_factory=list)
+    # Prompt tokens that its first admission found in the prefix cache.
+    num_cached: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -56,5 +65,5 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens that no step carries yet."""
+        """Return the number of known tokens that no step carries yet."""
         return len(self.tokens) - self.num_scheduled

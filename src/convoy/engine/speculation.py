@@ -1,10 +1,10 @@
-"""Drafts without a second model: what followed the last time that the sequence said what it says now.
+"""Drafts without a second model: a guess copies the continuation of the last similar passage of the sequence.
 
-Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), which is LLMA's copying
-from a reference (Yang et al., 2023, arXiv:2304.04487) with the sequence itself as the reference. Earlier
-places are found as deflate finds them (RFC 1951, section 4): the latest place of a pair of tokens, and from
-each place the one before it with the same pair. A guess costs microseconds, however long the sequence is:
-each token is looked at once when it comes, and a bounded number of places when a guess is made.
+This is prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding). It is LLMA's
+copying from a reference (Yang et al., 2023, arXiv:2304.04487) with the sequence itself as the reference.
+Earlier places are found as deflate finds them (RFC 1951, section 4): the latest place of a pair of tokens,
+and from each place the previous place of the same pair. A guess costs microseconds, however long the sequence
+is: each token is indexed once when it comes, and a guess looks at a bounded number of places.
 """
 
 from __future__ import annotations
@@ -18,39 +18,46 @@ from convoy.engine.sequence import Sequence
 
 
 class Drafter(Protocol):
-    """Guesses what a sequence says next."""
+    """Guess the next tokens of a sequence."""
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """At most ``max_tokens`` guesses; none is fine."""
+        """Return at most ``max_tokens`` guesses, or none."""
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """What came of the last guesses."""
+        """Record how many of the last guesses were accepted."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Drop the state of a sequence that is over."""
 
 
 MAX_DRAFT = 64
-_PAIR = 2  # tokens that must be the same before a place is looked at
-_LONGEST = 16  # same tokens that are counted: more make no place better
-_MAX_PLACES = 8  # looked at for one guess
-_SURE = 8  # same tokens after which a guess is made whatever became of the last ones
+# Tokens that must match before a place is looked at.
+_PAIR = 2
+# Matching tokens are counted up to this number: more do not make a place better.
+_LONGEST = 16
+# Places looked at for one guess.
+_MAX_PLACES = 8
+# With this many matching tokens a guess is made, whatever became of the last ones.
+_SURE = 8
 _FIRST_LENGTH = 4
-_FIRST_PAUSE = 4  # guesses that are left out after a length of 0; doubles while retries fail
+# Guesses skipped after a length of 0; doubles while retries fail.
+_FIRST_PAUSE = 4
 _MAX_PAUSE = 64
 
 
 class PlaceIndex:
-    """Earlier places of each pair of tokens in one growing sequence."""
+    """Index the earlier places of each pair of tokens in one growing sequence."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # pair -> the position after it, the latest
-        self._earlier = array("L", (0, 0))  # position -> the one before it with the same pair; 0: none
+        # Maps a pair to the latest position after it.
+        self._latest: dict[int, int] = {}
+        # Maps a position to the previous one after the same pair; 0 means none.
+        self._earlier = array("L", (0, 0))
 
     def find(self, tokens: SequenceOf[int]) -> tuple[int, int]:
-        """The position after the best earlier place, and how many tokens before it are those at the end.
+        """Return the position after the best earlier place, and how many tokens before it match the end.
 
-        The most of these count, then the latest place. (0, 0): there is none.
+        The place with the most matching tokens wins, then the latest. Return (0, 0) if there is none.
         """
         self._extend(tokens)
         best = best_same = 0
@@ -69,7 +76,8 @@ class PlaceIndex:
         return best, best_same
 
     def _extend(self, tokens: SequenceOf[int]) -> None:
-        if len(self._earlier) > max(_PAIR, len(tokens)):  # it was cut back
+        # The sequence was cut back, so index it anew.
+        if len(self._earlier) > max(_PAIR, len(tokens)):
             self._latest.clear()
             del self._earlier[_PAIR:]
         for position in range(len(self._earlier), len(tokens)):
@@ -79,7 +87,9 @@ class PlaceIndex:
 
 
 def copy_from(tokens: SequenceOf[int], place: int, length: int) -> list[int]:
-    """What followed ``place``, and past the end what that itself would be followed by."""
+    """Return ``length`` tokens copied from ``place`` on; past the sequence's end the copy repeats
+    periodically.
+    """
     guesses = list(tokens[place : place + length])
     period = len(tokens) - place
     while len(guesses) < length:
@@ -89,7 +99,10 @@ def copy_from(tokens: SequenceOf[int], place: int, length: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Guessing:
-    """How one sequence's guesses go: the next may have ``length`` tokens, once ``pause`` were left out."""
+    """Track how well one sequence's guesses do.
+
+    The next guess may have ``length`` tokens, after ``pause`` skipped ones.
+    """
 
     length: int
     index: PlaceIndex = field(default_factory=PlaceIndex)
@@ -112,14 +125,14 @@ class _Guessing:
 
 
 class LookupDrafter:
-    """A `Drafter`: at most ``max_length`` guesses at once, fewer for who is often wrong."""
+    """Guess at most ``max_length`` tokens at once by prompt lookup, and fewer after wrong guesses."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length
         self._guessing: dict[Sequence, _Guessing] = {}
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """What followed the last time, if there was one."""
+        """Return the continuation of the best earlier place, if there is one and no pause is due."""
         guessing = self._guessing.get(sequence)
         if guessing is None:
             guessing = self._guessing[sequence] = _Guessing(min(_FIRST_LENGTH, self._max_length))
@@ -130,13 +143,13 @@ class LookupDrafter:
         return copy_from(sequence.tokens, place, min(guessing.length, max_tokens)) if place else []
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """More after a guess that was right throughout, fewer after one that was not."""
+        """Allow longer guesses after a fully accepted one, and shorter ones after a rejection."""
         guessing = self._guessing.get(sequence)
         if guessing is not None and num_drafts:
             guessing.learn(num_drafts, num_accepted, self._max_length)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over, and its index with it."""
+        """Drop the index of a sequence that is over."""
         self._guessing.pop(sequence, None)
 
 
@@ -145,7 +158,7 @@ def _pair(tokens: SequenceOf[int], end: int) -> int:
 
 
 def _num_same(tokens: SequenceOf[int], place: int) -> int:
-    """How many tokens before ``place`` are those at the end. A place of a sequence that was cut has 0."""
+    """Return how many tokens before ``place`` match the sequence's end; 0 if the sequence was cut."""
     most, end = min(_LONGEST, place), len(tokens)
     same = 0
     while same < most and tokens[place - 1 - same] == tokens[end - 1 - same]:

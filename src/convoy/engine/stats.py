@@ -1,7 +1,7 @@
-"""What requests came to, and how long they took: counted where it happens, and read by whoever scrapes.
+"""Counts of requests and histograms of their times, updated by the engine and read by metrics scrapers.
 
 Bounds and meanings are those of vLLM's metrics of the same names (`vllm/v1/metrics/loggers.py`), so that
-panels made for it show the same things here.
+dashboards made for vLLM show the same things here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from convoy.errors import NotReady
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """``cumulative[i]`` values were at most ``bounds[i]``; its last entry, one more, counts all."""
+    """Hold a histogram's snapshot.
+
+    ``cumulative[i]`` values were at most ``bounds[i]``; the one further entry at its end counts all values.
+    """
 
     bounds: tuple[float, ...]
     cumulative: tuple[int, ...]
@@ -30,10 +33,10 @@ class HistogramCounts:
 
 
 class Histogram:
-    """Thread-safe: whoever reads sees each value whole or not at all."""
+    """Count values by bucket. Thread-safe: a reader sees each value wholly or not at all."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: ascending; what is above the last is counted too."""
+        """Create empty buckets with ascending ``bounds``; values above the last bound are counted too."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
@@ -52,7 +55,7 @@ class Histogram:
 
 
 class EngineProgress:
-    """Not thread-safe: the engine holds a lock. Times are of the monotonic clock."""
+    """Count steps, tokens and recoveries. Not thread-safe: the engine holds a lock. Times are monotonic."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -61,12 +64,14 @@ class EngineProgress:
         self.session_tokens = 0
         self.recoveries = 0
         self.requests = RequestCounts()
-        self.step_s = Histogram(STEP_S)  # of steps with rows, through every stage
-        self.ring_s: float | None = None  # how long the last empty step took
+        # Of steps with rows, through every stage.
+        self.step_s = Histogram(STEP_S)
+        # How long the last empty step took.
+        self.ring_s: float | None = None
         self._last_step_s: float | None = None
 
     def passed(self, submitted_s: float, *, is_empty: bool) -> None:
-        """A step came back."""
+        """Record a step that came back."""
         self._last_step_s = time.monotonic()
         self.num_steps += 1
         if is_empty:
@@ -75,17 +80,17 @@ class EngineProgress:
             self.step_s.observe(self._last_step_s - submitted_s)
 
     def warmed_up(self) -> None:
-        """What was asked and said until now was no client's."""
+        """Reset the counters after the warm-up, because no client caused it."""
         self.prompt_tokens = self.generated_tokens = 0
         self.requests.reset()
         self.step_s = Histogram(STEP_S)
 
     def other_stages(self) -> None:
-        """No step has passed the stages that run from now on."""
+        """Forget the last step: no step has passed the new stages yet."""
         self._last_step_s = None
 
     def check_recent(self, limit_s: float) -> None:
-        """Raises `NotReady` unless a step passed every stage within the limit."""
+        """Raise `NotReady` unless a step passed every stage within the last ``limit_s`` seconds."""
         if self._last_step_s is None:
             text = "no token has passed every stage yet"
             raise NotReady(text, public=text)
@@ -116,10 +121,14 @@ STEP_S = (
 
 @dataclass(frozen=True, slots=True)
 class RequestSums:
-    """A snapshot. Tokens of prompts are counted once per request, everything else once per choice."""
+    """Hold a snapshot of `RequestCounts`.
+
+    Prompt tokens are counted once for each request, and everything else once for each choice.
+    """
 
     prompt_tokens: int
-    finished: Mapping[str, int]  # by `FINISHES`
+    # Keys are those of `FINISHES`.
+    finished: Mapping[str, int]
     first_token: HistogramCounts
     between_tokens: HistogramCounts
     queued: HistogramCounts
@@ -127,14 +136,14 @@ class RequestSums:
 
 
 class RequestCounts:
-    """Not thread-safe: the engine holds a lock."""
+    """Count requests and their times. Not thread-safe: the engine holds a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.reset()
 
     def reset(self) -> None:
-        """What was until now was no client's."""
+        """Start all counts from zero."""
         self.prompt_tokens = 0
         self.finished = dict.fromkeys(FINISHES, 0)
         self.first_token = Histogram(_FIRST_TOKEN_S)
@@ -154,10 +163,13 @@ class RequestCounts:
 
 
 class ChoiceMeter:
-    """One choice from its arrival to its end. Its times are counted once it has ended by itself."""
+    """Time one choice from its arrival to its end. Its times are counted if it ends by itself."""
 
     def __init__(self, counts: RequestCounts, num_prompt: int) -> None:
-        """``num_prompt``: tokens to count once they have run; 0 where another choice counts them."""
+        """Start the clock.
+
+        ``num_prompt`` tokens are counted once they have run; 0 if another choice counts them.
+        """
         self._counts = counts
         self._num_prompt = num_prompt
         self._arrived_s = counts.clock()
@@ -165,17 +177,17 @@ class ChoiceMeter:
         self._last_s: float | None = None
 
     def admitted(self) -> None:
-        """A step carries it; the first call counts."""
+        """Record that a step carries the choice; only the first call counts."""
         if self._queued_s is None:
             self._queued_s = self._counts.clock() - self._arrived_s
 
     @property
     def queued_s(self) -> float:
-        """How long it waited, once it does not any more."""
+        """Return how long the choice waited, in seconds; 0.0 while it still waits."""
         return self._queued_s or 0.0
 
     def advanced(self) -> None:
-        """A step brought it one token or, with guesses, several."""
+        """Record that a step brought one token or, with guesses, several."""
         counts, now_s = self._counts, self._counts.clock()
         if self._last_s is None:
             counts.prompt_tokens += self._num_prompt
@@ -185,7 +197,7 @@ class ChoiceMeter:
         self._last_s = now_s
 
     def finished(self, why: str) -> None:
-        """``why``: of `FINISHES`."""
+        """Record the end of the choice; ``why`` is one of `FINISHES`."""
         counts = self._counts
         counts.finished[why] += 1
         if why in {"stop", "length"}:

@@ -1,5 +1,5 @@
 """Plan how a model is split over members. Integers only: no torch, no sockets.
 
-`spec` reads config.json, `memory` fits stages into members, `placement` chooses who owns which layers, and
+`spec` reads config.json, `memory` fits stages into members, `placement` assigns layers to members, and
 `rates` predicts tokens per second.
 """

@@ -1,4 +1,4 @@
-"""What one member brings to a plan, or some that hold a stage together."""
+"""The resources that one member, or the ranks of one stage together, offer to a plan."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from convoy.trust.evidence.level import Level
 
 @dataclass(frozen=True)
 class MemberOffer:
-    """Offers come in roster order. ``level`` is what was proved of the member, none where nobody looked.
+    """Hold one member's resources. Offers come in roster order.
 
-    With ``ranks`` it is the offer of some who hold one stage together, each its slice: of rank 0, whose name
-    it has, and the others (`plan.placement.grouping`).
+    ``level`` is the member's proved level; it is none if no proof was checked. With ``ranks``, the offer is
+    that of several members that hold one stage together, each its slice: rank 0, which gives the name, and
+    the others (`plan.placement.grouping`).
     """
 
     name: str
-    memory_bytes: int  # for weights and K/V; of ranks the smallest one's
+    # For weights and K/V; of ranks, the smallest rank's.
+    memory_bytes: int
     head: bool = False
     level: Level = Level.NONE
-    num_threads: int = 0  # that compute; 0: not known
-    kernel: str = "float32"  # in which form it holds weights and K/V, see `plan.spec.kernels`
+    # Threads that compute; 0 if unknown.
+    num_threads: int = 0
+    # The form of its weights and K/V, see `plan.spec.kernels`.
+    kernel: str = "float32"
     ranks: tuple[MemberOffer, ...] = ()
 
     @property
     def each(self) -> tuple[MemberOffer, ...]:
-        """The members one by one, in the order of their ranks."""
+        """Return the members one by one, in the order of their ranks."""
         return self.ranks or (self,)
 
     @property
@@ -34,10 +38,10 @@ class MemberOffer:
 
     @property
     def label(self) -> str:
-        """``alpha``, or ``alpha+beta``."""
+        """Return ``alpha``, or ``alpha+beta``."""
         return "+".join(member.name for member in self.each)
 
     @property
     def share_bytes(self) -> int:
-        """What layers are shared out by: the smallest rank bounds what the others can use."""
+        """Return the weight for sharing out layers: the smallest rank bounds the memory of the others."""
         return self.memory_bytes * self.world_size

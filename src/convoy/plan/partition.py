@@ -1,4 +1,4 @@
-"""Layers in proportion to weights, as a rule memory: the largest-remainder (or Hamilton's) method."""
+"""Layers in proportion to weights, usually memory: the largest-remainder (or Hamilton's) method."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from convoy.errors import PlanError
 
 
 def shares(num_layers: int, weights: Sequence[float]) -> list[int]:
-    """How many of ``num_layers`` each weight gets, at least one; ties go to the lowest index.
+    """Return how many of ``num_layers`` each weight gets, at least one; ties go to the lowest index.
 
-    Exact rationals, so that the same weights give the same plan on every machine. Raises PlanError for no
-    weights, more weights than layers, or a weight that is not positive and finite.
+    The arithmetic uses exact rationals, so that the same weights give the same plan on every machine. Raises
+    PlanError for no weights, more weights than layers, or a weight that is not positive and finite.
     """
     if not weights:
         raise PlanError("no members to share the layers, expected at least one")
@@ -30,19 +30,20 @@ def shares(num_layers: int, weights: Sequence[float]) -> list[int]:
     by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
     for index in by_remainder[: num_layers - sum(counts)]:
         counts[index] += 1
-    while 0 in counts:  # a layer from the one that has most, for the first that has none
+    # Each member needs a layer: move one from the largest share to the first empty one.
+    while 0 in counts:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(0)] += 1
     return counts
 
 
 def partition(num_layers: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """`shares` as consecutive [start, end), in order. Raises PlanError as `shares` does."""
+    """Return `shares` as consecutive [start, end), in order. Raises PlanError as `shares` does."""
     return consecutive(shares(num_layers, weights))
 
 
 def consecutive(counts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
-    """Runs of ``counts`` layers as [start, end), the first of them from layer ``first``."""
+    """Return runs of ``counts`` layers as [start, end), the first of them from layer ``first``."""
     runs = []
     for count in counts:
         runs.append((first, first + count))

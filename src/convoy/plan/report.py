@@ -1,4 +1,4 @@
-"""A placement as numbers for people and programs: what `convoy plan` prints, with nothing loaded or run."""
+"""A placement as numbers for people and programs: `convoy plan` prints it, with nothing loaded or run."""
 
 from __future__ import annotations
 
@@ -23,31 +23,38 @@ from convoy.wire.messages.control import StageAssignment
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """One stage, with what it takes of its member's memory; of several ranks, with what it takes of each.
+    """Describe one stage and its use of its member's memory; for several ranks, the use of each rank's
+    memory.
 
-    ``memory_bytes`` is then the smallest rank's. ``weight_share``: what one of them has of all weights.
+    ``memory_bytes`` is then the smallest rank's. ``weight_share`` is one rank's share of the stage's weights.
     """
 
     member: str
-    kernel: str  # in which form it holds weights and K/V
+    # The form of its weights and K/V.
+    kernel: str
     head: bool
     span: str
-    start: int  # half-open, as everywhere but in ``span``
+    # Half-open, as everywhere but in ``span``.
+    start: int
     end: int
     embed: bool
     output: bool
     weight_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
-    working_bytes: int  # that a step takes at most, beside weights and K/V
-    max_kv_tokens: int  # of a sequence, that fit beside the weights; windows keep their window
-    can_read_prompts: str  # from what: "tokens" or "activations"
-    ranks: list[str] = []  # who holds it together, the member first; empty: that one alone
+    # The most that a step takes beside weights and K/V.
+    working_bytes: int
+    # The longest sequence that fits beside the weights; windows keep their window.
+    max_kv_tokens: int
+    # The readable source: "tokens" or "activations".
+    can_read_prompts: str
+    # The members that hold it together, ``member`` first; empty for one member alone.
+    ranks: list[str] = []
     weight_share: float = 1.0
 
 
 class ParallelReport(msgspec.Struct, frozen=True):
-    """How members share the model, and why so. ``refused``: why not otherwise, by mode."""
+    """Describe how members share the model, and why; ``refused`` has the reasons against other modes."""
 
     mode: str
     reason: str
@@ -55,7 +62,7 @@ class ParallelReport(msgspec.Struct, frozen=True):
 
 
 class HopReport(msgspec.Struct, frozen=True):
-    """One transfer of hidden state; ``bytes_per_token`` before framing and sealing."""
+    """Describe one transfer of hidden state; ``bytes_per_token`` before framing and sealing."""
 
     sender: str
     receiver: str
@@ -65,7 +72,7 @@ class HopReport(msgspec.Struct, frozen=True):
 
 
 class ExcludedReport(msgspec.Struct, frozen=True):
-    """A member that a rule keeps from something, and the level that is not enough."""
+    """Name a member that a rule excludes from parts of the model, and its level, which is too low."""
 
     member: str
     level: str
@@ -73,7 +80,7 @@ class ExcludedReport(msgspec.Struct, frozen=True):
 
 
 class RuleReport(msgspec.Struct, frozen=True):
-    """A placement rule of the policy, and what it does to these members; ``number`` counts from 1."""
+    """Describe a placement rule of the policy and its effect on these members; ``number`` counts from 1."""
 
     number: int
     keeps: str
@@ -83,28 +90,35 @@ class RuleReport(msgspec.Struct, frozen=True):
 
 
 class GroupReport(msgspec.Struct, frozen=True):
-    """A cache group and its pool, alike on every member. ``ring``: the most blocks of a sequence, if any."""
+    """Describe a cache group and its pool, the same on every member.
+
+    ``ring`` bounds a sequence's blocks, if set.
+    """
 
     name: str
     num_layers: int
     num_blocks: int
     ring: int | None
-    block_bytes: int  # of one block, over all members
+    # Of one block, over all members.
+    block_bytes: int
 
 
 class BlocksReport(msgspec.Struct, frozen=True):
-    """What the pools will come to; ``tightest`` is the member that has room for no more."""
+    """Predict the pools' sizes; ``tightest`` is the member that has no room for more."""
 
-    block_size: int  # tokens
+    # In tokens.
+    block_size: int
     groups: list[GroupReport]
     tightest: str
-    is_all_wanted: bool  # as many as a full batch of full contexts needs
+    # Whether there are as many as a full batch of full contexts needs.
+    is_all_wanted: bool
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout.
+    """Describe a whole plan. ``peers_seeing_token_ids`` is empty in the default layout.
 
-    ``can_read_prompts``: for each member "tokens", "activations", or "no" where it holds no layer.
+    ``can_read_prompts`` has "tokens", "activations", or "no" for each member; "no" means that it holds no
+    layer.
     """
 
     model: str
@@ -120,16 +134,22 @@ class PlanReport(msgspec.Struct, frozen=True):
     can_read_prompts: dict[str, str]
     weight_bytes: int
     kv_bytes_per_token: int
-    hop_bytes_per_token: int  # over all hops, for one decoded token
-    max_kv_tokens: int  # of the tightest member
-    rules: list[RuleReport] = []  # those of the policy; all of them hold
-    left_out: list[ExcludedReport] = []  # members below the policy's minimum, which get no stage
-    standbys: list[str] = []  # who waits for the loss of another, with no stage until then
+    # Over all hops, for one decoded token.
+    hop_bytes_per_token: int
+    # Of the tightest member.
+    max_kv_tokens: int
+    # Those of the policy; all of them hold.
+    rules: list[RuleReport] = []
+    # Members below the policy's minimum, which get no stage.
+    left_out: list[ExcludedReport] = []
+    # Members without a stage, which wait for the loss of another.
+    standbys: list[str] = []
     blocks: BlocksReport | None = None
     rates: RatesReport | None = None
     parallel: ParallelReport | None = None
     rates_by_mode: dict[str, RatesReport] = {}
-    tensor: TensorReport | None = None  # what all-reduces cost and save, where ranks could share layers
+    # The cost and the savings of all-reduces, where ranks could share layers.
+    tensor: TensorReport | None = None
 
 
 def report(
@@ -141,9 +161,9 @@ def report(
     rates: RatesReport | None = None,
     compared: Compared | None = None,
 ) -> PlanReport:
-    """The numbers of a placement, and who was ``left_out`` of it before it was made.
+    """Return the numbers of a placement, with the members ``left_out`` before it was made.
 
-    ``compared``: the other ways to share the model among these members.
+    ``compared`` holds the other ways to share the model among these members.
     """
     spec, dtype, route = placement.spec, placement.hidden_dtype, placement.route
     stages = [_stage(placement, stage) for stage in placement.stages]
@@ -178,7 +198,10 @@ def report(
 
 
 def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
-    """As the head will choose them once all have loaded. Raises PlanError where not one of each fits."""
+    """Predict the head's choice of blocks once all members have loaded.
+
+    Raises PlanError if not one of each fits.
+    """
     groups = placement.spec.cache_groups
     rooms = {}
     for stage in placement.stages:
@@ -215,7 +238,7 @@ def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
 def rule_reports(
     spec: ModelSpec, members: Sequence[MemberOffer], rules: Sequence[PlacementRule]
 ) -> list[RuleReport]:
-    """Which rule excludes whom: the same whether or not a placement exists."""
+    """Return which rule excludes which members: the same whether or not a placement exists."""
     return [_rule(spec, members, number, rule) for number, rule in enumerate(rules, start=1)]
 
 
@@ -236,7 +259,9 @@ def _rule(spec: ModelSpec, members: Sequence[MemberOffer], number: int, rule: Pl
 
 
 def _reads(placement: Placement, idle: Iterable[str]) -> dict[str, str]:
-    """From what each member can read prompts; ``idle`` are those that no offer of the placement is of."""
+    """Return the source from which each member can read prompts; ``idle`` members have no offer in the
+    placement.
+    """
     route = placement.route
     offered = (one.name for member in placement.members for one in member.each)
     return {name: route.reads_prompts(name) for name in (*placement.holders, *offered, *idle)}
@@ -272,7 +297,7 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
 
 
 def _kv_tokens(spec: ModelSpec, stage: StageAssignment, room_bytes: int, dtype: str) -> int:
-    """How long a sequence ``room_bytes`` hold; where nothing grows any more, a context at most."""
+    """Return the longest sequence that ``room_bytes`` hold; at most a context where K/V stops growing."""
     growing = sum(
         group.token_bytes(stage.start, stage.end, dtype)
         for group in spec.cache_groups

@@ -1,4 +1,4 @@
-"""Spans: the text form of what a member owns, inclusive as in ds4: `0:19`, `20:output`, `0:19,output`.
+"""Spans: the text form of a member's layers, inclusive as in ds4: `0:19`, `20:output`, `0:19,output`.
 
 Members that hold one together are joined: `alpha+beta=0:19,output`.
 """
@@ -14,12 +14,13 @@ EXAMPLES = (
     "layers count from 0: 0:5 is the first six, 0:5,output those and the output, 6:output the rest and it"
 )
 _MAX_DIGITS = 6
-JOINT = "+"  # between the ranks that a span is for: "alpha+beta=0:9,output"
+# Joins the ranks that a span is for: "alpha+beta=0:9,output".
+JOINT = "+"
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Layers [start, end), and whether the output is owned. Who owns layer 0 owns the embedding."""
+    """Hold layers [start, end), and whether the output is owned. The owner of layer 0 owns the embedding."""
 
     start: int
     end: int
@@ -27,14 +28,14 @@ class Span:
 
     @property
     def embed(self) -> bool:
-        """Whether the embedding is owned."""
+        """Return whether the embedding is owned."""
         return self.start == 0
 
 
 def parse_span(text: str, num_layers: int) -> Span:
     """Read `A:B`, `A:output` (to the last layer, and the output) or `A:B,output`; layers count from 0.
 
-    Raises SpanError with the text and what was expected.
+    Raises SpanError with the text and the expected form.
     """
     layers, comma, owned = text.strip().partition(",")
     start_text, colon, end_text = layers.partition(":")
@@ -58,7 +59,7 @@ def parse_span(text: str, num_layers: int) -> Span:
 
 
 def _layer(digits: str, text: str, which: str) -> int:
-    # isdigit alone would let other scripts' digits pass
+    # isdigit() alone would accept digits of other scripts.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
         raise SpanError(
             f"invalid span {text!r}: {which} layer {digits!r} is not a number, expected {GRAMMAR}",
@@ -68,19 +69,22 @@ def _layer(digits: str, text: str, which: str) -> int:
 
 
 def format_span(span: Span, num_layers: int) -> str:
-    """The text that `parse_span` reads as ``span``, in its shortest form."""
+    """Return the text that `parse_span` reads as ``span``, in its shortest form."""
     if span.output and span.end == num_layers:
         return f"{span.start}:output"
     return f"{span.start}:{span.end - 1}{',output' if span.output else ''}"
 
 
 def layers_text(start: int, end: int) -> str:
-    """Layers [start, end) in words: ``layer 4`` or ``layers 4-7``."""
+    """Return layers [start, end) in words: ``layer 4`` or ``layers 4-7``."""
     return f"layer {start}" if end - start == 1 else f"layers {start}-{end - 1}"
 
 
 def split_key(key: str) -> tuple[str, ...]:
-    """Whom a span is for: ``alpha`` alone, or ``alpha+beta``, rank 0 first. Raises SpanError."""
+    """Return the members that a span is for:
+
+    ``alpha`` alone, or ``alpha+beta``, rank 0 first. Raises SpanError.
+    """
     names = tuple(name.strip() for name in key.split(JOINT))
     if not all(names) or len(set(names)) < len(names):
         raise SpanError(f"a span is for {key!r}, expected NAME or NAME+NAME with names that differ")

@@ -1,49 +1,61 @@
-"""What a member's machine reads, multiplies, and spends beside that: all that a stage's time is told from."""
+"""A machine's rates of reading and multiplying, and its overheads: the inputs of a stage's time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-FEW_ROWS, MANY_ROWS = 16, 256  # of the products that were measured, beside those of a lone row
-REFERENCE_LINEARS = 7  # of the layer whose own time was measured; one of more takes more
-_SCALES = (1e9, 1e9, 1e9, 1e9, 1e9, 1e-3, 1e-6, 1e-3)  # of the numbers of `Speed.text`
+# The row counts of the measured products, beside a lone row.
+FEW_ROWS, MANY_ROWS = 16, 256
+# Linears of the layer that was measured for ``layer_s``; a layer with more takes longer.
+REFERENCE_LINEARS = 7
+# Of the numbers of `Speed.text`.
+_SCALES = (1e9, 1e9, 1e9, 1e9, 1e9, 1e-3, 1e-6, 1e-3)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a member measured; what is None or 0 was not, and is taken to cost nothing beside the others.
+    """Hold a member's measurements; None or 0 means not measured, and counts as free beside the others.
 
-    ``measured``: that it is its own figure, and not another's taken for it.
+    ``measured`` tells that the figures are the member's own, and not borrowed from another.
     """
 
-    read_bytes_per_s: float  # of weights, as its kernel gets them out of memory for a lone row
-    flop_per_s: float  # of products of `MANY_ROWS` rows in the kernel's numbers
-    few_flop_per_s: float | None = None  # of `FEW_ROWS` rows; None: whatever reading leaves
-    cache_bytes_per_s: float | None = None  # of K/V, as decodes look back on it; None: as weights
-    attention_flop_per_s: float | None = None  # of a chunk that looks back; None: as products
-    layer_s: float = 0.0  # of each layer of a step, however little there is to do
-    row_s: float = 0.0  # and of each row in it
-    step_s: float = 0.0  # of each step of a stage beside its layers
+    # Of weights, as its kernel reads them from memory for a lone row.
+    read_bytes_per_s: float
+    # Of products of `MANY_ROWS` rows in the kernel's numbers.
+    flop_per_s: float
+    # Of `FEW_ROWS` rows; with None, products cost only the time beyond reading.
+    few_flop_per_s: float | None = None
+    # Of K/V, as decodes look back on it; None: as weights.
+    cache_bytes_per_s: float | None = None
+    # Of a chunk that looks back; None: as products.
+    attention_flop_per_s: float | None = None
+    # Of each layer of a step, however little there is to do.
+    layer_s: float = 0.0
+    # Of each further row in a layer.
+    row_s: float = 0.0
+    # Of each step of a stage beside its layers.
+    step_s: float = 0.0
     measured: bool = True
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> Speed:
-        """Of those of `text`: two, or all."""
+        """Return the speed of the numbers of `text`: two, or all."""
         values = [number * scale for number, scale in zip(numbers, _SCALES, strict=False)]
         read, many, few, cache, attention, layer, row, step = [*values, *[0.0] * (len(_SCALES) - len(values))]
         return cls(read, many, few or None, cache or None, attention or None, layer, row, step)
 
     def text(self) -> str:
-        """``GB/S,GFLOP/S`` and what else was measured, as a flag takes it."""
+        """Return ``GB/S,GFLOP/S`` and the other measurements, as a flag takes them."""
         values = [getattr(self, field.name) for field in fields(self)][: len(_SCALES)]
         if not all(values):
             values = values[:2]
         return ",".join(f"{value / scale:.3g}" for value, scale in zip(values, _SCALES, strict=False))
 
     def linear_s(self, num_rows: float, num_bytes: float, num_elements: float) -> tuple[float, float]:
-        """Seconds that reading a matrix takes, and those that multiplying ``num_rows`` with it takes longer.
+        """Return the seconds of reading a matrix, and those added by multiplying ``num_rows`` with it.
 
-        From a lone row to `FEW_ROWS` to `MANY_ROWS` seconds grow by the row, and from there in proportion.
+        From a lone row to `FEW_ROWS` to `MANY_ROWS`, seconds are interpolated by the row; above, they grow in
+        proportion.
         """
         reading, flop = num_bytes / self.read_bytes_per_s, 2 * num_elements
         if self.few_flop_per_s is None:

@@ -27,7 +27,7 @@ ALLOWED = RANK_TYPES | {FrameType.REFUSE}
 
 
 class Two:
-    """Ranks 0 and 1 over TLS; ``others`` has what is not the collective's, by rank."""
+    """Ranks 0 and 1 over TLS; ``others`` has the frames outside the collective, by rank."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ def test_a_link_is_closed_here_while_it_is_read(two: Two) -> None:
 
 
 def holds_little(stream: Stream) -> Stream:
-    """As between two machines, where a connection takes tens of kilobytes that nobody reads yet."""
+    """Limit the buffers as between two machines: a connection takes tens of kilobytes unread."""
     for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         stream._sock.setsockopt(socket.SOL_SOCKET, size, 16 * 1024)  # type: ignore[attr-defined]
     return stream

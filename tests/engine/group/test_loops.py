@@ -60,7 +60,7 @@ def step(number: int = 1, start: int = 0, end: int = len(TOKENS)) -> Step:
     return Step(number, [], grants, [Row(0, start, end - start, 1)], encoded)
 
 
-# What is ordered.
+# Orders.
 
 
 def test_prompts_and_decodes_over_two_ranks_are_those_of_one_stage(stages: list[Stage], alone: Stage) -> None:
@@ -151,7 +151,7 @@ def test_a_follower_that_cannot_run_an_order_says_why_and_who_waits_for_it_wakes
 
 def test_a_link_that_ends_wakes_rank_0_and_names_the_member(stages: list[Stage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
-        threading.Timer(0.1, pair.links[1].close).start()  # nobody follows
+        threading.Timer(0.1, pair.links[1].close).start()  # no follower
         with pytest.raises(StageLost, match=r"the link to .* ended"):
             pair.executor.submit(step(), [GREEDY])
         with pytest.raises(StageLost, match="the link to beta ended"):
@@ -159,7 +159,7 @@ def test_a_link_that_ends_wakes_rank_0_and_names_the_member(stages: list[Stage])
 
 
 def test_a_deadline_that_passes_ends_the_group_and_names_the_rank(stages: list[Stage]) -> None:
-    with rank_pair(stages, num_kv_heads=NUM_KV_HEADS, deadline_s=0.3) as pair:  # and nobody follows
+    with rank_pair(stages, num_kv_heads=NUM_KV_HEADS, deadline_s=0.3) as pair:  # and no follower
         with pytest.raises(CollectiveError, match=r"rank 1 sent nothing of operation 0.* within 0\.3 s"):
             pair.executor.submit(step(), [GREEDY])
         assert pair.leader.culprit == "beta"
@@ -211,7 +211,7 @@ def test_a_rank_that_answers_no_ping_while_it_is_waited_for_is_given_up() -> Non
 
 @dataclass
 class Odd:
-    """An order, or a hidden state, and what is said of it."""
+    """An order or a hidden state, and the error that it causes."""
 
     act: Callable[[RankPair, Link], None]
     error: type[ConvoyError]

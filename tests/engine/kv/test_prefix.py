@@ -1,4 +1,4 @@
-"""Blocks shared between sequences: who may find whose, and what a stage makes of it."""
+"""Blocks shared between sequences: which may share, and the result on a stage."""
 
 import hashlib
 import hmac
@@ -40,7 +40,7 @@ LIMITS = SchedulerLimits(
 
 
 class Watched:
-    """A scheduler and a stage's tables; for every slot of every block, whose prefix was written there."""
+    """A scheduler and a stage's tables; for every slot of every block, the prefix written there."""
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(limits)
@@ -268,7 +268,7 @@ def test_no_order_of_events_leaks_a_block_or_shows_one_to_another_prefix_or_salt
             scheduler.add([arriving.pop()])
         if scheduler.running and random.random() < 0.1:
             scheduler.finish(random.choice(scheduler.running))
-        # not for ever: who is preempted at every turn has no turn in which to finish
+        # not for ever: a sequence preempted at every turn could never finish
         if turn < 500 and scheduler.running and random.random() < 0.1:
             scheduler._preempt(random.choice(scheduler.running))
         scheduled = watched.schedule()

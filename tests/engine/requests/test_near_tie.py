@@ -48,7 +48,7 @@ def test_a_near_tie_behind_a_loss_is_counted_and_told_once(
     told = [record.message for record in caplog.records if record.message.startswith("near_tie")]
     assert len(told) == num_told
     assert all(f"at position {RIVAL_AT} " in text for text in told)
-    # whoever starts now has nothing that could be said otherwise
+    # a request that starts now has no text to replay
     again = request([3, 4, 5], 20)
     generate(engine, again)
     assert engine.stats().near_ties == num_told

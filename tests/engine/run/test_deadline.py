@@ -115,7 +115,7 @@ def test_a_step_that_was_looked_after_gets_as_long_again(hand: Hand) -> None:
     hand.at_s += 1.0
     clock.extend()
     assert clock.due_s() >= hand.at_s + 1.0
-    hand.at_s += 30.0  # whoever looked took long himself
+    hand.at_s += 30.0  # the check itself took long
     clock.extend()
     assert clock.due_s() > hand.at_s
 
@@ -154,7 +154,7 @@ def test_another_thread_may_ask_while_a_new_size_of_step_comes_back(hand: Hand) 
     pass_steps(clock, hand, 0.002, count=2)
 
     class Meddling(int):
-        """A size in whose comparison another one is added."""
+        """A size that adds another one while it is compared."""
 
         def __lt__(self, other: int) -> bool:
             clock._sizes[100 + len(clock._sizes)] = clock._sizes[1]

@@ -93,7 +93,7 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
 
 
 def answer_with(keeper: KvServer) -> Callable[[Link, Received], None]:
-    """As a peer does: who receives is free to answer a ping while another thread works."""
+    """Work on another thread, as a peer does, so that the receiver can answer a ping."""
     arrived: queue.SimpleQueue[Received] = queue.SimpleQueue()
 
     def work() -> None:

@@ -45,7 +45,7 @@ TAGS = (b"a" * 16, b"b" * 16)
 
 
 class Wire:
-    """One direction of a link: what is sent arrives at ``to``, in the sender's thread."""
+    """One direction of a link: frames arrive at ``to``, in the sender's thread."""
 
     def __init__(self, peer: str, to: Callable[[Received], None]) -> None:
         self.peer = peer

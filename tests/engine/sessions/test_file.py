@@ -1,4 +1,4 @@
-"""Files of sessions: what is written comes back, and everything else is a named error."""
+"""Files of sessions: written bytes come back, and everything else is a named error."""
 
 from __future__ import annotations
 

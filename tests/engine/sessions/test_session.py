@@ -243,7 +243,7 @@ def test_a_lost_stage_is_told_and_so_is_an_engine_that_was_closed() -> None:
     closed = make_engine(FakeExecutor())
     session = Session(closed, MODEL)
     session.sync([1, 2])
-    closed.close(drain_s=30.0)  # an idle session keeps nobody waiting
+    closed.close(drain_s=30.0)  # an idle session delays no shutdown
     with pytest.raises(StageLost, match="closed"):
         session.eval(3)
     session.close()

@@ -8,7 +8,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 class Wire:
-    """A clock that goes on by what is carried."""
+    """A clock that advances with the carried bytes."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

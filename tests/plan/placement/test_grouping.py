@@ -1,4 +1,4 @@
-"""Stages of several ranks: who holds them, what the smallest allows, and what else a plan makes of them."""
+"""Stages of several ranks: their members, the bound of the smallest, and their place in a plan."""
 
 from __future__ import annotations
 

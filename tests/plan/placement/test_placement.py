@@ -86,7 +86,7 @@ def test_the_reverse_layout_puts_the_embedding_with_the_first_peer() -> None:
     [
         {"alpha": "0:3", "beta": "4:7", "gamma": "8:output"},
         {"alpha": "0:3", "gamma": "8:output"},
-        {"alpha": "0:3"},  # forward: whoever gets the last layers owns the output
+        {"alpha": "0:3"},  # forward: the member with the last layers owns the output
         {"beta": "4:7", "gamma": "8:output"},
     ],
 )
@@ -142,16 +142,16 @@ def test_members_without_a_span_share_what_is_left() -> None:
             {"alpha": "0:output", "beta": "4:5"},
             "layers 4-5 claimed twice, by alpha (0:output) and by beta (4:5)",
         ),
-        ({"alpha": "0:3,output", "beta": "6:11"}, "nobody owns layers 4-5 of 12"),
-        ({"alpha": "0:3,output", "beta": "4:10"}, "nobody owns layer 11 of 12"),
-        ({"alpha": "8:output", "beta": "1:7"}, "nobody owns layer 0 of 12"),
+        ({"alpha": "0:3,output", "beta": "6:11"}, "no member owns layers 4-5 of 12"),
+        ({"alpha": "0:3,output", "beta": "4:10"}, "no member owns layer 11 of 12"),
+        ({"alpha": "8:output", "beta": "1:7"}, "no member owns layer 0 of 12"),
         (
             {"alpha": "0:3", "beta": "4:11"},
-            "nobody owns the output, expected the head, alpha (0:3), to own it",
+            "no member owns the output, expected the head, alpha (0:3), to own it",
         ),
         (
             {"alpha": "8:11", "beta": "0:7"},
-            "nobody owns the output, expected the head, alpha (8:11), to own it",
+            "no member owns the output, expected the head, alpha (8:11), to own it",
         ),
         (
             {"alpha": "0:3", "beta": "4:11"},
@@ -161,7 +161,7 @@ def test_members_without_a_span_share_what_is_left() -> None:
             {"alpha": "8:11", "beta": "0:7,output"},
             "the output claimed by beta (0:7,output), expected the head, alpha (8:11), to own it",
         ),
-        ({"alpha": "8:11"}, "nobody owns the output, expected the head, alpha (8:11), to own it"),
+        ({"alpha": "8:11"}, "no member owns the output, expected the head, alpha (8:11), to own it"),
         (
             {"alpha": "0:3,output", "beta": "4:output"},
             "the output claimed twice, by alpha (0:3,output) and by beta (4:output)",

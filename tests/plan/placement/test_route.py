@@ -1,4 +1,4 @@
-"""Routes and reports: who passes what to whom, who sees token ids, and what is missing."""
+"""Routes and reports: hops, members that see token ids, and missing parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement rules: what is kept where, in every layout, and refusals that say which rule and who."""
+"""Placement rules: kept parts in every layout, and refusals that name the rule and the member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head's account of K/V blocks: which are free, who shares one, and whose prefix a full one holds."""
+"""The head's account of K/V blocks: the free ones, the owners of each, and the prefix tags of full ones."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Block ids 0..num_blocks-1 of ``block_size`` tokens each, valid on every stage alike.
+    """Account for block ids 0..num_blocks-1 of ``block_size`` tokens each, valid on every stage alike.
 
-    A block is free, owned by one or more sequences, or kept: owned by none, but full and labelled with the
-    tag of its prefix, so that a sequence of that prefix may share it. Kept blocks are taken, oldest first,
-    when no other is free.
+    A block is free, owned by one or more sequences, or kept. A kept block has no owner, but is full and
+    labelled with the tag of its prefix, so that a sequence with that prefix may share it. Kept blocks are
+    taken, oldest first, when no other block is free.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Last freed, first granted: the hottest block is the likeliest to be in a cache.
+        # The block freed last is granted first: it is the likeliest to be in a processor's cache.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._owners: dict[int, int] = {}
-        self._kept: dict[int, None] = {}  # oldest first
+        # Oldest first.
+        self._kept: dict[int, None] = {}
         self._tag_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._changed: set[int] = set()  # since the last check
+        # Blocks changed since the last check.
+        self._changed: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody owns."""
+        """Return how many blocks no sequence owns."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_kept(self) -> int:
-        """How many of them hold a prefix that may be shared."""
+        """Return how many of the free blocks hold a prefix that may be shared."""
         return len(self._kept)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold ``num_tokens``."""
+        """Return how many blocks hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def find(self, tags: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of ``tags`` from its start that are all here."""
+        """Return the blocks of the longest leading run of ``tags`` that are all in the pool."""
         found = []
         for tag in tags:
             block = self._block_of.get(tag)
@@ -50,18 +52,18 @@ class BlockPool:
         return found
 
     def num_unowned(self, blocks: Sequence[int]) -> int:
-        """How many of ``blocks`` count as free until they are shared."""
+        """Return how many of ``blocks`` count as free until they are shared."""
         return sum(block in self._kept for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Own blocks that `find` gave, beside whoever owns them already."""
+        """Own blocks that `find` returned, beside any present owners."""
         for block in blocks:
             self._kept.pop(block, None)
             self._owners[block] = self._owners.get(block, 0) + 1
         self._changed.update(blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; the caller has looked at ``num_free``."""
+        """Take ``count`` blocks; the caller has checked ``num_free``."""
         assert count <= self.num_free, "the scheduler asked for more blocks than are free"
         blocks = [self._free.popitem()[0] if self._free else self._evict() for _ in range(count)]
         self._owners.update(dict.fromkeys(blocks, 1))
@@ -69,8 +71,11 @@ class BlockPool:
         return blocks
 
     def label(self, block: int, tag: bytes) -> None:
-        """An owned block is full, with this tag at its end. Of two with the same, the first is findable."""
-        assert block in self._owners, "a block that nobody owns was labelled"
+        """Mark an owned block as full, with this tag at its end.
+
+        Of two blocks with the same tag, the first is findable.
+        """
+        assert block in self._owners, "a block without an owner was labelled"
         if tag not in self._block_of and block not in self._tag_of:
             self._tag_of[block] = tag
             self._block_of[tag] = block
@@ -91,9 +96,10 @@ class BlockPool:
         self._changed.update(blocks)
 
     def check_changed(self) -> None:
-        """As `check`, of the blocks that changed hands or labels since the last check of either kind.
+        """Check the blocks that changed owners or labels since the last check, as `check` does.
 
-        What it costs goes with their number, not with the pool's: a session has it after every token.
+        The last check is one of either kind. The cost grows with the number of changed blocks, not with the
+        pool, because a session runs it after every token.
         """
         parts = (self._free, self._kept, self._owners)
         assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"
@@ -102,12 +108,12 @@ class BlockPool:
             assert sum(block in part for part in parts) == 1, "a block is in no state, or in two"
             tag = self._tag_of.get(block)
             assert tag is None or self._block_of.get(tag) == block, "a label is lost"
-            assert tag is not None or block not in self._kept, "a block is kept that nobody can find"
+            assert tag is not None or block not in self._kept, "a kept block has no label"
             assert tag is None or block not in self._free, "a free block has a label"
         self._changed.clear()
 
     def check(self, owned: Iterable[int] | None = None) -> None:
-        """Free, kept and owned blocks together are all blocks, none twice.
+        """Assert that free, kept and owned blocks together are all blocks, none twice.
 
         ``owned`` lists the blocks of every sequence: each block has as many owners as it is listed times.
         """
@@ -116,7 +122,7 @@ class BlockPool:
         assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"
         assert len(set().union(*parts)) == self.num_blocks, "a block is in two states"
         assert self._block_of == {tag: block for block, tag in self._tag_of.items()}, "a label is lost"
-        assert set(self._kept) <= set(self._tag_of), "a block is kept that nobody can find"
+        assert set(self._kept) <= set(self._tag_of), "a kept block has no label"
         assert not set(self._tag_of).intersection(self._free), "a free block has a label"
         assert owned is None or Counter(owned) == self._owners, "a block's owners are miscounted"
 

@@ -1,4 +1,4 @@
-"""How much a scheduler may run at once."""
+"""The scheduler's limits: blocks, rows, tokens and steps in flight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from convoy.plan.cost import TokenCost
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The blocks of one cache group. A table has at most ``ring`` of them; None: as many as it takes.
+    """Hold the limits of one cache group.
 
-    A block has one place for every ``stride`` tokens.
+    A table has at most ``ring`` blocks; with None, as many as its tokens need. A block has one place for
+    every ``stride`` tokens.
     """
 
     num_blocks: int
@@ -22,21 +23,25 @@ class GroupLimits:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the plan granted: blocks of each group, rows and tokens per step, waiting places, steps in flight.
+    """Hold the plan's limits: blocks of each group, rows and tokens per step, waiting places, steps in
+    flight.
 
-    ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches. With
-    ``cost``, a chunk costs no more than one of ``prefill_chunk`` tokens does at the start of a prompt.
-    A prompt that runs alone is cut into a chunk for each micro-batch, so that every stage has one at once,
-    but into none of fewer than ``least_chunk`` tokens: with those a row costs more. (`llama-250m` in exact
-    float32 on one 2.5 GHz core, eight layers: 2.14 ms a row for 256 rows, 2.16 for 128, 2.48 for 64, 2.82
-    for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of what one chunk takes, 256 take 0.76.)
-    Without ``prefix_cache`` no sequence shares a block, nor over several groups or a ring, where no block is
-    all there is of a prefix.
+    ``prefill_window`` bounds the chunks of one prompt that are in flight; 0 means as many as micro-batches.
+    With ``cost``, a chunk costs no more than one of ``prefill_chunk`` tokens costs at the start of a prompt.
 
-    ``max_drafts`` bounds the guesses in one step: its decodes share them. It is `MAX_DRAFT`, so that a
-    sequence alone may guess whatever ``speculate`` allows; and no more than that, because behind 64 rows
-    another row is nearly as dear as a step's share of the weights (above), so that what a wrong guess costs
-    is paid by every stream in the step.
+    A prompt that runs alone is cut into a chunk for each micro-batch, so that every stage has one at once. No
+    chunk is cut below ``least_chunk`` tokens, because a row costs more in small chunks. (`llama-250m` in
+    exact float32 on one 2.5 GHz core, eight layers: 2.14 ms a row for 256 rows, 2.16 for 128, 2.48 for 64,
+    2.82 for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of the time of one chunk, 256 take
+    0.76.)
+
+    Without ``prefix_cache`` no sequence shares a block. Neither does any with several groups or a ring, where
+    one block does not hold all the state of a prefix.
+
+    ``max_drafts`` bounds the guesses in one step; its decodes share them. It is `MAX_DRAFT`, so that a lone
+    sequence may guess whatever ``speculate`` allows. It is not more, because behind 64 rows another row costs
+    nearly as much as a step's share of the weights (above), so that every stream in the step would pay for a
+    wrong guess.
     """
 
     groups: tuple[GroupLimits, ...]
@@ -54,11 +59,11 @@ class SchedulerLimits:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether sequences may share blocks."""
+        """Return whether sequences may share blocks."""
         first = self.groups[0]
         return self.prefix_cache and len(self.groups) == 1 and first.ring is None and first.stride == 1
 
     @property
     def max_chunks(self) -> int:
-        """How many chunks of one prompt may be in flight."""
+        """Return how many chunks of one prompt may be in flight."""
         return self.prefill_window or self.micro_batches

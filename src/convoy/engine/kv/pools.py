@@ -1,4 +1,4 @@
-"""A pool of blocks for each cache group, and what of each a sequence needs."""
+"""One pool of blocks for each cache group, and the number of blocks that a sequence needs of each."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from convoy.wire.messages.control import BlockGrant
 
 
 class BlockPools:
-    """Of every group at once: a sequence has one table in each, and gets what it needs of all or of none.
+    """Account for the blocks of all cache groups at once.
 
-    A table of a group with a ring grows to the ring's size and no further; a longer sequence goes round it.
+    A sequence has one table in each group, and gets all the blocks it needs or none. A table of a group with
+    a ring grows to the ring's size and no further; a longer sequence reuses its blocks in order.
     """
 
     def __init__(self, groups: SequenceOf[GroupLimits], block_size: int) -> None:
         self.block_size = block_size
         self._rings = [group.ring for group in groups]
-        self._spans = [block_size * group.stride for group in groups]  # tokens of a block
+        # Tokens of a block.
+        self._spans = [block_size * group.stride for group in groups]
         self._pools = [BlockPool(group.num_blocks, block_size) for group in groups]
 
     @property
     def first(self) -> BlockPool:
-        """Where there is one group, all there is."""
+        """Return the first group's pool; where there is one group, it is the only pool."""
         return self._pools[0]
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups."""
+        """Return the number of blocks of all groups."""
         return sum(pool.num_blocks for pool in self._pools)
 
     @property
     def num_free(self) -> int:
-        """Blocks of all groups that nobody owns."""
+        """Return the number of blocks of all groups that no sequence owns."""
         return sum(pool.num_free for pool in self._pools)
 
     @property
     def usage(self) -> float:
-        """Which part of the fullest group's blocks is owned: 1 where none is free."""
+        """Return the owned share of the fullest group's blocks; 1 where none is free."""
         return max(
             (1 - pool.num_free / pool.num_blocks for pool in self._pools if pool.num_blocks), default=0.0
         )
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens a sequence may have that has every block to itself."""
+        """Return how many tokens a sequence may have that owns every block alone."""
         room = [
             pool.num_blocks * span
             for pool, ring, span in zip(self._pools, self._rings, self._spans, strict=True)
@@ -57,17 +59,17 @@ class BlockPools:
         return min(room, default=sys.maxsize)
 
     def needed(self, num_tokens: int) -> list[int]:
-        """How many blocks of each group a sequence of ``num_tokens`` has."""
+        """Return how many blocks of each group a sequence of ``num_tokens`` has."""
         whole = [-(-num_tokens // span) for span in self._spans]
         pairs = zip(whole, self._rings, strict=True)
         return [count if ring is None else min(count, ring) for count, ring in pairs]
 
     def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """How many blocks of each group it lacks for ``num_tokens``; empty where it lacks none."""
+        """Return how many blocks of each group a sequence lacks for ``num_tokens``; empty for none."""
         tables = sequence.tables
         if not tables:
             return self.needed(num_tokens)
-        # most rows find that they lack nothing
+        # Most rows lack nothing, so look for that case first.
         for table, ring, span in zip(tables, self._rings, self._spans, strict=True):
             if len(table) * span < num_tokens and len(table) != ring:
                 break
@@ -78,13 +80,13 @@ class BlockPools:
         ]
 
     def have_room(self, counts: SequenceOf[int], kept: SequenceOf[int] = ()) -> bool:
-        """Whether so many of each group are free, without the blocks ``kept`` of the first group."""
+        """Return whether ``counts`` blocks of each group are free, less the first group's ``kept`` ones."""
         free = [pool.num_free for pool in self._pools]
         free[0] -= self.first.num_unowned(kept)
         return all(count <= 0 or count <= room for count, room in zip(counts, free, strict=True))
 
     def grow(self, sequence: Sequence, counts: SequenceOf[int]) -> list[BlockGrant]:
-        """Append so many blocks to its tables; the caller has asked `have_room`."""
+        """Append ``counts`` blocks to a sequence's tables, after `have_room`, and return the grants."""
         if not sequence.tables:
             sequence.tables = [[] for _ in self._pools]
         grants = []
@@ -96,7 +98,7 @@ class BlockPools:
         return grants
 
     def num_writable(self, sequence: Sequence, spared: int) -> int:
-        """How many positions it may write without taking the last ``spared`` free blocks of any group."""
+        """Return how many positions a sequence may write if ``spared`` blocks of each group stay free."""
         room = sys.maxsize
         for pool, ring, span, table in zip(
             self._pools, self._rings, self._spans, sequence.tables, strict=True
@@ -113,13 +115,13 @@ class BlockPools:
         sequence.tables = []
 
     def check_changed(self, *, idle: bool) -> None:
-        """As `BlockPool.check_changed`, of every group; ``idle``: every block is free."""
+        """Check every group, as `BlockPool.check_changed` does; with ``idle``, every block must be free."""
         for pool in self._pools:
             pool.check_changed()
         self._check_idle(idle)
 
     def check(self, sequences: Iterable[Sequence], *, idle: bool) -> None:
-        """Every block of every group has the owners it should have; ``idle``: it is free."""
+        """Assert that every block has the right owners; with ``idle``, that every block is free."""
         tables = [sequence.tables for sequence in sequences if sequence.tables]
         for group, (pool, ring) in enumerate(zip(self._pools, self._rings, strict=True)):
             pool.check(block for of_one in tables for block in of_one[group])

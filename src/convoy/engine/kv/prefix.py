@@ -1,9 +1,9 @@
 """Prefix tags: 16 bytes that stand for every token before a position, under a key that only the head has.
 
 T(0) is the root of a salt. Within a block, T(p) is a MAC over T at the block's start and the block's tokens
-up to p; T at a block's end is the start of the next. So equal tags mean equal salts and equal tokens, and a
-member that sees them learns neither. The chain of block hashes is that of vLLM's prefix cache ("Automatic
-Prefix Caching"), keyed here because the tags leave this process.
+up to p. T at a block's end is the start of the next block. So equal tags mean equal salts and equal tokens,
+and a member that sees them learns neither. The chain of block hashes is that of vLLM's prefix cache
+("Automatic Prefix Caching"). It is keyed here because the tags leave this process.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ _HASH_BLOCK_BYTES = 64
 
 
 class PrefixTags:
-    """Makes tags for blocks of ``block_size`` tokens. ``key`` is 32 bytes, drawn anew for each process."""
+    """Make tags for blocks of ``block_size`` tokens.
+
+    ``key`` has 32 bytes; each process makes a random one by default.
+    """
 
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
         self._block_size = block_size
         self._words = [struct.Struct(f"<{count}I") for count in range(block_size + 1)]
-        # HMAC-SHA-256 (RFC 2104) with its two states at hand: several tags are made for every row
+        # HMAC-SHA-256 (RFC 2104) with its two states kept ready, because every row needs several tags.
         padded = (secrets.token_bytes(_KEY_BYTES) if key is None else key).ljust(_HASH_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def root(self, salt: bytes) -> bytes:
-        """T(0): sequences of different salts never have a tag in common."""
-        # 45 bytes, which no other input of this MAC has: those are multiples of 4
+        """Return T(0); sequences of different salts never have a tag in common."""
+        # These 45 bytes differ from every other input of this MAC: the others have multiples of 4.
         return self._mac(b"convoy prefix" + hashlib.sha256(salt).digest())
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int) -> None:
-        """Make ``chain``, which holds T(0), hold T at the ends of the first ``num_blocks`` blocks too."""
+        """Extend ``chain``, which holds T(0), by T at the ends of the first ``num_blocks`` blocks."""
         while len(chain) <= num_blocks:
             start = (len(chain) - 1) * self._block_size
             chain.append(self._after(chain[-1], tokens[start : start + self._block_size]))
 
     def at(self, chain: list[bytes], tokens: Sequence[int], position: int) -> bytes:
-        """T(position): of the tokens before it."""
+        """Return T(position), the tag of the tokens before ``position``."""
         block = position // self._block_size
         self.extend(chain, tokens, block)
         start = block * self._block_size
@@ -51,8 +54,10 @@ class PrefixTags:
     def of_row(
         self, chain: list[bytes], tokens: Sequence[int], start: int, end: int, num_outputs: int
     ) -> tuple[bytes, bytes]:
-        """A row's ``tag``, T(start), and its ``tags``: T at every block end in (start, end], then after each
-        of the last max(1, num_outputs) positions.
+        """Return a row's ``tag``, T(start), and its ``tags``.
+
+        The tags are T at every block end in (start, end], then T after each of the last max(1, num_outputs)
+        positions.
         """
         first, last = start // self._block_size, end // self._block_size
         if first == last and end == start + 1:
@@ -65,7 +70,7 @@ class PrefixTags:
     def _of_decode(
         self, chain: list[bytes], tokens: Sequence[int], position: int, block: int
     ) -> tuple[bytes, bytes]:
-        """As `of_row` for one token within a block, which most rows are: the block is packed once."""
+        """Return the tags as `of_row` does, for the usual row of one token within a block, packed once."""
         self.extend(chain, tokens, block)
         known = tokens[block * self._block_size : position + 1]
         data = chain[block] + self._words[len(known)].pack(*known)

@@ -11,7 +11,10 @@ from convoy.wire.messages.control import BlockGrant
 
 
 class PrefixCache:
-    """Over the one pool that there is. Where it is not ``enabled``, nothing is found or becomes findable."""
+    """Find and label shareable blocks of the only pool.
+
+    If not ``enabled``, nothing is found or becomes findable.
+    """
 
     def __init__(self, pool: BlockPool, tags: PrefixTags, *, enabled: bool) -> None:
         self._pool = pool
@@ -19,11 +22,14 @@ class PrefixCache:
         self._enabled = enabled
 
     def may_share(self, sequence: Sequence) -> bool:
-        """Whether it is looked for at all."""
+        """Return whether the cache is searched for this sequence."""
         return self._enabled and not sequence.all_outputs
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Blocks of known prefix; the last token is never in one, because something has to run."""
+        """Return the blocks of the known prefix.
+
+        The last token is never in one, because at least one token must run.
+        """
         if not self.may_share(sequence):
             return []
         num_blocks = (len(sequence.tokens) - 1) // self._pool.block_size
@@ -31,7 +37,7 @@ class PrefixCache:
         return self._pool.find(sequence.tags[1 : num_blocks + 1])
 
     def share(self, sequence: Sequence, blocks: SequenceOf[int]) -> BlockGrant | None:
-        """Begin a sequence that was just admitted with what `find` gave. None where that was nothing."""
+        """Start a new sequence with the blocks of `find`; return the grant, or None for no blocks."""
         num_tokens = len(blocks) * self._pool.block_size
         if sequence.num_cached is None:
             sequence.num_cached = num_tokens
@@ -44,7 +50,7 @@ class PrefixCache:
         return BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared))
 
     def label(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that [start, end) fills: for later steps, which run after this one."""
+        """Make the blocks filled by [start, end) findable for later steps, which run after this one."""
         size = self._pool.block_size
         if not self._enabled or start // size == end // size:
             return

@@ -1,1 +1,1 @@
-"""A stage that several ranks hold: the leader orders steps, the followers run them."""
+"""A stage that several ranks hold: the leader orders steps, and the followers run them."""

@@ -1,7 +1,7 @@
-"""K/V of sessions over the ranks of a stage: each has its own K/V heads, and whoever saves them wants all.
+"""K/V of sessions over the ranks of a stage: each rank has its own K/V heads, and a saved session has all.
 
-Rank 0 asks the others as a head asks stages (`run.kv_client`), one after the other, and puts heads together
-or takes them apart. Where there are fewer K/V heads than ranks, several ranks have the same one.
+Rank 0 asks the other ranks as a head asks stages (`run.kv_client`), one after the other. It joins their heads
+or splits them. If there are fewer K/V heads than ranks, several ranks have the same head.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import StageAssignment
 
-_HEADS = 3  # the dimension of heads in [layers, 2, positions, heads, head_dim]
+# The dimension of heads in [layers, 2, positions, heads, head_dim].
+_HEADS = 3
 
 
 class RankBlocks:
-    """Of rank 0. One thread reads and writes, while no step runs; any may call `takes` and `end`."""
+    """Read and write the K/V of all ranks, for rank 0.
+
+    One thread reads and writes, while no step runs; any thread may call `takes` and `end`.
+    """
 
     def __init__(
         self,
@@ -56,18 +60,18 @@ class RankBlocks:
         self._rank_of = {link: rank for rank, link in links.items()}
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it is a rank's answer. Receiver threads call this."""
+        """Return whether ``received`` is a rank's reply, and pass it on if so. Receiver threads call this."""
         rank = self._rank_of.get(link)
         return rank is not None and self._carriers[rank].takes(link, received)
 
     def end(self, error: ConvoyError) -> None:
-        """No answer comes any more."""
+        """End all exchanges with ``error``: no reply comes any more."""
         self._guard.close()
         for carrier in self._carriers.values():
             carrier.end(error)
 
     def shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of all ranks' K/V together. Raises `StepError` for more than `MAX_CARRIED_BYTES`."""
+        """Return the shape of all ranks' K/V together. Raises `StepError` above `MAX_CARRIED_BYTES`."""
         own = self._own.kv_shape(num_layers, num_blocks)
         whole = (*own[:_HEADS], self._num_kv_heads, *own[_HEADS + 1 :])
         if 4 * math.prod(whole) > MAX_CARRIED_BYTES:
@@ -75,7 +79,7 @@ class RankBlocks:
         return whole
 
     def read(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As `Stage.read_blocks`, with all heads."""
+        """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""
         whole = torch.empty(self.shape(end - start, len(blocks)))
         whole[..., self._heads(0), :] = self._own.read_blocks(start, end, blocks)
         for rank, carrier in self._carriers.items():
@@ -85,7 +89,9 @@ class RankBlocks:
         return whole
 
     def write(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor) -> None:
-        """As `Stage.write_blocks`. What this rank refuses is not sent to the others."""
+        """Write K/V as `Stage.write_blocks` does, to every rank; blocks that this rank refuses are not sent
+        on.
+        """
         wanted = self.shape(kv.shape[0], len(blocks))
         if tuple(kv.shape) != wanted:
             raise StepError(f"K/V of a session has shape {list(kv.shape)}, expected {list(wanted)}")

@@ -1,7 +1,8 @@
-"""Ranks of one stage on CUDA devices of one host (`--device cuda:0+cuda:1`), with the face of one stage.
+"""Ranks of one stage on CUDA devices of one host (`--device cuda:0+cuda:1`), which act as one stage.
 
-As `engine.ranks.host_ranks` has them on the host, but nobody waits for a step, and the devices add
-by themselves (`kernels.sums`). Captured decodes are started from one thread; all else from a thread a rank.
+They work as host ranks do (`engine.ranks.host_ranks`), but no thread waits for a step, and the devices
+compute sums by themselves (`kernels.sums`). One thread starts captured decodes; each rank's own thread does
+everything else.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class DeviceRankStages(RankStages):
-    """As `RankStages`; what `start` and `draw` give is waited for by whoever needs it."""
+    """Run `RankStages` on devices; callers wait for the results of `start` and `draw` as needed."""
 
     overlaps = True
-    # the hidden states of the step that was started last, by rank: each rank draws from its own
+    # The hidden states of the last started step, by rank: each rank samples from its own.
     _hidden: Sequence[torch.Tensor] = ()
 
     def start(
@@ -45,7 +46,10 @@ class DeviceRankStages(RankStages):
         *,
         selects: bool = False,
     ) -> Any:
-        """As `CudaStage.start`. The first rank alone has tables, and checks the step for all."""
+        """Start a step as `CudaStage.start` does.
+
+        Only the first rank has tables, so it checks the step for all.
+        """
         self._check()
         checked = self._cuda[0].check(step, hidden, tokens)
         found = self._replayed(checked, selects=selects)
@@ -55,9 +59,10 @@ class DeviceRankStages(RankStages):
         return WatchedResult(found[0], self._devices.check_sums)
 
     def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[PendingResult] | None:
-        """A decode that all ranks have captured: started here, one right behind the other.
+        """Start a decode that all ranks have captured, one rank right behind the other; None if one has not.
 
-        On the first device it waits for the second, so nothing that may wait for a device comes in between.
+        The first device waits for the second inside the graph, so nothing that may wait for a device comes in
+        between.
         """
         graphs: list[DecodeGraph] = []
         for stage in self._cuda:
@@ -66,6 +71,8 @@ class DeviceRankStages(RankStages):
                 return None
             graphs.append(graph)
         try:
+            # Every graph is filled by now. Filling may wait for a device, and the first replay waits for the
+            # second.
             for graph in graphs:
                 graph.replay()
         except BaseException:
@@ -82,7 +89,7 @@ class DeviceRankStages(RankStages):
         self._cuda[0].apply(step)
 
     def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> Any:
-        """As `CudaStage.draw`."""
+        """Sample as `CudaStage.draw` does, with every rank's share of the vocabulary."""
         self._check()
         own = [hidden] * len(self.stages)
         if self._hidden and self._hidden[0] is hidden:
@@ -92,7 +99,7 @@ class DeviceRankStages(RankStages):
         return WatchedDraws(self._cuda[0].draw(hidden, draws), self._devices.check_sums)
 
     def _write(self, work: Callable[[Stage], None]) -> None:
-        # the first rank alone knows which blocks are free, and refuses others
+        # Only the first rank knows which blocks are free, and refuses others before the other ranks write.
         for stage in self.stages:
             work(stage)
 
@@ -105,7 +112,7 @@ class DeviceRankStages(RankStages):
         return cast("Sequence[CudaStage]", self.stages)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """So much that no device gets more than it has, where each holds its heads of every block."""
+        """Return the most bytes of K/V that fit on every device; each holds its heads of every block."""
         rooms = self._all(lambda stage: stage.room_bytes(offered_bytes // len(self.stages)))
         whole = self.block_bytes
         found = []

@@ -17,34 +17,38 @@ from convoy.wire.messages.control import StageAssignment, Step, StepFailed
 
 
 class GroupExecutor(LocalExecutor):
-    """As `LocalExecutor`, with other ranks that may be lost, or say that they failed."""
+    """Run steps as `LocalExecutor` does, with other ranks that may be lost or may report a failure."""
 
     def __init__(self, stage: LeaderStage, generation: int, depth: int = 1) -> None:
         super().__init__(stage.as_stage(), depth)
         self._leader = stage
         self._generation = generation
         self._lost: StageLost | None = None
-        self._said: tuple[str, ...] = ()  # who failed first, as a rank says
+        # The members that failed first, as a rank reports.
+        self._said: tuple[str, ...] = ()
 
     @property
     def blamed(self) -> tuple[str, ...]:
-        """Who failed first; two where it may have been either."""
+        """Return the members that failed first; two if it may have been either."""
         culprit = self._leader.culprit
         return self._said or (() if culprit is None else (culprit,))
 
     def deliver(self, link: Link, received: Received) -> None:
-        """Receiver threads of the other ranks' links call this, with what the group did not take."""
+        """Take a message that the collective did not take; receiver threads of the other ranks' links call
+        this.
+        """
         if not isinstance(received, ReceivedMessage) or received.generation != self._generation:
             return
         if isinstance(received.message, StepFailed):
             about = received.message.about
+            # A rank that accuses another may be at fault itself, so both are blamed.
             doubted = about in self._leader.names and about != link.peer
             self._said = self._said or ((about, link.peer) if doubted else (link.peer,))
             text = f"{link.peer} could not run a step: {received.message.reason}"
             self._end(StageLost(text, public=f"{link.peer} could not run a step"))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
-        """A rank's link ended."""
+        """End the executor, because the link of a rank ended."""
         lost = StageLost(
             f"the link to {link.peer} ended: {error.message}",
             hint="start that member again",
@@ -78,7 +82,7 @@ class GroupExecutor(LocalExecutor):
 
 
 class GroupPipeline(PipelineExecutor):
-    """As `PipelineExecutor`, whose head is rank 0 of a stage of several ranks."""
+    """Run steps as `PipelineExecutor` does, for a head that is rank 0 of a stage of several ranks."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A rank that follows: it runs what rank 0 ordered, in that order and each to its end, and nothing else.
+"""A follower rank: it runs the orders of rank 0, in order and each to its end, and nothing else.
 
-An order that was taken is run also when the plan is given up meanwhile: rank 0 may wait for this rank's part
-of it. Whoever ends the plan ends the collective too, so that no rank waits for ever.
+An accepted order runs even if the plan ends meanwhile, because rank 0 may wait for this rank's part of it.
+The end of a plan also ends its collective, so that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -24,29 +24,35 @@ Order = RankStep | RankOutput | ReadBlocks | WriteBlocks
 
 
 class FollowerLoop:
-    """One rank of one plan generation, on one thread.
+    """Run the orders for one rank under one plan id, on one thread.
 
-    A hidden state comes right behind the order that announces it, on the same link; so whatever else comes
-    there instead is a mistake.
+    A hidden state comes right behind the order that announces it, on the same link. Anything else in its
+    place is an error.
     """
 
     def __init__(
         self, stage: Stage, collective: RankCollective, generation: int, step_s: Histogram | None = None
     ) -> None:
-        """``step_s``: takes how long each step with rows took this rank, waits for the others included."""
+        """Prepare the loop.
+
+        ``step_s`` records each step's time in seconds, with the waits for other ranks included.
+        """
         self._step_s = step_s
-        self.finished_step = -1  # the last one that was run; read from other threads
+        # The last step that ran; read from other threads.
+        self.finished_step = -1
         self._stage = stage
         self._collective = collective
         self._generation = generation
         self._keeper: KvServer | None = None
-        self._waiting: RankStep | RankOutput | None = None  # an order whose hidden state comes next
+        # An order that waits for its hidden state.
+        self._waiting: RankStep | RankOutput | None = None
         self._last: tuple[Step, torch.Tensor] | None = None
 
     def accept(self, leader: Link, order: Order, generation: int) -> None:
-        """An order from rank 0, on its link; one of an old generation is dropped.
+        """Run an order of rank 0, or keep it until its hidden state comes; an order of an old plan is
+        dropped.
 
-        Raises `StepError` for what makes no sense, and what running it raises.
+        Raises `StepError` for an invalid order, and any error of running it.
         """
         if generation != self._generation:
             return
@@ -64,7 +70,7 @@ class FollowerLoop:
                 self._run_output(order, self._own_rows(order))
 
     def accept_tensor(self, received: ReceivedTensor) -> None:
-        """A hidden state, or K/V of a session. Raises as `accept`."""
+        """Take a hidden state, or K/V of a session. Raises as `accept` does."""
         if received.generation != self._generation:
             return
         if received.kind is FrameType.BLOCKS:
@@ -97,6 +103,7 @@ class FollowerLoop:
         tokens = tokens_from_bytes(step.tokens) if self._stage.takes_tokens else None
         out = self._stage.run(step, hidden, tokens)
         if not step.rows:
+            # A step without rows is a probe: it must show that every rank computes.
             prove(self._collective)
         self._last = (step, out)
         if order.output:

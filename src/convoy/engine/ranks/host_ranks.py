@@ -1,7 +1,7 @@
-"""Ranks of one stage on one host as threads of this process (`--device cpu+cpu`), with the face of one stage.
+"""Ranks of one stage on one host as threads of this process (`--device cpu+cpu`), which act as one stage.
 
-Each rank has its own slice of every layer, its own pools and its own thread, which runs what all ranks run,
-in the same order. What they add up crosses no link.
+Each rank has its own slice of every layer, its own pools and its own thread. All threads run the same work in
+the same order. Their sums cross no link.
 """
 
 from __future__ import annotations
@@ -31,30 +31,35 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Work = tuple[Callable[[], object], "Future[object]"]
-JOIN = "+"  # between the devices of ranks; a comma separates stages
-_HEADS = 3  # the dimension of heads in [layers, 2, positions, heads, head_dim]
+# Separates the devices of ranks; a comma separates stages.
+JOIN = "+"
+# The dimension of heads in [layers, 2, positions, heads, head_dim].
+_HEADS = 3
 
 
 class HostRanks(Protocol):
-    """What ranks share; `local.LocalGroup` or `model.backends.cuda.kernels.sums.DeviceGroup`."""
+    """Hold the state that ranks share:
+
+    `local.LocalGroup` or `model.backends.cuda.kernels.sums.DeviceGroup`.
+    """
 
     @property
     def error(self) -> CollectiveError | None:
-        """Why it is over."""
+        """Return the error that ended the collective, or None."""
         ...
 
     @property
     def ends(self) -> Sequence[Any]:
-        """What each rank joins, in their order."""
+        """Return the object that each rank joins, in rank order."""
         ...
 
     def abort(self, error: ConvoyError) -> CollectiveError:
-        """It is over, for all; what everybody gets."""
+        """End the collective for all ranks and return the error that each of them gets."""
         ...
 
 
 class RankThread:
-    """Runs what one rank runs, in order."""
+    """Run one rank's work on its own thread, in order."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -68,7 +73,8 @@ class RankThread:
 
 
 def _run(works: queue.SimpleQueue[Work | None], num_threads: int) -> None:
-    torch.set_num_threads(num_threads)  # of this thread, and of the process
+    # Sets the number for this thread, and for the process.
+    torch.set_num_threads(num_threads)
     while (item := works.get()) is not None:
         work, done = item
         try:
@@ -79,10 +85,10 @@ def _run(works: queue.SimpleQueue[Work | None], num_threads: int) -> None:
 
 
 class RankStages:
-    """The ranks, rank 0 first. Not thread-safe, as a stage is not.
+    """Present several ranks as one stage, rank 0 first. Not thread-safe, as a stage is not.
 
-    After a rank failed while others waited for it the group is over: every later step raises
-    `CollectiveError`, and the stage is to be loaded again.
+    If a rank fails while others wait for it, the collective is over: every later step raises
+    `CollectiveError`, and the stage must be loaded again.
     """
 
     overlaps = False
@@ -117,13 +123,14 @@ class RankStages:
         progress: LoadProgress | None = None,
         kept: Sequence[Stage | None] = (),
     ) -> RankStages:
-        """One rank after the other, each on its own thread. Raises as `Stage.load`, and PlanError.
+        """Load one rank after the other, each on its own thread. Raises as `Stage.load`, and PlanError.
 
-        ``kept``: the stages that these take the place of, by rank.
+        ``kept`` holds the stages that these ranks replace, by rank.
         """
         devices = options.device.split(JOIN)
         size = len(devices)
         group = cls._begin_group(devices, assignment.member)
+        # The ranks share the processor's cores.
         num_threads = max(1, (options.num_threads or torch.get_num_threads()) // size)
         threads = [RankThread(f"rank {rank}", num_threads) for rank in range(size)]
 
@@ -172,7 +179,7 @@ class RankStages:
         self._all(lambda stage: stage.apply(step))
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """As `Stage.run`. Raises `CollectiveError` where a rank failed, or does not do its part in time."""
+        """Run a step as `Stage.run` does. Raises `CollectiveError` if a rank fails or is late."""
         self._check()
         return self._all(lambda stage: stage.run(step, hidden, tokens))[0]
 
@@ -195,7 +202,7 @@ class RankStages:
         return SampleTask(draw_all(self.output(hidden).numpy(), draws))
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As `Stage.read_blocks`, with the K/V heads of all ranks."""
+        """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""
         parts = self._all(lambda stage: stage.read_blocks(start, end, blocks))
         whole = torch.empty(self.kv_shape(end - start, len(blocks)))
         for stage, part in zip(self.stages, parts, strict=True):
@@ -205,7 +212,7 @@ class RankStages:
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """As `Stage.write_blocks`: each rank gets its K/V heads."""
+        """Write K/V as `Stage.write_blocks` does; each rank gets its own heads."""
         wanted = self.kv_shape(kv.shape[0] if kv.dim() else 0, len(blocks))
         if tuple(kv.shape) != wanted:
             raise StepError(f"K/V of a session has shape {list(kv.shape)}, expected {list(wanted)}")
@@ -235,24 +242,24 @@ class RankStages:
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """Rank 0's."""
+        """Return rank 0's layers."""
         return self.stages[0].layers
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Of all ranks together."""
+        """Return the bytes of a block on all ranks together, by cache group."""
         return tuple(map(sum, zip(*(stage.block_bytes for stage in self.stages), strict=True)))
 
     def room_bytes(self, offered_bytes: int) -> int:
         return offered_bytes - self.weight_bytes
 
     def give_up(self, _source: ModelSource, _options: StageOptions, _shard: Shard = WHOLE) -> None:
-        """As of one; nothing is kept for a stage of another kind."""
+        """Free the stage as `Stage.give_up` does; nothing is kept for a stage of another kind."""
         for stage in self.release():
             stage.forget()
 
     def release(self) -> list[Stage]:
-        """It is over; what each rank has, for those that take their place."""
+        """End the ranks and return their stages, from which a replacement may take weights."""
         self._group.abort(StageLost("the stage was given up"))
         self._end()
         return list(self.stages)
@@ -273,13 +280,18 @@ class RankStages:
             raise self._group.error
 
     def _all(self, work: Callable[[Stage], T]) -> list[T]:
-        """On every rank at once. A rank that fails ends the group, so that none waits for it."""
+        """Run ``work`` on every rank at once and return the results by rank.
+
+        A rank that fails ends the collective, so that no other rank waits for it.
+        """
         running = [
             thread.put(lambda stage=stage: work(stage))  # type: ignore[misc]
             for thread, stage in zip(self._threads, self.stages, strict=True)
         ]
         errors: list[BaseException] = []
         for one in running:
+            # A failure must end the collective at once, from the failing rank's thread: the others may wait
+            # in it.
             one.add_done_callback(self._ended)
         for one in running:
             try:
@@ -287,12 +299,14 @@ class RankStages:
             except BaseException as error:  # noqa: BLE001 - raised below, once no rank runs any more
                 errors.append(error)
         if errors:
+            # A `CollectiveError` only follows from another rank's failure, so raise the cause where there is
+            # one.
             raise next((e for e in errors if not isinstance(e, CollectiveError)), errors[0])
         return [cast("T", one.result()) for one in running]
 
     def _ended(self, done: Future[object]) -> None:
         error = done.exception()
-        # what a step is refused for is refused by every rank, before any of them waits
+        # Every rank refuses an invalid step alike, before any of them waits, so a `StepError` ends nothing.
         if error is not None and not isinstance(error, StepError):
             failed = (
                 error
@@ -308,7 +322,7 @@ def _end_threads(threads: Sequence[RankThread]) -> None:
 
 
 def _after(progress: LoadProgress | None, rank: int, size: int) -> LoadProgress | None:
-    """The progress of one rank as that of all, which are as large."""
+    """Convert one rank's progress to that of all ranks, which have the same size."""
     if progress is None:
         return None
     return lambda loaded, total: progress(rank * total + loaded, size * total)

@@ -1,7 +1,7 @@
-"""Rank 0 of a stage that several members hold: whoever runs it sees a stage like any other.
+"""Rank 0 of a stage that several members hold; the stage's user sees a stage like any other.
 
-Each order goes to the other ranks first, in their links' order, and then is run here too. So no rank runs
-what another does not: an order is sent only where nothing is left but to run it.
+Each order goes to the other ranks first, in their links' order, and then runs here too. So every rank runs
+the same orders: an order is sent only when nothing is left but to run it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from convoy.wire.messages.ranks import RankOutput, RankStep
 
 
 class LeaderStage:
-    """The face of `Stage` over this rank's own slice and the ranks that ``links`` lead to, by rank.
+    """Present this rank's slice and the other ranks as one `Stage`.
 
-    One thread runs it; any may call `takes`, `ended` and `abort`. ``own`` has joined ``collective``.
-    ``num_kv_heads``: of the whole model. ``timeout_s``: how long K/V of another rank may take beside what its
-    bytes take. ``culprit``: the rank's member because of which a step failed here.
+    ``links`` leads to the other ranks, by rank. One thread runs the stage; any thread may call `takes`
+    and `abort`. ``own`` has joined ``collective``. ``num_kv_heads`` counts those of the whole model.
+    ``timeout_s`` is the time allowed for K/V of another rank, on top of the time for its bytes. ``culprit``
+    is the member of the rank that made a step fail here.
     """
 
     overlaps = False
@@ -61,32 +62,35 @@ class LeaderStage:
         self._blocks = RankBlocks(
             own, self._links, generation=generation, num_kv_heads=num_kv_heads, timeout_s=timeout_s
         )
-        self._last: tuple[int, torch.Tensor] | None = None  # the step that ran last, and what came of it
-        self._selected: torch.Tensor | None = None  # its rows for the output
-        self._has_begun = False  # the others run these through the output already
+        # The number of the step that ran last, and its hidden states.
+        self._last: tuple[int, torch.Tensor] | None = None
+        # The rows of that step for the output.
+        self._selected: torch.Tensor | None = None
+        # Whether the other ranks compute the output of these rows already.
+        self._has_begun = False
 
     def as_stage(self) -> Stage:
-        """For whoever runs a stage; a class by itself, because nothing of `Stage` but its face is wanted."""
+        """Return this object as a `Stage`; it shares the methods of `Stage` but none of its code."""
         return cast("Stage", self)
 
     @property
     def names(self) -> list[str]:
-        """The members of the other ranks."""
+        """Return the members of the other ranks."""
         return [link.peer for link in self._links.values()]
 
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it is another rank's answer about K/V."""
+        """Return whether ``received`` is another rank's reply about K/V, and pass it on if so."""
         return self._blocks.takes(link, received)
 
     def abort(self, error: ConvoyError) -> None:
-        """Whoever waits for another rank here wakes, and raises `StageLost`; also for later orders."""
+        """Wake every thread that waits for another rank here; it and later orders raise `StageLost`."""
         self._collective.abort(error)
         self._blocks.end(error)
 
     def close(self) -> None:
-        """The plan is over."""
+        """End the watch and the collective with the plan."""
         self._watch.close()
         self.abort(LinkClosed("the plan is over"))
 
@@ -105,7 +109,7 @@ class LeaderStage:
         return self._own.takes_tokens
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
-        """Of this rank; the others make theirs with the plan's activation."""
+        """Make this rank's pools; the other ranks make theirs when the plan is activated."""
         self._own.make_pools(num_blocks)
 
     def room_bytes(self, offered_bytes: int) -> int:
@@ -115,7 +119,10 @@ class LeaderStage:
         self._own.forget()
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """As `Stage.run`, with all ranks. Raises `CollectiveError` where one of them does not do its part."""
+        """Run a step as `Stage.run` does, with all ranks.
+
+        Raises `CollectiveError` if one of them fails its part.
+        """
         return self._run(step, hidden, tokens, selects=False)
 
     def start(
@@ -126,7 +133,10 @@ class LeaderStage:
         *,
         selects: bool = False,
     ) -> Computed:
-        """As `Stage.start`. With ``selects`` the owner of the output must `draw` from it next."""
+        """Start a step as `Stage.start` does.
+
+        With ``selects``, the owner of the output must `draw` from it next.
+        """
         out = self._run(step, hidden, tokens, selects=selects)
         return Computed(self.select(step, out) if selects else out)
 
@@ -137,7 +147,7 @@ class LeaderStage:
         return rows
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Stage.output`: every rank computes its part of the vocabulary."""
+        """Return logits as `Stage.output` does; every rank computes its part of the vocabulary."""
         with self._blaming():
             self._order_output(hidden)
             return self._own.output(hidden)
@@ -148,13 +158,13 @@ class LeaderStage:
             return self._own.draw(hidden, draws)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As `Stage.read_blocks`, with the K/V heads of all ranks."""
+        """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""
         return self._blocks.read(start, end, blocks)
 
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """As `Stage.write_blocks`: each rank gets its K/V heads."""
+        """Write K/V as `Stage.write_blocks` does; each rank gets its own heads."""
         self._blocks.write(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
@@ -166,6 +176,7 @@ class LeaderStage:
         self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None, *, selects: bool
     ) -> torch.Tensor:
         with self._blaming():
+            # One message orders the step and its output, which saves a round of messages.
             self._has_begun = selects and self.assignment.output
             self._order_step(step, hidden, with_tokens=tokens is not None, output=self._has_begun)
             out = self._own.run(step, hidden, tokens)
@@ -177,7 +188,10 @@ class LeaderStage:
     def _order_step(
         self, step: Step, hidden: torch.Tensor | None, *, with_tokens: bool, output: bool
     ) -> None:
-        """Draws are this rank's own, and token ids are for stages that look into them."""
+        """Send a step to the other ranks, without sampling jobs.
+
+        Sampling is rank 0's own work. Token ids go only to stages that need them.
+        """
         tokens = step.tokens if with_tokens and self._own.takes_tokens else b""
         part = msgspec.structs.replace(step, draws=[], tokens=tokens)
         has_hidden = not self.assignment.embed and hidden is not None
@@ -187,6 +201,7 @@ class LeaderStage:
     def _order_output(self, hidden: torch.Tensor) -> None:
         is_own = hidden is self._selected
         has_begun, self._has_begun = self._has_begun and is_own, False
+        # The other ranks have begun already, or there is nothing to compute.
         if has_begun or not hidden.shape[0]:
             return
         assert self._last is not None, "a step comes before its output"
@@ -209,7 +224,7 @@ class LeaderStage:
         return _Blaming(self)
 
     def _fell(self, error: BaseException) -> None:
-        """An order failed here: the others must not wait for this rank's part of it."""
+        """End the collective after a failed order, so that no other rank waits for this rank's part."""
         if isinstance(error, CollectiveError):
             self.culprit = self.culprit or named(error, self._links)
         if isinstance(error, ConvoyError):
@@ -219,7 +234,7 @@ class LeaderStage:
 
 
 class _Blaming:
-    """Around an order: others are watched meanwhile, and an order that fails ends the group."""
+    """Watch the other ranks during an order; a failed order ends the collective."""
 
     def __init__(self, leader: LeaderStage) -> None:
         self._leader = leader

@@ -1,4 +1,4 @@
-"""A stage on one device, or on several of one host that share its layers: which of them is loaded."""
+"""Load a stage on one device, or on several devices of one host that share its layers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def load_stage(
     before: Stage | None = None,
     shard: Shard | None = None,
 ) -> Stage:
-    """As `Stage.load`; a device of several ranks, such as cpu+cpu, gives a stage that has them as threads.
+    """Load a stage as `Stage.load` does; a device such as cpu+cpu gives a stage with one thread a rank.
 
-    Raises PlanError too, for ranks that cannot share these layers, or that are in a group of others already.
+    Raises PlanError too: for ranks that cannot share these layers, or that share them with other members
+    already.
     """
     devices = options.device.split(JOIN)
     size = len(devices)
@@ -41,15 +42,17 @@ def load_stage(
         return Stage.load(source, assignment, options, progress, before=old[0], shard=shard)
     kept = before.release() if isinstance(before, RankStages) else [before]
     stage = _kind_of(devices).load(source, assignment, options, progress, kept)
-    return cast("Stage", stage)  # a class by itself: nothing of `Stage` but its face is wanted
+    # The class shares the methods of `Stage`, but none of its code.
+    return cast("Stage", stage)
 
 
 def _kind_of(devices: Sequence[str]) -> type[RankStages]:
-    """Raises ModelError for devices without Triton."""
+    """Return the class for ranks on ``devices``. Raises ModelError for CUDA devices without Triton."""
     if devices[0] == HOST:
         return RankStages
     try:
-        from convoy.engine.ranks.device_ranks import DeviceRankStages  # Triton, where it is wanted
+        # Imported only here, because it needs Triton.
+        from convoy.engine.ranks.device_ranks import DeviceRankStages
     except ImportError as error:
         raise ModelError(
             f"ranks on {JOIN.join(devices)} need Triton, which is not installed",

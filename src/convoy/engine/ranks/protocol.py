@@ -1,4 +1,4 @@
-"""What a stage's ranks need of each other, whatever carries it."""
+"""The operations that a stage's ranks need of each other, over any transport."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from convoy.transport.link.link import Link
 
 
 class RankCollective(Collective, Protocol):
-    """A collective that another thread may end."""
+    """Extend a collective by the operations that end it or let it rest."""
 
     def abort(self, error: ConvoyError) -> None:
-        """It is over: whoever waits in it raises a `CollectiveError`."""
+        """End the collective from any thread: every waiting call raises a `CollectiveError`."""
 
     def rest(self) -> None:
-        """No operation follows at once: what else the other ranks send is looked at without delay again."""
+        """Announce that no operation follows at once, so that other messages are handled without delay."""
 
 
 def prove(collective: Collective) -> None:
-    """That every rank is there and computes, where a step has no rows. Raises `CollectiveError`."""
+    """Check that every rank is there and computes, for a step without rows. Raises `CollectiveError`."""
     total = float(collective.all_reduce(torch.ones(1)).item())
     if total != collective.world_size:
         raise CollectiveError(f"{collective.world_size} ranks say that they are {total:g}")
 
 
 def named(error: CollectiveError, links: Mapping[int, Link]) -> str | None:
-    """The member that an error of a collective is about."""
+    """Return the member of the rank that a collective's error names, or None."""
     link = None if error.rank is None else links.get(error.rank)
     return None if link is None else link.peer

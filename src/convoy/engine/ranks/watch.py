@@ -1,7 +1,7 @@
-"""Who waits for another rank's part cannot look whether that rank still lives: so another thread does.
+"""A thread that checks the other ranks while this rank waits for their parts and cannot check itself.
 
-A rank that computes answers a ping meanwhile, from the threads of its links. One that hangs, or whose machine
-is gone without a word, does not, and would be waited for until the deadline of the operation.
+A rank that computes answers a ping meanwhile, from the threads of its links. A rank that hangs, or on a
+machine that disappeared, does not, and would block the others until the operation's deadline.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _PING_S = 1.0
-_MAX_SILENT = 2  # looks in a row: a machine may be busy for one
+# Unanswered pings in a row: a busy machine may miss one.
+_MAX_SILENT = 2
 
 
 class RankWatch:
-    """Told by the thread that runs orders, before and after each. ``abort`` is called with who is silent."""
+    """Ping the other ranks while an order runs, and call ``abort`` with an error that names a silent rank.
+
+    The thread that runs orders calls `begin` and `end` around each.
+    """
 
     def __init__(self, links: Mapping[int, Link], abort: Callable[[ConvoyError], None]) -> None:
         self._links = links
@@ -39,7 +43,7 @@ class RankWatch:
         self._since_s = None
 
     def close(self) -> None:
-        """Ends its thread."""
+        """End the thread."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -54,7 +58,8 @@ class RankWatch:
         for rank, link in self._links.items():
             try:
                 is_there = link.is_there(_PING_S)
-            except ConvoyError:  # its link is over, and says so itself
+            # The link has ended, and reports that itself.
+            except ConvoyError:
                 continue
             self._num_silent[rank] = 0 if is_there else self._num_silent.get(rank, 0) + 1
             if self._num_silent[rank] >= _MAX_SILENT and not self._closed.is_set():

@@ -1,7 +1,7 @@
-"""What ranks on devices give, looked at once it is here.
+"""Results of device ranks, checked when they arrive.
 
-A kernel that waited in vain for a rank gives no numbers, and cannot raise. What is no number may have other
-reasons too, so the devices are asked, which waits for them, only where something is none.
+A kernel that waited in vain for a rank returns no numbers and cannot raise. Values that are not finite may
+have other reasons too, so the devices are asked only in that case: the question waits for them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ import torch
 
 from convoy.model.sampling.output_rows import SampleResult
 
-_EVERY = 256  # numbers of a row: a sum that was not made leaves more than so many beside each other
+# Look at each 256th number of a row: a sum that failed leaves a longer run of values that are no numbers.
+_EVERY = 256
 
 
 class RankResult(Protocol):
-    """As `model.backends.cuda.memory.pending.PendingResult`."""
+    """Describe a pending result, as `model.backends.cuda.memory.pending.PendingResult`."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
 
     def wait(self) -> torch.Tensor:
-        """Once it is complete."""
+        """Return the tensor once it is complete."""
         ...
 
 
 class SampledStep(Protocol):
-    """As `model.sampling.output_rows.SampleTask`."""
+    """Describe a pending sampling, as `model.sampling.output_rows.SampleTask`."""
 
     def outcomes(self) -> tuple[SampleResult, ...]:
-        """Once they are known."""
+        """Return the results once they are known."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedResult:
-    """Hidden states, [rows, width]. ``check`` raises where a rank did not come."""
+    """Hold hidden states, [rows, width]. ``check`` raises if a rank was missing."""
 
     result: RankResult
     check: Callable[[], None]
@@ -48,7 +49,7 @@ class WatchedResult:
         return self.result.tensor
 
     def wait(self) -> torch.Tensor:
-        """The result. What stays on a device is not looked at: whoever draws from it looks."""
+        """Return the result. A tensor that stays on a device is not checked here but when it is sampled."""
         found = self.result.wait()
         if found.device.type == "cpu" and not bool(found[:, ::_EVERY].isfinite().all()):
             self.check()
@@ -57,13 +58,13 @@ class WatchedResult:
 
 @dataclass(frozen=True, slots=True)
 class WatchedDraws:
-    """Outcomes. ``check`` raises where a rank did not come."""
+    """Hold sampling results. ``check`` raises if a rank was missing."""
 
     drawing: SampledStep
     check: Callable[[], None]
 
     def outcomes(self) -> tuple[SampleResult, ...]:
-        """One for each draw, in their order."""
+        """Return one result for each sampling job, in their order."""
         found = self.drawing.outcomes()
         if any(one.error is not None for one in found):
             self.check()

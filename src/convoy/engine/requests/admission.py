@@ -1,4 +1,4 @@
-"""Whether a request can ever be run here: vocabulary, context and K/V blocks."""
+"""Check whether a request can ever run here: vocabulary, context and K/V blocks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def check_request(
     max_context: int,
     pools: BlockPools,
 ) -> None:
-    """Raises `RequestError`, naming the parameter and both numbers."""
+    """Raise `RequestError` for a request that can never run; it names the parameter and both numbers."""
     num_prompt = len(request.prompt_ids)
     if num_prompt == 0:
         raise RequestError("the prompt is empty, expected at least one token", param="prompt")
     if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
         raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
-    # Found in time: on the engine's thread it would end everybody's requests.
+    # Checked before admission: on the engine's thread, the error would end all requests.
     request.params.check_vocabulary(vocab_size)
     check_restrictions(request, eos_ids, vocab_size)
     if num_prompt + request.max_tokens > max_context:
@@ -49,7 +49,7 @@ def check_request(
 
 
 def check_tokens(num_tokens: int, *, max_context: int, pools: BlockPools) -> None:
-    """For a session that would hold so many. Raises `RequestError` with both numbers."""
+    """Raise `RequestError` with both numbers for a session of ``num_tokens`` that does not fit."""
     room = min(max_context, pools.max_tokens - 1)
     if num_tokens > room:
         raise RequestError(
@@ -61,12 +61,15 @@ def check_tokens(num_tokens: int, *, max_context: int, pools: BlockPools) -> Non
 
 
 def room_for(max_context: int, pools: BlockPools) -> int:
-    """How many tokens one request may have with its answer."""
+    """Return how many tokens a request and its answer may have together."""
     return min(max_context, pools.max_tokens)
 
 
 def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
-    """What is asked for where nobody said how much: there may be less room than when it was read."""
+    """Return ``request`` with ``max_tokens`` lowered to the room that is left, if the client set none.
+
+    There may be less room than when the request was read.
+    """
     left = room - len(request.prompt_ids)
     if not request.open_ended or not 0 < left < request.max_tokens:
         return request
@@ -74,9 +77,9 @@ def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
 
 
 def unfit(continuations: Iterable[SequenceOwner], room: int) -> list[tuple[object, CapacityError]]:
-    """The groups that have more tokens already than other stages have room for, and why.
+    """Return the groups with more tokens than the new stages have room for, each with its error.
 
-    All others go on, and end at the new wall if they ever get there.
+    All others continue, and end when they reach the new limit.
     """
     found = []
     for continuation in continuations:

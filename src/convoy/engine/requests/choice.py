@@ -1,4 +1,4 @@
-"""One choice of a request while it runs: its sequence, its text so far, and what a new token does to it."""
+"""One choice of a running request: its sequence, its text so far, and the effect of a new token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from convoy.wire.messages.control import Row
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Turns what was drawn into outputs. Lives on the engine's thread."""
+    """Turn sampled tokens into outputs, on the engine's thread."""
 
     request: GenerationRequest
     index: int
@@ -41,24 +41,29 @@ class Choice:
     group: object
     meter: ChoiceMeter
     restrictions: Restrictions
-    prompt_seen: SequenceOf[int] = ()  # the prompt's tokens, each once, where a penalty looks at them
+    # The distinct tokens of the prompt, if a penalty needs them.
+    prompt_seen: SequenceOf[int] = ()
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
 
     def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
-        """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
+        """Return one sampling job for each output of ``row``.
+
+        The row's last ``len(drafts)`` tokens are guesses.
+        """
         self.meter.admitted()
         end = row.start + row.num_tokens
         return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
     def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
-        """Take what came of `draws`, draft by draft as long as each is the token that was drawn.
+        """Append the sampled tokens; accept drafts in order while each equals the sampled token.
 
-        Raises ConvoyError where one could not be drawn.
+        Raises ConvoyError if a token could not be sampled.
         """
         if self.request.prompt_logprobs is not None and self.index == 0:
             self._score_prompt(outcomes, row.start)
+        # A chunk of a prompt, or of a replay, that does not reach the last known token brings no new one.
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
             return RowResult()
         self.meter.advanced()
@@ -66,13 +71,14 @@ class Choice:
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
             if self._append(_sampled(outcome)):
                 return RowResult(num_accepted, complete=True)
+            # The sampled token differs from the draft, so the outputs after it belong to another text.
             if self.sequence.tokens[-1] != draft:
                 break
             num_accepted += 1
         return RowResult(num_accepted)
 
     def finish(self, reason: FinishReason) -> None:
-        """Emit what was held back and the reason, once."""
+        """Emit the text that was held back and the reason, once."""
         if not self.finished:
             self.finished = True
             self.meter.finished(reason)
@@ -80,7 +86,7 @@ class Choice:
             self.emit(FinishOutput(self.index, reason, self.stream.finish(), cached, queued_s))
 
     def fail(self, error: ConvoyError | None) -> None:
-        """Say no more, or only ``error``."""
+        """End the choice and emit ``error``, or nothing if it is None."""
         if not self.finished:
             self.meter.finished("error")
         self.finished = True
@@ -93,7 +99,8 @@ class Choice:
             params = replace(request.params, logprobs=request.prompt_logprobs)
             return SampleJob(params, self.index, position, score=request.prompt_ids[position])
         if position < known:
-            return GREEDY  # it was drawn before this sequence was preempted
+            # Sampled already, before this sequence was preempted: the result is not used.
+            return GREEDY
         params = with_two_best(request.params) if self._watches_ties else request.params
         drawn = SampleJob(params, self.index, position)
         if request.params.reshapes:
@@ -156,7 +163,7 @@ def make_choices(
     share_across_keys: bool,
     counts: RequestCounts | None = None,
 ) -> list[Choice]:
-    """All of a request, as one group, with sequences that wait. ``counts``: of what becomes of them."""
+    """Return all choices of a request, as one group with waiting sequences; ``counts`` records their ends."""
     counts = counts or RequestCounts()
     salt = b"" if share_across_keys else request.cache_salt
     group = object()

@@ -1,8 +1,8 @@
-"""Where a text may part from what it would have been without a loss: two tokens that are nearly alike.
+"""Report near-ties: positions where a text may differ from the same text without a loss.
 
-Where stages do not compute to the bit what those before them did (a kernel that is not exact, members whose
-bits differ), what is run again comes out a little other. What was said stays; but at a later token of a
-greedy text whose two best are closer than that, the other one may win. Each such token is told.
+If new stages are not bit-exact with those before (an inexact kernel, or members with other bits), a replay
+gives slightly different numbers. Text already sent stays. At a later token of a greedy text, the second-best
+token may win if the two best are closer than that difference. Each such token is reported.
 
 Measured over 128 tokens run one by one and all at once, with ``plain-f32`` on a 2.5 GHz AVX-512 core: the
 distance between a position's two best moved by at most 1.8e-5 (`demo`) and 0.8e-5 (`llama-250m`).
@@ -15,22 +15,23 @@ from dataclasses import replace
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
 
-NEAR_TIE = 1e-3  # between the two best log-probabilities; some fifty times what was measured
+# Between the two best log-probabilities; about fifty times the largest measured change.
+NEAR_TIE = 1e-3
 _NUM_BEST = 2
 
 
 def can_tell(params: SamplingParams) -> bool:
-    """Whether the two best say how nearly another token would have won: not if chance or a penalty chose."""
+    """Return whether the two best tokens show how close another was: not if chance or a penalty chose."""
     return params.greedy and not params.reshapes
 
 
 def with_two_best(params: SamplingParams) -> SamplingParams:
-    """``params`` that bring the two best tokens back with the one that is drawn."""
+    """Return ``params`` that ask for the two best tokens beside the sampled one."""
     return replace(params, logprobs=max(_NUM_BEST, params.logprobs or 0))
 
 
 def is_near_tie(sampled: Sampled) -> bool:
-    """Whether another token was within `NEAR_TIE`. What has no two best is none."""
+    """Return whether another token was within `NEAR_TIE`; False without two best tokens."""
     if len(sampled.top) < _NUM_BEST:
         return False
     (_, best), (_, second) = sampled.top[:_NUM_BEST]

@@ -1,4 +1,4 @@
-"""What a client asks of the engine: token ids in, nothing about HTTP or text encoding."""
+"""A client's request to the engine: token ids in, without HTTP or text encoding."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from convoy.model.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to go on from it.
+    """Hold one prompt and the rules of its continuation.
 
-    ``num_choices`` independent continuations share the prompt; choice *i* draws with (seed, i, position).
+    ``num_choices`` independent continuations share the prompt; choice *i* samples with (seed, i, position).
     ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many
-    alternatives. Requests share the K/V of a common prefix only where their ``cache_salt`` is the same.
-    ``open_ended``: nobody asked for ``max_tokens``; they are what there was room for, and fewer will do.
+    alternatives. Requests share the K/V of a common prefix only if they have the same ``cache_salt``. With
+    ``open_ended``, the client set no ``max_tokens``: the value is the room that there was, and may shrink.
 
-    ``stop_token_ids`` end the answer as an end-of-text token does, and are not shown. Neither can be drawn
-    before ``min_tokens`` tokens, and no stop string counts before. ``allowed_token_ids``: no other token is
-    drawn; empty: all may be. ``bad_words``: of each sequence, the last token is not drawn after the others.
+    ``stop_token_ids`` end the answer as an end-of-text token does, and are not shown. Neither kind can be
+    sampled before ``min_tokens`` tokens, and no stop string counts before. If ``allowed_token_ids`` is not
+    empty, no other token is sampled. Of each sequence in ``bad_words``, the last token is not sampled after
+    the others.
     """
 
     prompt_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Which tokens a request lets the sampler draw: `min_tokens`, `allowed_token_ids` and `bad_words`.
+"""The tokens that a request lets the sampler choose: `min_tokens`, `allowed_token_ids` and `bad_words`.
 
-The head works out the ids for each token and sends them with the draw, so that the owner of the output needs
-no state of the request. The rules are vLLM's.
+The head works out the ids for each token and sends them with the sampling job, so that the owner of the
+output needs no state of the request. The rules are vLLM's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from convoy.model.sampling.params import MAX_BANNED_IDS, MAX_TOKEN_IDS
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """The rules of one request. False where every token may be drawn at any time."""
+    """Hold the rules of one request. The object is false if every token is allowed at any time."""
 
     min_tokens: int
-    ends: frozenset[int]  # end-of-text tokens of the model, and the request's own
-    allowed: tuple[int, ...]  # ascending; empty: all
+    # End-of-text tokens of the model, and the request's own.
+    ends: frozenset[int]
+    # Ascending; empty allows all.
+    allowed: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
-    reach: int  # generated tokens that a bad word looks back on
+    # Generated tokens that a bad word looks back on.
+    reach: int
 
     @classmethod
     def of(cls, request: GenerationRequest, eos_ids: SetOf[int]) -> Restrictions:
@@ -54,7 +57,7 @@ class Restrictions:
 
     @property
     def most_banned(self) -> frozenset[int]:
-        """All ids that can be banned at once."""
+        """Return all ids that can be banned at once."""
         ends = self.ends if self.min_tokens else frozenset()
         return ends | {word[-1] for word in self.bad_words}
 
@@ -66,7 +69,7 @@ def check_restrictions(request: GenerationRequest, eos_ids: SetOf[int], vocab_si
         if len(ids) > MAX_TOKEN_IDS:
             raise RequestError(f"{name} has {len(ids)} ids, and the limit is {MAX_TOKEN_IDS}", param=name)
     for name, ids in {**listed, "bad_words": [i for word in request.bad_words for i in word]}.items():
-        # The text leaves out which id it is, as it leaves out all that tells of a prompt.
+        # The text does not name the id, because errors reveal nothing of a prompt.
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             text = f"{name} names a token outside the vocabulary, expected ids below {vocab_size}"
             raise RequestError(text, param=name)
@@ -77,7 +80,7 @@ def check_restrictions(request: GenerationRequest, eos_ids: SetOf[int], vocab_si
 
 
 def _check_some_are_left(rules: Restrictions, vocab_size: int) -> None:
-    # So a draw is never without a token, wherever the text gets to.
+    # Checked for the largest ban, so that the sampler always has a token left, at any point of the text.
     banned = rules.most_banned
     name = "bad_words" if rules.bad_words else "min_tokens"
     if len(banned) > MAX_BANNED_IDS:

@@ -1,8 +1,8 @@
-"""When a step is late: from what steps of comparable size took on these stages, not from a constant.
+"""The deadline of a step, from the times of comparable steps on these stages rather than from a constant.
 
-Late is max(1 s, 5 times the 99th percentile of comparable steps). Comparable are steps with as much work
-before their end, that of steps in flight ahead of them included, within a factor of two; a size that was
-never seen is taken for a multiple of the next smaller one that was.
+A step is late after max(1 s, 5 times the 99th percentile of comparable steps). Steps are comparable if the
+work before their end is the same within a factor of two; that includes the work of steps in flight ahead of
+them. A size never seen counts as a multiple of the next smaller size that was seen.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ from convoy.wire.messages.control import Step
 
 _FLOOR_S = 1.0
 _FACTOR = 5.0
-_KEPT = 200  # samples of each size
-_FEW = 8  # so many say little alone
-_SETTLING_STEPS = 4  # on stages that were just made: memory is touched for the first time
+# Samples of each size.
+_KEPT = 200
+# Fewer samples than these are not trusted alone.
+_FEW = 8
+# Steps on new stages that are slow, because they touch memory for the first time.
+_SETTLING_STEPS = 4
 _SETTLING_FLOOR_S = 10.0
-_SETTLING_FACTOR = 2.0  # fewer members may hold more layers each
-_CONTEXT_TOKENS = 1024  # where attention is taken to cost as much as everything else
+# After a loss, fewer members may hold more layers each.
+_SETTLING_FACTOR = 2.0
+# At this context length, attention is assumed to cost as much as everything else.
+_CONTEXT_TOKENS = 1024
 
 
 @dataclass(slots=True)
 class _Sent:
     own: float
-    work: float  # its own and that of the steps before it
+    # Its own and that of the steps before it.
+    work: float
     at_s: float
     patience: float = 1.0
     usual: bool = True
 
 
 class StepClock:
-    """Measures steps from their start to their return, in order. Read from any thread, told from one.
+    """Measure steps from their start to their return, in order. Any thread may read; one thread records.
 
-    ``unmeasured_s``: how long a step may take as long as nothing was measured.
+    Before the first measurement, a step may take ``unmeasured_s`` seconds.
     """
 
     def __init__(self, unmeasured_s: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -49,13 +55,13 @@ class StepClock:
         self._scale = 1.0
 
     def sent(self, step: Step) -> None:
-        """A step is about to leave."""
+        """Record a step that is about to leave."""
         own = _work(step)
         ahead = sum(before.own for before in self._sent)
         self._sent.append(_Sent(own, own + ahead, self._now()))
 
     def returned(self) -> None:
-        """The oldest step came back."""
+        """Record that the oldest step came back."""
         done = self._sent.popleft()
         if done.usual:
             samples = self._sizes.setdefault(_size(done.work), deque(maxlen=_KEPT))
@@ -66,9 +72,10 @@ class StepClock:
                 self._scale = 1.0
 
     def allowed_s(self) -> float:
-        """How long the oldest step in flight may take from its start."""
+        """Return how many seconds the oldest step in flight may take from its start."""
         sent = tuple(self._sent)
-        if not sent:  # it came back while another thread was about to ask
+        # The step came back while another thread was about to ask.
+        if not sent:
             return self._unmeasured_s
         oldest = sent[0]
         usual_s = self._usual_s(_size(oldest.work))
@@ -78,13 +85,13 @@ class StepClock:
         return max(floor_s, _FACTOR * self._scale * usual_s) * oldest.patience
 
     def due_s(self) -> float:
-        """When the oldest step in flight is late, by the clock."""
+        """Return the time, by the clock, at which the oldest step in flight is late."""
         return self._sent[0].at_s + self.allowed_s()
 
     def extend(self, *, usual: bool = True) -> None:
-        """Whoever looked found no fault: the oldest step gets as long again, and more.
+        """Give the oldest step at least as long again, because a check found no fault.
 
-        Where that is not ``usual``, the steps in flight now say nothing about those to come.
+        If that is not ``usual``, the times of the steps in flight do not count for later steps.
         """
         oldest = self._sent[0]
         for sent in self._sent:
@@ -94,13 +101,14 @@ class StepClock:
         oldest.patience *= max(2.0, 2.0 * since / allowed_s)
 
     def settle(self) -> None:
-        """Other stages run from now on, and steps in flight are forgotten."""
+        """Forget the steps in flight, because other stages run from now on."""
         self._sent.clear()
         self._settling = _SETTLING_STEPS
         self._scale = _SETTLING_FACTOR
 
     def _usual_s(self, size: int) -> float | None:
-        sizes = dict(self._sizes)  # the thread that tells may add to it meanwhile
+        # A copy, because the recording thread may add to it meanwhile.
+        sizes = dict(self._sizes)
         seen = sizes.get(size, ())
         if len(seen) >= _FEW:
             return _percentile_99(seen)
@@ -108,6 +116,7 @@ class StepClock:
         above = min((one for one in sizes if one > size), default=None)
         found = [_percentile_99(seen)] if seen else []
         if below is not None:
+            # A size is a power of two of work: each size above doubles the time.
             found.append(_percentile_99(sizes[below]) * 2.0 ** (size - below))
         if not found and above is not None:
             found.append(_percentile_99(sizes[above]))
@@ -115,7 +124,7 @@ class StepClock:
 
 
 def _work(step: Step) -> float:
-    """In tokens at the start of a sequence: those further on attend to more."""
+    """Return the work in units of one token at the start of a sequence: later tokens attend to more keys."""
     return 1.0 + sum(
         row.num_tokens * (1.0 + (row.start + row.num_tokens) / _CONTEXT_TOKENS) for row in step.rows
     )

@@ -1,6 +1,6 @@
-"""What a device computes is waited for, sealed and sent by a thread of its own, while the next step starts.
+"""A thread that waits for a device's results, seals and sends them, while the next step starts.
 
-A stage on the host has nothing to gain from it: there the thread that runs steps computes them itself.
+A stage on the host gains nothing from it: there, the thread that runs steps computes them itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Failed = Callable[[int, ConvoyError], None]
 
 
 class DeviceSender:
-    """Steps leave in the order in which they were put.
+    """Send steps in the order in which they were put.
 
-    ``failed`` is told, on the thread, of the first step that could not leave; nothing leaves after it.
+    ``failed`` is called, on this thread, with the first step that could not be sent; nothing is sent after
+    it.
     """
 
     def __init__(self, name: str, failed: Failed) -> None:
@@ -30,11 +31,14 @@ class DeviceSender:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, step: int, leave: Callable[[], None]) -> None:
-        """``leave`` waits for the step's result and sends it. Never blocks: steps in flight are bounded."""
+        """Queue ``leave``, which waits for the step's result and sends it.
+
+        Never blocks: steps in flight are bounded.
+        """
         self._waiting.put((step, leave))
 
     def close(self) -> None:
-        """What has not left stays; the thread ends once its link lets it."""
+        """Drop the steps that were not sent; the thread ends as soon as its link lets it."""
         self._over = True
         self._waiting.put(None)
 
@@ -48,7 +52,7 @@ class DeviceSender:
             except ConvoyError as error:
                 self._fail(step, error)
             except Exception as error:  # noqa: BLE001 - logged whole, and told
-                # the driver's errors are of many kinds; whoever waits for the step has to hear of each
+                # The driver raises errors of many types, and the waiting side must hear of each.
                 _log.exception("a step could not leave")
                 self._fail(step, StepError(f"internal error: {type(error).__name__}"))
 

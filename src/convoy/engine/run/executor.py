@@ -1,6 +1,6 @@
-"""How a step gets run: `submit` starts it, `collect` brings back the oldest.
+"""The Protocol that runs steps: `submit` starts one, `collect` brings back the oldest.
 
-The engine does not know where.
+The engine does not know where a step runs.
 """
 
 from __future__ import annotations
@@ -15,47 +15,50 @@ import numpy.typing as npt
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Step
 
-Kv = npt.NDArray[np.float32]  # [layers, 2 (K, then V), positions, kv_heads, head_dim]
+# Shape [layers, 2 (K, then V), positions, kv_heads, head_dim].
+Kv = npt.NDArray[np.float32]
 
-MAX_IN_FLIGHT = 64  # steps, at most: what a stage lets wait, and a link's inbox holds
+# The most steps that a stage lets wait, and that a link's inbox holds.
+MAX_IN_FLIGHT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One outcome per output of the rows, in row order: as many as there were draws."""
+    """Hold one sampling result for each output of the rows, in row order: as many as there were jobs."""
 
     number: int
     outcomes: tuple[SampleResult, ...]
 
 
 class Executor(Protocol):
-    """Runs steps strictly in the order of their submission."""
+    """Run steps strictly in the order of their submission."""
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight at once."""
+        """Return how many steps may be in flight at once."""
 
     def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
-        """Start a step. ``draws``: what to do with each output of its rows.
+        """Start a step; ``draws`` has one sampling job for each output of its rows.
 
-        Raises `StageLost` if a stage is gone, or the head's own cannot run it.
+        Raises `StageLost` if a stage is gone, or if the head's own stage cannot run it.
         """
 
     def collect(self) -> StepResult:
         """Wait, bounded, for the oldest step in flight. Raises `StageLost`."""
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
-        """The K/V of ``blocks`` in layers [start, end), wherever these are; while no step is in flight.
+        """Return the K/V of ``blocks`` in layers [start, end) from all their stages.
 
-        Raises `StageLost`, and `StepError` for what there is not, or what is too much at once.
+        No step may be in flight. Raises `StageLost`, and `StepError` for blocks or layers that do not exist,
+        or for too many at once.
         """
 
     def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
-        """Fill ``blocks``, which no sequence has, in layers from ``start`` on: after the last of all layers,
-        which come in order, they hold the prefixes of ``tags``.
+        """Fill free ``blocks`` with K/V in the layers from ``start`` on.
 
-        Raises as `read_blocks`; then they hold nothing that may be shared.
+        The layers come in order. After the last of them, the blocks hold the prefixes of ``tags``. Raises as
+        `read_blocks` does; the blocks then hold nothing that may be shared.
         """
 
     def close(self) -> None:
-        """End it; a `collect` that waits elsewhere raises."""
+        """End the executor; a `collect` that waits on another thread raises."""

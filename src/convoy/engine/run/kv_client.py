@@ -1,9 +1,9 @@
-"""The head's side of carrying K/V between a session's file and the stages: one exchange at a time.
+"""The head's side of K/V transfers between a session's file and the stages: one exchange at a time.
 
-1. the head asks a peer (`ReadBlocks`), or tells it what comes (`WriteBlocks`) and sends a tensor
-2. the peer answers on the same link, with a tensor or a `BlocksDone`
-3. a peer that neither moves anything on its link nor answers a ping meanwhile is lost within two seconds
-4. whoever sends K/V, but was not asked, ends the plan
+1. The head asks a peer (`ReadBlocks`), or announces K/V (`WriteBlocks`) and sends a tensor.
+2. The peer answers on the same link, with a tensor or a `BlocksDone`.
+3. A peer that moves nothing on its link and answers no ping meanwhile is lost within two seconds.
+4. A peer that sends K/V without being asked ends the plan.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LOOK_S = 0.25
 
 
 class KvClient:
-    """Reads and writes blocks over the head's own stage (if it has layers) and its peers'.
+    """Read and write blocks over the head's own stage (if it has layers) and the stages of its peers.
 
     One thread reads and writes, while no step is in flight. ``guard`` ends the link of a peer that takes
-    nothing; ``timeout_s``: how long one that is there may take, beside what its bytes take.
+    nothing. ``timeout_s`` is the time allowed for a live peer, on top of the time for its bytes.
     """
 
     def __init__(
@@ -64,29 +64,35 @@ class KvClient:
         self._timeout_s = timeout_s
         self._guard = guard
         self._number = 0
-        self._asked: tuple[str, int] | None = None  # who may answer, once, and with which number
+        # The member that may answer, once, and the number of its exchange.
+        self._asked: tuple[str, int] | None = None
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
         self._ended: ConvoyError | None = None
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether this is an answer to what was asked here. Receiver threads call this."""
+        """Return whether ``received`` answers an exchange of this client, and queue it if so.
+
+        Receiver threads call this.
+        """
         if not _is_answer(received) or received.generation != self._generation:
             return False
         if self._asked != (link.peer, received.step):
-            return received.step < self._number  # of an exchange that was given up
+            # A late reply to an exchange that was given up is dropped.
+            return received.step < self._number
         self._asked = None
         self._arrivals.put(link, received, weight_of(received))
         return True
 
     def note(self, received: Received) -> None:
-        """Whatever else came: a stage that failed does not answer."""
+        """Watch all other messages: a stage that failed does not answer."""
         said = received.message if isinstance(received, ReceivedMessage) else None
         if isinstance(said, StepFailed) and received.generation == self._generation:
             self.end(StageLost(f"a stage failed while no step was under way: {said.reason}"))
 
     def end(self, error: ConvoyError) -> None:
-        """No answer comes any more: whoever waits for one, or asks, raises `StageLost`."""
-        if self._ended is None:  # the first says why, and no more than that piles up here
+        """Stop waiting for replies: a thread that waits for one, or asks again, raises `StageLost`."""
+        # Only the first error is kept: it gives the cause, and the queue stays bounded.
+        if self._ended is None:
             self._ended = error
             self._arrivals.put_last(None, error)
 
@@ -120,7 +126,8 @@ class KvClient:
         if (answer.boundary, tensor.dtype, tensor.shape) != (start, "float32", shape):
             raise StageLost(f"{one.member} sent K/V of shape {tensor.shape}, expected {shape}")
         found = np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
-        if not np.isfinite(found).all():  # no stage has such, and no saved session may
+        # No stage holds such values, and no saved session may.
+        if not np.isfinite(found).all():
             raise StageLost(f"{one.member} sent K/V that is not finite")
         return found
 
@@ -146,7 +153,7 @@ class KvClient:
     def _send(
         self, member: str, message: ReadBlocks | WriteBlocks, tensor: tuple[WireTensor, int] | None
     ) -> LivenessProbe:
-        """Returns by what to see whether the peer is still there."""
+        """Send a message and its tensor; return the probe that tells whether the peer is still alive."""
         generation, number = self._generation, message.number
         link = self._links.get(member)
         if link is None:
@@ -167,7 +174,7 @@ class KvClient:
         return LivenessProbe(link, patience_s=patience_after(num_bytes, time.monotonic() - began_s))
 
     def _await(self, member: str, pulse: LivenessProbe, num_bytes: float) -> Received:
-        """Raises `StageLost`, and `StepError` for what the peer refused."""
+        """Return the peer's reply. Raises `StageLost`, and `StepError` for K/V that the peer refused."""
         answer = self._arrival(member, pulse, self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S)
         if isinstance(answer, ConvoyError):
             raise StageLost(answer.message, hint=answer.hint) from answer

@@ -1,4 +1,4 @@
-"""A peer's side of carrying K/V: it answers the head of its plan on its own thread, between steps."""
+"""A peer's side of K/V transfers: it answers the head of its plan on its own thread, between steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlocksDone, FrameType, ReadBlocks, WriteBlocks
 
-MAX_REASON = 500  # characters of an error that go to the head
+# Characters of an error that go to the head.
+MAX_REASON = 500
 
 
 class KvServer:
-    """Reads and fills blocks of one stage, for one plan generation. ``head``: the link of the plan's head."""
+    """Read and fill blocks of one stage, for one plan id. ``head`` is the link of the plan's head."""
 
     def __init__(self, stage: Stage, head: Link, generation: int) -> None:
         self._stage = stage
@@ -24,7 +25,7 @@ class KvServer:
         self._announced: WriteBlocks | None = None
 
     def accept(self, asked: ReadBlocks | WriteBlocks, generation: int) -> None:
-        """Answer a reading, or keep what is said of the tensor that follows."""
+        """Answer a read, or keep the announcement of the tensor that follows."""
         if generation != self._generation:
             return
         self._announced = None
@@ -42,12 +43,17 @@ class KvServer:
         )
 
     def accept_tensor(self, received: ReceivedTensor) -> None:
-        """The K/V that was announced. One that was not, or was refused before it came, is refused."""
+        """Write the announced K/V and answer.
+
+        A tensor without an announcement, or with a refused one, is dropped; the refusal was sent with the
+        announcement.
+        """
         if received.generation != self._generation:
             return
         announced, self._announced = self._announced, None
         if announced is None:
-            return  # the refusal of its announcement is on the way
+            # The refusal of its announcement is on the way.
+            return
         try:
             if received.step != announced.number:
                 raise StepError(f"K/V came as exchange {received.step}, expected {announced.number}")

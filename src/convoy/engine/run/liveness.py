@@ -1,7 +1,8 @@
-"""Whether a peer of which something is awaited is there at all: by what moves on its link, or by a ping.
+"""A liveness probe of a peer that must answer: it watches the traffic on the link, then sends a ping.
 
 A peer that reads or writes much over a slow link is not lost, and its answer to a ping may stand behind the
-very tensor that is awaited; so whatever moves counts as life, and only where nothing does it is asked.
+very tensor that the head waits for. So any traffic counts as life, and the peer is pinged only if there is
+none.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from convoy.transport.link.link import Link
 
 _QUIET_S = 0.5
 _PING_S = 1.0
-_PING_BYTES = 4096  # fewer that were sent may be our own pings
-_BUFFERED_BYTES = 4 * 1024 * 1024  # that the system may hold of what was sent, and a ping stands behind
+# Fewer sent bytes may be the probe's own pings.
+_PING_BYTES = 4096
+# Sent bytes that the system may still hold, and that a ping stands behind.
+_BUFFERED_BYTES = 4 * 1024 * 1024
 
 
 class LivenessProbe:
-    """Of one link, during one exchange. One thread looks at it."""
+    """Watch one link during one exchange, from one thread."""
 
     def __init__(
         self, link: Link, *, patience_s: float = 0.0, now: Callable[[], float] = time.monotonic
@@ -31,14 +34,18 @@ class LivenessProbe:
         self._alive_s = now()
 
     def is_gone(self) -> bool:
-        """Look. Where nothing moves for half a second, this takes as long as a ping."""
+        """Return whether the peer is gone.
+
+        If nothing moves for half a second, the call takes as long as a ping.
+        """
         if self._moves() or self._now() - self._alive_s < _QUIET_S:
             return False
         try:
             self._link.ping(self._ping_s)
         except PeerUnreachable:
             return not self._moves()
-        except ConvoyError:  # the link is over, and whoever waits is told
+        # The link has ended, and the waiting thread is told.
+        except ConvoyError:
             return False
         self._alive_s = self._now()
         return False
@@ -52,5 +59,8 @@ class LivenessProbe:
 
 
 def patience_after(num_bytes: int, took_s: float) -> float:
-    """How long it may take what the system still holds of ``num_bytes``, handed to it in ``took_s``."""
+    """Return how many seconds the system may need for the bytes it still holds.
+
+    ``num_bytes`` were handed to it in ``took_s`` seconds.
+    """
     return took_s * min(1.0, _BUFFERED_BYTES / max(1, num_bytes))

@@ -17,15 +17,16 @@ from convoy.wire.messages.control import Step
 
 
 class Outcomes(Protocol):
-    """Draws that are done, or that a device works on."""
+    """Describe sampling that is done, or that a device works on."""
 
     def outcomes(self) -> tuple[SampleResult, ...]: ...
 
 
 class LocalExecutor:
-    """A stage that owns the embedding, every layer and the output; a step starts when it is submitted.
+    """Run a stage that owns the embedding, every layer and the output; a step starts when it is submitted.
 
-    On the host it is over then too. ``depth``: a step for each of several devices may be under way.
+    On the host, the step is complete then too. With ``depth``, each of several devices may have a step under
+    way.
     """
 
     def __init__(self, stage: Stage, depth: int = 1) -> None:
@@ -52,4 +53,4 @@ class LocalExecutor:
         self._stage.write_blocks(start, blocks, tags, torch.from_numpy(kv))
 
     def close(self) -> None:
-        """Nothing waits elsewhere, and the engine's thread may still be collecting."""
+        """Do nothing: no other thread waits, and the engine's thread may still be collecting."""

@@ -1,8 +1,8 @@
-"""What goes wrong on the head's own side of a step is a stage that is lost, as where a peer's stage fails.
+"""Turn a failure on the head's own side of a step into a lost stage, as for a failure of a peer's stage.
 
-So what was in flight is run again, and a request that no stage can run ends alone (`relapse`), where the
-engine would end for everybody. What is neither a `ConvoyError` nor for want of memory is a defect, and does
-end it.
+So the steps in flight run again, and a request that no stage can run ends alone (`relapse`); otherwise the
+engine would end all requests. An error that is neither a `ConvoyError` nor a lack of memory is a defect, and
+does end it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PUBLIC = "the head could not run a step"
 
 @contextmanager
 def own_stage(step: int, blame: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The head's work for ``step``; ``blame`` is told where that failed. Links that end pass unchanged.
+    """Do the head's work for ``step``, and call ``blame`` if it fails. Errors of links pass unchanged.
 
     Raises `StageLost`.
     """
@@ -41,5 +41,5 @@ def own_stage(step: int, blame: Callable[[], None] = lambda: None) -> Iterator[N
 
 
 def _wants_memory(error: Exception) -> bool:
-    # torch says it of a host by a plain RuntimeError
+    # On a host, torch reports a lack of memory by a plain RuntimeError.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

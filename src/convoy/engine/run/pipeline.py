@@ -1,10 +1,11 @@
 """The head's side of a step over several members, in the order the data moves.
 
-1. every peer gets the composition (`Step`) on the head's own link; token ids are for the embedding's owner
-2. a head that owns the first layers runs them and sends the hidden state on; otherwise the first peer starts
-3. the hidden state travels the ring and comes back to the owner of the output
-4. the head, if it owns the output, runs what layers of its own are last, then the output, and draws
-5. a last peer that owns it does so instead, as the step's draws say, and sends what it drew
+1. Every peer gets the composition (`Step`) on the head's own link; only the embedding's owner gets token ids.
+2. A head that owns the first layers runs them and sends the hidden state on; otherwise the first peer starts.
+3. The hidden state travels round the ring and comes back to the owner of the output.
+4. A head that owns the output runs its own last layers, if any, then the output, and samples.
+5. A last peer that owns the output does so instead, as the step's sampling jobs say, and sends the sampled
+   tokens.
 
 Several steps may be between 1 and 3 at once.
 """
@@ -38,7 +39,8 @@ from convoy.transport.link.link import Link, Received, ReceivedMessage, Received
 from convoy.wire.messages.control import FrameType, SampleReplies, StageAssignment, Step, StepFailed
 
 _LEAST_ARRIVED_BYTES = 32 * 1024 * 1024
-_ROW_BYTES = 16 * 1024  # what an answer with all its alternatives holds
+# The size of a reply with all its alternatives.
+_ROW_BYTES = 16 * 1024
 
 
 def _not_its_turn(step: int) -> StepFailed:
@@ -53,8 +55,10 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """``depth`` steps of ``max_step_tokens`` may be in flight; one may take ``step_timeout_s`` as long as
-    nothing was measured.
+    """Hold the options of a `PipelineExecutor`.
+
+    ``depth`` steps of ``max_step_tokens`` may be in flight. A step may take ``step_timeout_s`` until times
+    have been measured.
     """
 
     generation: int
@@ -62,11 +66,12 @@ class PipelineOptions:
     step_timeout_s: float = 60.0
     activation_dtype: str = "float32"
     max_step_tokens: int = 512
-    overlaps: bool = False  # the head's stage computes on a device while this process goes on
+    # Whether the head's stage computes on a device while this process continues.
+    overlaps: bool = False
 
 
 class PipelineExecutor:
-    """Runs steps over the head's own stage (if it has layers) and its peers'.
+    """Run steps over the head's own stage (if it has layers) and those of its peers.
 
     One thread submits and collects.
     """
@@ -95,8 +100,9 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | SampleReplies] = {}
-        self._drawings: dict[int, Outcomes] = {}  # begun before anybody asked
-        # Who failed first, or sent what no sound member sends; two where it may have been either.
+        # Sampling begun before `collect` asks for it.
+        self._drawings: dict[int, Outcomes] = {}
+        # The members that failed first, or sent invalid data; two if it may have been either.
         self.blamed: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
         self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
@@ -112,21 +118,22 @@ class PipelineExecutor:
         )
 
     def _max_arrived_bytes(self) -> int:
-        # All that may be in flight has to find its place here: while this thread sends, nobody looks, and a
-        # last stage that waits holds up the one that is sent to.
+        # The inbox must hold all steps in flight. While this thread sends, it does not read, and a last stage
+        # that waits for the inbox would hold up the stage that is sent to.
         step_bytes = self._options.max_step_tokens * (4 * self._stage.hidden_size + _ROW_BYTES)
         return max(_LEAST_ARRIVED_BYTES, 2 * self.depth * step_bytes)
 
     def deliver(self, link: Link, received: Received) -> None:
-        """Receiver threads of the head's links call this.
+        """Queue a message or a tensor; receiver threads of the head's links call this.
 
-        A hidden state counts only from the last stage before the head: a readiness probe has to prove that
-        every stage ran.
+        A hidden state counts only from the last stage before the head, because a readiness probe must prove
+        that every stage ran.
         """
         if self._carrier.takes(link, received):
             return
         is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, SampleReplies)
         is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
+        # A peer that skips stages would make the probe pass without them, so its tensor becomes a failure.
         if is_end and (is_stray or link.peer != self._predecessor):
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
         is_now = received.generation == self._options.generation
@@ -136,7 +143,7 @@ class PipelineExecutor:
         self._arrivals.put(link, received, weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
-        """A link ended."""
+        """End all waits, because a link ended."""
         lost = StageLost(
             f"the link to {link.peer} ended: {error.message}",
             hint="start that member again",
@@ -190,7 +197,7 @@ class PipelineExecutor:
 
     @property
     def oldest(self) -> int | None:
-        """The number of the step that `collect` waits for."""
+        """Return the number of the step that `collect` waits for, or None."""
         return self._in_flight[0].step.number if self._in_flight else None
 
     def close(self) -> None:
@@ -206,9 +213,11 @@ class PipelineExecutor:
         self._blame(self._head)
 
     def _blame(self, member: str, accused: str = "") -> None:
-        """The first counts. Whom ``member`` accuses may be at fault as well as itself, if it is its neighbour
-        in the ring or another rank of its stage; the head knows of itself that it is not. The accused comes
-        first.
+        """Record the first failure, reported by ``member``, as the fault of one or two members.
+
+        ``accused``, the member that the report accuses, may be at fault as well as the reporter. It counts
+        only if it is the reporter's neighbour in the ring or another rank of its stage. The head knows that
+        it is not at fault itself. The accused comes first.
         """
         if self.blamed:
             return
@@ -229,7 +238,11 @@ class PipelineExecutor:
         self._guard.end()
 
     def _part_of(self, step: Step, draws: Sequence[SampleJob], assignment: StageAssignment) -> Step:
-        """Token ids are for the embedding and layers that need them, draws for the owner of the output."""
+        """Return the step for one stage.
+
+        It has token ids only for the embedding and layers that need them, and sampling jobs only for the
+        owner of the output.
+        """
         return msgspec.structs.replace(
             step,
             tokens=step.tokens if self._takes_ids(assignment) else b"",
@@ -249,7 +262,7 @@ class PipelineExecutor:
         self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
 
     def _draw_arrived(self) -> None:
-        """A device begins with the outputs of all steps that are back, while the next one is scheduled."""
+        """Start sampling on the device for all steps that are back, while the next step is scheduled."""
         if not (self._options.overlaps and self._head_first and self._owner == self._head):
             return
         with contextlib.suppress(queue.Empty):
@@ -263,7 +276,7 @@ class PipelineExecutor:
                     self._drawings[number] = self._stage.draw(hidden, running.draws)
 
     def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
-        """On the thread that waits for the device."""
+        """Send the hidden state on, on the thread that waited for the device."""
         try:
             self._send_hidden(step, hidden, self._leaving_guard)
         finally:
@@ -281,7 +294,10 @@ class PipelineExecutor:
         )
 
     def _could_not_leave(self, step: int, error: ConvoyError) -> None:
-        """On that thread too: links that end say so themselves, anything else is the head's own doing."""
+        """Report a step that could not be sent, on the sending thread.
+
+        Links that end report that themselves; any other error is the head's own fault.
+        """
         if isinstance(error, LinkBroken | LinkClosed):
             return
         self._blame_head()
@@ -308,7 +324,8 @@ class PipelineExecutor:
         if isinstance(item, ConvoyError):
             raise item
         if item.generation != self._options.generation:
-            return  # a member that was given up and woke
+            # A member that woke after it was given up: its frames belong to an old plan.
+            return
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
                 raise StageLost(self._what_failed(item.message), public=self._who_failed())
@@ -321,7 +338,8 @@ class PipelineExecutor:
     def _what_failed(self, said: StepFailed) -> str:
         if any(one.step.number == said.number for one in self._in_flight):
             return f"a stage could not run step {said.number}: {said.reason}"
-        return f"a stage cannot go on: {said.reason}"  # it broke while it had no step
+        # The stage failed while it had no step.
+        return f"a stage cannot go on: {said.reason}"
 
     def _who_failed(self) -> str:
         if len(self.blamed) > 1:
@@ -329,7 +347,7 @@ class PipelineExecutor:
         return f"{self.blamed[0]} could not run a step"
 
     def _expect(self, number: int, expected: bool) -> Step:
-        """The step in flight of which this is the end. Raises `StageLost`."""
+        """Return the step in flight that this end belongs to. Raises `StageLost` if there is none."""
         step = next((one.step for one in self._in_flight if one.step.number == number), None)
         if step is None or not expected or number in self._returned:
             raise self._malformed(f"the end of step {number} was not expected")
@@ -364,4 +382,4 @@ class PipelineExecutor:
 
     def _malformed(self, text: str) -> StageLost:
         self._blame(self._predecessor)
-        return StageLost(text, public=f"{self._predecessor} sent what ends no step")
+        return StageLost(text, public=f"{self._predecessor} sent an invalid end of a step")

@@ -1,4 +1,4 @@
-"""Draws on the wire: what the head asks of a peer that owns the output, and what that peer answers."""
+"""The wire form of sampling: the head's requests to a peer that owns the output, and the peer's replies."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from convoy.wire.messages.control import SampleReply, SampleRequest
 
 
 def request_of(draw: SampleJob) -> SampleRequest:
-    """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's as
-    they are in the draw: once each, where `distinct` was asked, as it is once for a request.
+    """Return the request for the owner of the output.
+
+    Tokens are sent only if a penalty looks back. The prompt's tokens are those of the job: each once, from
+    one call of `distinct` for the whole request.
     """
     params, drawn = draw.params, draw.score is None
     repeats = drawn and params.repetition_penalty != 1
@@ -44,7 +46,7 @@ def request_of(draw: SampleJob) -> SampleRequest:
 
 
 def draw_of(request: SampleRequest, vocab_size: int) -> SampleJob:
-    """What a peer does for a request. Raises `StepError` for one that makes no sense."""
+    """Return the sampling job of a request, at the peer. Raises `StepError` for an invalid request."""
     try:
         params = SamplingParams(
             temperature=request.temperature,
@@ -77,7 +79,7 @@ def draw_of(request: SampleRequest, vocab_size: int) -> SampleJob:
 
 
 def answer_of(outcome: SampleResult) -> SampleReply:
-    """What goes back to the head."""
+    """Return the reply to the head."""
     if outcome.error is not None:
         return SampleReply(0, 0.0, [], b"", outcome.error.message, 0)
     sampled = outcome.sampled
@@ -86,7 +88,10 @@ def answer_of(outcome: SampleResult) -> SampleReply:
 
 
 def outcome_of(answer: SampleReply, draw: SampleJob, vocab_size: int) -> SampleResult:
-    """What the head makes of an answer. Raises `PeerError` for one that no such draw has."""
+    """Return the result of a reply, at the head.
+
+    Raises `PeerError` for a reply that cannot belong to this job.
+    """
     if answer.error:
         return SampleResult(
             Sampled(0), error=StepError("the owner of the output could not draw from its logits")

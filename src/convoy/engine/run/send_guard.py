@@ -1,7 +1,7 @@
-"""A send that hangs: a peer that takes nothing must not hold the thread that would notice it.
+"""Detect a send that hangs: a peer that takes nothing must not hold the thread that would notice it.
 
-Where a hidden state or K/V is larger than what the sockets between buffer, a peer that hangs keeps the engine
-inside `Link.send_tensor`, where no deadline is looked at. So another thread looks, and ends the link.
+If a hidden state or K/V is larger than the buffers of the sockets, a hanging peer keeps the engine inside
+`Link.send_tensor`, where no deadline is checked. So another thread checks, and ends the link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _LOOK_S = 0.5
 
 
 class SendGuard:
-    """Told by the thread that sends, before and after. ``allowed_s``: how long a part of a step may take."""
+    """Watch one sending thread, which calls `begin` and `end` around each send.
+
+    ``allowed_s`` returns how many seconds a part of a step may take.
+    """
 
     def __init__(self, allowed_s: Callable[[], float]) -> None:
         self._allowed_s = allowed_s
@@ -29,14 +32,17 @@ class SendGuard:
         threading.Thread(target=self._run, name="send guard", daemon=True).start()
 
     def begin(self, link: Link, pulse: LivenessProbe | None = None) -> None:
-        """``pulse``: what is sent is long, and may take any time in which the peer shows that it is there."""
+        """Start the watch of a send over ``link``.
+
+        With ``pulse``, the send is long: it may take any time as long as the peer shows that it is alive.
+        """
         self._sending = (link, time.monotonic(), pulse)
 
     def end(self) -> None:
         self._sending = None
 
     def close(self) -> None:
-        """Ends its thread."""
+        """End the thread."""
         self._closed.set()
 
     def _run(self) -> None:

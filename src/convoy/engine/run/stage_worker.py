@@ -1,6 +1,6 @@
 """A peer's life once a plan is active: take the step, take the hidden state, run, send on.
 
-Compositions come from the head's link, hidden states from the predecessor's; whichever is first waits for the
+Compositions come from the head's link, hidden states from the predecessor's; the first one waits for the
 other. Steps run in the order of their numbers, which is the order in which the head sent them.
 """
 
@@ -27,20 +27,25 @@ from convoy.wire.messages.control import SampleReplies, StageAssignment, Step
 
 @dataclass(frozen=True, slots=True)
 class StageRoute:
-    """A stage's place in the ring of one plan generation."""
+    """Hold a stage's place in the ring of one plan id."""
 
     generation: int
     assignment: StageAssignment
-    predecessor: str | None  # None: this stage owns the embedding and starts each step
-    last: bool  # the next stop is the owner of the output, which wants selected rows only
+    # None if this stage owns the embedding and starts each step.
+    predecessor: str | None
+    # Whether the next stop is the owner of the output, which takes selected rows only.
+    last: bool
     activation_dtype: str = "float32"
-    max_steps: int = MAX_IN_FLIGHT  # steps known but not yet run; a head never has more in flight
-    max_waiting_bytes: int = 256 * 1024 * 1024  # of hidden states, and of compositions, that wait for another
-    overlaps: bool = False  # the stage computes on a device while this process goes on
+    # Steps known but not yet run; a head never has more in flight.
+    max_steps: int = MAX_IN_FLIGHT
+    # Of waiting hidden states, and of waiting compositions, separately.
+    max_waiting_bytes: int = 256 * 1024 * 1024
+    # Whether the stage computes on a device while this process continues.
+    overlaps: bool = False
 
 
 class StageWorker:
-    """Owns the order of steps at one peer. Called from one thread."""
+    """Run the steps at one peer in their order. Called from one thread."""
 
     def __init__(
         self,
@@ -50,9 +55,10 @@ class StageWorker:
         failed: Failed = lambda _step, _error: None,
         step_s: Histogram | None = None,
     ) -> None:
-        """``failed``: told, on another thread, of a step that could not leave a device.
+        """Prepare the worker.
 
-        ``step_s``: takes how long each step with rows took here, from having all that it needs to being sent.
+        ``failed`` is called, on another thread, with a step that could not be sent from a device. ``step_s``
+        records each step's time here in seconds, from having all its inputs to being sent.
         """
         self._stage = stage
         self._route = route
@@ -64,16 +70,17 @@ class StageWorker:
         self._steps_bytes = 0
         self._next_step = 0
         self._began_s: dict[int, float] = {}
-        self.finished_step = -1  # the last one that was run and sent on; read from other threads
+        # The last step that ran and was sent on; read from other threads.
+        self.finished_step = -1
         self._hand_over = DeviceSender(f"leave {route.assignment.member}", failed) if route.overlaps else None
 
     def close(self) -> None:
-        """The plan is over: nothing more is sent."""
+        """Stop sending, because the plan is over."""
         if self._hand_over is not None:
             self._hand_over.close()
 
     def accept_step(self, step: Step, generation: int) -> None:
-        """A composition from the head. One of an old generation is dropped."""
+        """Take a composition from the head; one of an old plan is dropped. Raises `StepError`."""
         if generation != self._route.generation:
             return
         if len(self._steps) >= self._route.max_steps:
@@ -88,13 +95,13 @@ class StageWorker:
         self._run_ready()
 
     def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
-        """A hidden state from the predecessor. Raises `HiddenError` if it fits no step."""
+        """Take a hidden state from the predecessor. Raises `HiddenError` if it fits no step."""
         if received.generation != self._route.generation:
             return
         if sender != self._route.predecessor:
             raise HiddenError(
                 f"a hidden state came from {sender}, but this stage follows "
-                f"{self._route.predecessor or 'nobody'}"
+                f"{self._route.predecessor or 'no member'}"
             )
         if received.step < self._next_step:
             raise HiddenError(f"a hidden state came for step {received.step}, which has run already")
@@ -131,7 +138,8 @@ class StageWorker:
             self._next_step = step.number + 1
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
-            # with a hidden state they come for layers that need them, which have none of an empty step
+            # Beside a hidden state, token ids come only for layers that need them. Such layers get none for
+            # an empty step.
             ids = hidden is None or step.tokens or not step.rows
             tokens = tokens_from_bytes(step.tokens) if ids else None
             self._began_s[step.number] = time.monotonic()
@@ -151,7 +159,7 @@ class StageWorker:
     def _start(
         self, leaves: DeviceSender, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None
     ) -> None:
-        """As `_run`, but what the device computes is waited for elsewhere."""
+        """Run a step as `_run` does, but wait for the device on another thread."""
         if self._route.assignment.output:
             out = self._stage.start(step, hidden, tokens, selects=True).wait()
             drawing = self._stage.draw(out, self._draws(step))

@@ -1,7 +1,7 @@
-"""A session's K/V between its file and the pools of the stages: a slice at a time, between steps.
+"""A session's K/V between its file and the pools of the stages: one slice at a time, between steps.
 
-While a slice is carried no step runs, so a slice is what takes about half a second, and at most 16 MiB. Steps
-that wait go in between; where none does, an empty one passes every stage now and then, as in an idle engine.
+No step runs while a slice is carried. So a slice takes about half a second, and has at most 16 MiB. Waiting
+steps run between slices. If none waits, an empty step passes every stage now and then, as in an idle engine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from convoy.engine.sessions.format import Progress, SavedSession, SavedState, Se
 from convoy.engine.sessions.slice_size import SliceSize
 from convoy.errors import StageLost, StepLate, Unavailable
 
-_MAX_BYTES = 16 * 1024 * 1024  # of a slice
-_MAX_BLOCKS = 1024  # as many as one message names
-_HELD_BYTES = 64 * 1024 * 1024  # of V, while the K of the same layer is written before it
+# Of a slice.
+_MAX_BYTES = 16 * 1024 * 1024
+# The most blocks that one message names.
+_MAX_BLOCKS = 1024
+# Of V, while the K of the same layer is written before it.
+_HELD_BYTES = 64 * 1024 * 1024
 _PASS_EVERY_S = 5.0
 _MAX_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Blocks [start, end) of a session, and the tags of their prefixes."""
+    """Hold blocks [start, end) of a session, and the tags of their prefixes."""
 
     start: int
     end: int
@@ -46,9 +49,10 @@ class _Slice:
 
 
 class SessionBlocks:
-    """Saves or loads, once, for one session. Called from its thread; the engine's does the carrying.
+    """Save or load the K/V of one session, once.
 
-    Both raise `Unavailable` where a slice is not begun within ``timeout_s``.
+    The session's thread calls it, and the engine's thread carries the slices. Both methods raise
+    `Unavailable` if a slice has not begun within ``timeout_s``.
     """
 
     def __init__(self, engine: Engine, model: SessionModel, timeout_s: float | None = None) -> None:
@@ -67,7 +71,11 @@ class SessionBlocks:
         resident: Callable[[], Sequence],
         progress: Progress,
     ) -> None:
-        """``resident`` gives the sequence that holds all of the session's K/V, running it if need be."""
+        """Write the session to ``path``.
+
+        ``resident`` returns the sequence that holds all of the session's K/V, and runs it again if its blocks
+        were taken.
+        """
         size: int = self._between_steps(lambda _executor, scheduler, _lock: scheduler.limits.block_size)
         num_blocks = len(state.tokens) // size if self._model.keeps_kv else 0
         state = replace(state, positions=num_blocks * size)
@@ -91,9 +99,10 @@ class SessionBlocks:
         adopt: Callable[[SavedState], None],
         progress: Progress,
     ) -> int:
-        """Hands out what was saved once it is found right, then fills the stages' pools under ``salt``.
+        """Check the file, pass its state to ``adopt``, then fill the stages' pools under ``salt``.
 
-        Returns for how many positions. Each half of ``progress`` is one reading of the file.
+        Return the number of positions filled. The file is read twice; each reading is one half of
+        ``progress``.
         """
         with SessionReader(path, key) as reader:
             size = reader.size
@@ -110,7 +119,7 @@ class SessionBlocks:
     # From the stages.
 
     def _layers(self, num_blocks: int, size: int, resident: Callable[[], Sequence]) -> Iterator[bytes]:
-        """K, then V, of each layer."""
+        """Yield K, then V, of each layer."""
         layer_bytes = num_blocks * size * self._model.position_bytes
         layer = 0
         while num_blocks and layer < self._model.num_layers:
@@ -126,7 +135,10 @@ class SessionBlocks:
     def _long_layer(
         self, layer: int, num_blocks: int, size: int, resident: Callable[[], Sequence]
     ) -> Iterator[bytes]:
-        """One that is no slice. Its V is kept meanwhile, or read again where that would be too much."""
+        """Yield K, then V, of a layer that does not fit a slice.
+
+        Its V is kept meanwhile, or read a second time if it is too large to keep.
+        """
         block_bytes = size * self._model.position_bytes
         kept: list[bytes] = []
         keeps = num_blocks * block_bytes // 2 <= _HELD_BYTES
@@ -143,14 +155,15 @@ class SessionBlocks:
         yield from kept
 
     def _read(self, first: int, last: int, start: int, end: int, resident: Callable[[], Sequence]) -> Kv:
-        """Blocks [start, end) of the session in layers [first, last)."""
+        """Return blocks [start, end) of the session in layers [first, last)."""
         for _ in range(_MAX_TRIES):
             work = partial(self._read_idle, resident(), (first, last), slice(start, end))
             self._let_pass()
             try:
                 found: Kv | None = self._between_steps(work)
             except StageLost:
-                continue  # `resident` runs its tokens on other stages, or says that there are none
+                # `resident` runs its tokens on other stages, or raises if there are none.
+                continue
             if found is not None:
                 return found
         raise Unavailable(
@@ -167,7 +180,7 @@ class SessionBlocks:
         _scheduler: Scheduler,
         lock: threading.Condition,
     ) -> Kv | None:
-        """None if its blocks were taken."""
+        """Return the blocks' K/V, or None if they were taken."""
         with lock:
             if sequence.state is not SequenceState.IDLE:
                 return None
@@ -178,29 +191,30 @@ class SessionBlocks:
     # To the stages.
 
     def _fill(self, saved: SavedSession, salt: bytes, progress: Progress) -> int:
-        """Returns for how many positions from the start K/V is there now."""
+        """Fill the pools and return the number of leading positions that have K/V now."""
         size, tags = self._plan_fill(saved, salt)
         model = self._model
         block_bytes = size * model.position_bytes * model.num_layers
         end = found = len(tags)
-        # From the end: blocks that nobody owns are evicted oldest first, and the beginning is of most use.
+        # From the end, because unowned blocks are evicted oldest first, and the beginning is the most useful.
         while end:
             start = max(0, end - min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes)))
             layers = self._parts(saved, start * size, end * size)
-            # The first, and mostly only, part is read here and not on the engine's thread.
+            # The first, and usually only, part is read here and not on the engine's thread.
             layers = itertools.chain([next(layers)], layers)
             self._let_pass()
             try:
                 if not self._between_steps(partial(self._write, _Slice(start, end, tags[start:end]), layers)):
                     found = start
             except StageLost:
-                return 0  # other stages know nothing of it: the tokens are run there
+                # The new stages have none of the blocks: the next call runs the tokens there.
+                return 0
             end = start
             progress(len(tags) - end, len(tags))
         return found * size
 
     def _plan_fill(self, saved: SavedSession, salt: bytes) -> tuple[int, list[bytes]]:
-        """The size of a block, and the tags of those that there is use and room for."""
+        """Return the size of a block, and the tags of the blocks that are useful and fit."""
         tokens = saved.state.tokens
 
         def plan(
@@ -208,7 +222,8 @@ class SessionBlocks:
         ) -> tuple[int, list[bytes]]:
             with lock:
                 size, free = scheduler.limits.block_size, scheduler.pools.first.num_free
-                # The last token has to run whatever is there, and nobody finds blocks where none are shared.
+                # The last token must run in any case, and no lookup finds blocks where prefixes are not
+                # shared.
                 usable = min(saved.state.positions, len(tokens) - 1) // size
                 usable = min(usable, free) if scheduler.limits.shares_prefixes else 0
                 return size, scheduler.tags_of(tokens, salt, usable)
@@ -217,7 +232,10 @@ class SessionBlocks:
         return planned
 
     def _parts(self, saved: SavedSession, start: int, end: int) -> Iterator[tuple[int, Kv]]:
-        """Positions [start, end) of all layers, as many at once as a slice may have, and their first."""
+        """Yield the first layer and the K/V of each part, for positions [start, end).
+
+        A part has as many layers as a slice may hold.
+        """
         num_layers = self._model.num_layers
         at_once = max(1, _MAX_BYTES // ((end - start) * self._model.position_bytes))
         for first in range(0, num_layers, at_once):
@@ -233,13 +251,17 @@ class SessionBlocks:
         scheduler: Scheduler,
         lock: threading.Condition,
     ) -> bool:
-        """False where there is no room any more: who runs comes first, and what is missing is run."""
+        """Write one slice; return False if there is no room any more.
+
+        Running requests come first: missing positions are run again later.
+        """
         with lock:
             pool = scheduler.pools.first
             if pool.num_free < one.end - one.start:
                 return False
             blocks = pool.allocate(one.end - one.start)
-            # Blocks that were given back a moment ago still stand in a table there: the releases go first.
+            # The stages may still list blocks in a table that was released a moment ago, so the releases go
+            # first.
             probe = scheduler.probe()
         try:
             _pass(executor, probe)
@@ -251,6 +273,7 @@ class SessionBlocks:
                 pool.free(blocks)
             raise
         with lock:
+            # Only complete blocks become findable: a failed write frees them without a label.
             for block, tag in zip(blocks, one.tags, strict=True):
                 pool.label(block, tag)
             pool.free(blocks)
@@ -260,7 +283,7 @@ class SessionBlocks:
         return self._engine.between_steps(work, self._timeout_s)
 
     def _let_pass(self) -> None:
-        """An engine that always has a slice to carry would come to no step, and seem to stand still."""
+        """Let an empty step pass now and then: an engine that only carries slices would seem to hang."""
         if time.monotonic() - self._passed_s >= _PASS_EVERY_S:
             self._engine.wake()
             self._passed_s = time.monotonic()
@@ -274,5 +297,6 @@ def _pass(executor: Executor, probe: Scheduled) -> None:
     try:
         executor.submit(probe.step, ())
         executor.collect()
-    except StepLate as error:  # nobody will come back for it
+    # No later call collects this step, so it counts as lost.
+    except StepLate as error:
         raise StageLost(error.message, hint=error.hint) from error

@@ -1,7 +1,7 @@
-"""A session's file as bytes: written whole or not at all, read at any place; sealed unless there is no key.
+"""A session's file as bytes: written whole or not at all, read at any place, sealed if there is a key.
 
-It is a prompt at rest, so nobody but its owner may read it (0600), and nobody may make us write elsewhere:
-the file is made beside its place under a random name, and renamed.
+The file is a prompt at rest, so only its owner may read it (0600). No other user may redirect the write: the
+file is made beside its place under a random name, and renamed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _PREFIX_BYTES = len(SEALED_MAGIC) + FILE_ID_BYTES
 
 
 class SessionWriter:
-    """Bytes in order. Leaving the `with` without an error puts the file in its place, otherwise nowhere.
+    """Write bytes in order; leaving the `with` without an error puts the file in its place.
 
-    What stands at ``path`` is replaced; a link there is replaced itself, never followed. Raises SessionError.
+    After an error there is no file. A file at ``path`` is replaced; a link there is replaced itself, never
+    followed. Raises SessionError.
     """
 
     def __init__(self, path: Path, key: bytes | None) -> None:
@@ -55,7 +56,7 @@ class SessionWriter:
             self._put(data)
             return
         self._held += data
-        # The last chunk is known to be so only at the end.
+        # Hold one chunk back: only the end of the file shows that a chunk is the last.
         while len(self._held) > CHUNK_BYTES:
             self._put(self._cipher.seal(self._index, bytes(self._held[:CHUNK_BYTES]), last=False))
             del self._held[:CHUNK_BYTES]
@@ -68,7 +69,7 @@ class SessionWriter:
             if error is None:
                 self._finish()
         finally:
-            # First: closing writes what is left once more, and fails again where the disk is full.
+            # Before closing, because closing writes the rest once more, and fails again if the disk is full.
             self._made.unlink(missing_ok=True)
             self._close()
 
@@ -81,14 +82,16 @@ class SessionWriter:
             self._made.replace(self._path)
             directory = os.open(self._path.parent, os.O_RDONLY)
             try:
-                os.fsync(directory)  # the name too
+                # The directory too, so that the new name survives a crash.
+                os.fsync(directory)
             finally:
                 os.close(directory)
         except OSError as error:
             raise _cannot("write", self._path, error) from error
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # all that counts was flushed, or its error told
+        # All data was flushed, or its error was raised.
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -99,15 +102,17 @@ class SessionWriter:
 
 
 class SessionReader:
-    """The bytes of a file, opened as they are asked for. ``size``: how many there are.
+    """Read a file's bytes, and open sealed chunks on demand. ``size`` is their number.
 
-    Raises SessionError for what is no regular file, needs another key or none, or does not open.
+    Raises SessionError for a path that is no regular file, a wrong or missing key, a key for a plain file, or
+    a chunk that does not open.
     """
 
     def __init__(self, path: Path, key: bytes | None) -> None:
         self._path = path
         self._cipher: ChunkCipher | None = None
-        self._kept: tuple[int, bytes] = (-1, b"")  # the chunk that was opened last
+        # The index and bytes of the chunk opened last.
+        self._kept: tuple[int, bytes] = (-1, b"")
         self._file: BinaryIO = os.fdopen(_open_regular(path), "rb")
         try:
             self._begin(key)
@@ -124,7 +129,7 @@ class SessionReader:
         self._file.close()
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Exactly so many, from ``offset`` of the ``size`` on."""
+        """Return exactly ``num_bytes`` from ``offset`` of the ``size`` on."""
         if not 0 <= offset <= offset + num_bytes <= self.size:
             raise SessionError(f"{self._path} is truncated: it has {self.size} bytes")
         if self._cipher is None:
@@ -150,7 +155,8 @@ class SessionReader:
         if self._num_chunks < 1 or rest - (self._num_chunks - 1) * SEALED_CHUNK_BYTES < TAG_BYTES:
             raise SessionError(f"{self._path} is truncated: it has {self._file_bytes} bytes")
         self._cipher = _cipher(key, prefix[len(SEALED_MAGIC) :])
-        self._chunk(self._num_chunks - 1)  # its end is not cut off, and the key is the right one
+        # Opening the last chunk proves that the end is not cut off, and that the key is right.
+        self._chunk(self._num_chunks - 1)
 
     def _chunk(self, index: int) -> bytes:
         if self._kept[0] != index:
@@ -199,7 +205,7 @@ def _cipher(key: bytes, file_id: bytes) -> ChunkCipher:
 
 def _open_regular(path: Path) -> int:
     try:
-        # Not waiting for a pipe's other end: it is refused.
+        # Do not wait for a pipe's other end: pipes are refused below.
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise _cannot("read", path, error) from error

@@ -1,4 +1,4 @@
-"""What stands in a saved session: a safetensors file with tokens, sampling state and K/V by layer.
+"""The format of a saved session: a safetensors file with tokens, sampling state and K/V by layer.
 
     __metadata__            format, version, model, model_digest, manifest, kernel, num_prompt, choice,
                             params (JSON)
@@ -6,8 +6,8 @@
     layers.N.k, layers.N.v  F32 [positions, kv_heads, head_dim], of all layers or of none
     sha256                  U8 [32]: over every byte of the file before it, and the last of it
 
-Positions are those of whole blocks: what is behind them is run again. Nothing in a file is believed before
-all of it was read once and its SHA-256 is right.
+Positions are those of whole blocks; the tokens after them run again. No part of a file is trusted before all
+of it was read once and its SHA-256 is right.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from convoy.errors import RequestError, SessionError
 from convoy.model.sampling.params import SamplingParams
 from convoy.wire.text import plain_text
 
-Progress = Callable[[int, int], None]  # so far, and in all
-Half = npt.NDArray[np.float32]  # K or V of one layer: [positions, kv_heads, head_dim]
+# The amount so far, and in all.
+Progress = Callable[[int, int], None]
+# K or V of one layer: [positions, kv_heads, head_dim].
+Half = npt.NDArray[np.float32]
 
-_FORMAT, _VERSION = "convoy-session", "2"  # 1 named no manifest
+# Version 1 named no manifest.
+_FORMAT, _VERSION = "convoy-session", "2"
 _MAX_VERSION = 16
 _MAX_HEADER_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
@@ -39,9 +42,10 @@ _SIZES = {"I64": 8, "F32": 4, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class SessionModel:
-    """What a session must know of the model. ``keeps_kv``: whether its K/V may stand in a file at all.
+    """Hold the model facts that a session needs.
 
-    ``manifest``: the digest that covers its weights' values too; empty where nobody hashed them.
+    ``keeps_kv`` tells whether its K/V may be saved at all. ``manifest`` is the digest that also covers the
+    weights' values; it is empty if they were not hashed.
     """
 
     name: str
@@ -57,13 +61,13 @@ class SessionModel:
 
     @property
     def position_bytes(self) -> int:
-        """K/V of one position in one layer."""
+        """Return the bytes of K/V of one position in one layer."""
         return 2 * 4 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """All of a session but its K/V. ``positions``: how many of its tokens have theirs in the file."""
+    """Hold all of a session but its K/V. The file has K/V for the first ``positions`` tokens."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -73,7 +77,7 @@ class SavedState:
 
 
 def encode_start(model: SessionModel, state: SavedState) -> bytes:
-    """Everything in front of the K/V: header and tokens."""
+    """Return the header and the tokens, which stand before the K/V."""
     half = (state.positions, model.num_kv_heads, model.head_dim)
     shapes: list[tuple[str, str, tuple[int, ...]]] = [("tokens", "I64", (len(state.tokens),))]
     if state.positions:
@@ -90,7 +94,10 @@ def encode_start(model: SessionModel, state: SavedState) -> bytes:
 
 
 class SavedSession:
-    """A file that was found whole and right. Raises SessionError for any other, saying what is wrong."""
+    """Read a file that was checked to be whole and right.
+
+    Raises SessionError for any other, with the reason.
+    """
 
     def __init__(self, reader: SessionReader, model: SessionModel, progress: Progress) -> None:
         self._reader = reader
@@ -103,7 +110,7 @@ class SavedSession:
         self.same_kernel = self._metadata["kernel"] == model.kernel
 
     def read(self, layer: int, start: int, end: int) -> tuple[Half, Half]:
-        """K and V of positions [start, end) in one layer."""
+        """Return K and V of positions [start, end) in one layer."""
         row = self._model.position_bytes // 2
         halves = []
         for name in (f"layers.{layer}.k", f"layers.{layer}.v"):
@@ -150,7 +157,7 @@ class SavedSession:
         return 8 + length, header
 
     def _check_places(self) -> None:
-        """Every tensor that belongs here, no other, of the right shape, one behind the other to the end."""
+        """Check that exactly the expected tensors are there, in the right shapes, without gaps to the end."""
         ends = {}
         for name, entry in self._header.items():
             start, end = self._place(name, entry)
@@ -243,7 +250,7 @@ def _check_digest(reader: SessionReader, progress: Progress) -> None:
         digest.update(reader.read(start, min(_READ_BYTES, end - start)))
         progress(start, reader.size)
     if reader.read(end, _DIGEST_BYTES) != digest.digest():
-        _refuse("its contents are not what was written: its digest differs")
+        _refuse("its contents were changed after the write: its digest differs")
 
 
 def _layer_names(model: SessionModel) -> Sequence[str]:

@@ -1,8 +1,8 @@
-"""A session: one timeline of tokens that its owner moves on, back and apart, its K/V kept on every stage.
+"""A session: one timeline of tokens that its owner extends, rewinds and forks, with K/V kept on every stage.
 
-It is what chats, searches and agents are built on, and works alike over one process and over any split.
-Between two calls it holds its blocks as long as nobody needs them; if they were taken, or a stage was lost,
-the next call runs its tokens again, and in exact mode nothing else differs.
+Chats, searches and agents are built on it. It works alike over one process and over any split. Between two
+calls it holds its blocks until another sequence needs them. If they were taken, or a stage was lost, the next
+call runs its tokens again, and in exact mode nothing else differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOGITS = SampleJob(SamplingParams(temperature=0.0), choice=0, position=0, wants
 
 
 class SessionRun:
-    """What stands behind a session's sequence in the engine, for one way through it."""
+    """Own a session's sequence in the engine, from one start of it to its end."""
 
     def __init__(self, tokens: SequenceOf[int], salt: bytes) -> None:
         self.sequence = Sequence(tuple(tokens), max_tokens=0, salt=salt)
@@ -66,14 +66,16 @@ class SessionRun:
 
 
 class Session:
-    """Made by `RunningCluster.session`. Its calls block, and come from one thread at a time.
+    """Hold one timeline of tokens; `RunningCluster.session` makes it. Calls block, and come from one thread
+    at a time.
 
-    They raise RequestError for what makes no sense, StageLost where a stage went away and was not replaced,
-    QueueFull, Draining, and Unavailable after ``timeout_s`` (of `save` and `load`: for each of their slices);
-    then tokens and position are what they were.
-    ``salt``: sessions, and requests, share the K/V of a common prefix only where theirs is the same; without
-    one it is random, and the session's forks have it too. ``choice`` sets the draws of one seed apart, as the
-    choices of a request are.
+    Calls raise RequestError for invalid arguments, StageLost if a stage was lost and not replaced, QueueFull,
+    Draining, and Unavailable after ``timeout_s`` (`save` and `load`: for each of their slices). After an
+    error, tokens and position are unchanged.
+
+    ``salt``: sessions and requests share the K/V of a common prefix only if their salts are equal. The
+    default is random; the session's forks have the same. ``choice`` separates the samples of one seed, as the
+    choices of a request do.
     """
 
     def __init__(
@@ -92,28 +94,30 @@ class Session:
         self._timeout_s = timeout_s
         self._salt = secrets.token_bytes(32) if salt is None else salt
         self._tokens: list[int] = []
-        self._num_prompt = 0  # what penalties take for the prompt
+        # The tokens that penalties count as the prompt.
+        self._num_prompt = 0
         self._run: SessionRun | None = None
         self._logits: Logits | None = None
         self._closed = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens so far."""
+        """Return all tokens so far."""
         return tuple(self._tokens)
 
     @property
     def position(self) -> int:
-        """How many there are: the place of the next one."""
+        """Return the number of tokens, which is the place of the next one."""
         return len(self._tokens)
 
     def sync(self, tokens: Iterable[int]) -> int:
-        """Make ``tokens`` the session's, running only what comes behind their common prefix.
+        """Make ``tokens`` the session's tokens, running only those after the common prefix.
 
-        Returns how many were run. They count as the prompt for penalties.
+        Return how many were run. They count as the prompt for penalties.
         """
         wanted = self._check(tokens)
         common = _common(self._tokens, wanted)
+        # The session's tokens are a prefix of the wanted ones, so it continues where it stands.
         if common == len(self._tokens) and (common < len(wanted) or self._logits is not None or not wanted):
             num_run = self._extend(wanted[common:])
         else:
@@ -126,11 +130,14 @@ class Session:
         self._extend(self._check([token]))
 
     def logits(self) -> Logits:
-        """What the model says comes next: float32 [vocabulary]. After `rewind`, runs a little again."""
+        """Return the logits of the next token, float32 [vocabulary].
+
+        After `rewind`, a few tokens run again.
+        """
         return self._head().copy()
 
     def sample(self, params: SamplingParams | None = None) -> Sampled:
-        """Draw the token at `position` from the logits there; the session does not move.
+        """Sample the token at `position` from the logits there; the session does not move.
 
         The random number depends on (seed, choice, position) alone, so the same call gives the same token.
         """
@@ -147,7 +154,7 @@ class Session:
         )
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from ``position`` on. What was whole before it need not be run again."""
+        """Forget the tokens from ``position`` on. The whole blocks before it need not run again."""
         self._check_open()
         if not 0 <= position <= len(self._tokens):
             raise RequestError(
@@ -160,7 +167,9 @@ class Session:
             self._num_prompt = min(self._num_prompt, position)
 
     def fork(self, *, choice: int | None = None) -> Session:
-        """Another session with the same tokens, sharing the K/V of whole blocks from its first call on."""
+        """Return another session with the same tokens; it shares the K/V of whole blocks from its first call
+        on.
+        """
         self._check_open()
         fork = Session(
             self._engine, self.model, params=self.params, salt=self._salt, timeout_s=self._timeout_s
@@ -171,10 +180,10 @@ class Session:
         return fork
 
     def save(self, path: str | Path, key: bytes | None, progress: Progress | None = None) -> None:
-        """Write tokens, sampling state and K/V to a file (0600) in place of what is there, or leave that.
+        """Write tokens, sampling state and K/V to a file (0600).
 
-        ``key``, of 32 bytes, seals it. With None it is plain: who reads the file reads the prompt. Raises
-        SessionError too.
+        It replaces an existing file; after an error, the old file is still there. ``key``, of 32 bytes, seals
+        it. With None the file is plain: any reader of the file reads the prompt. Raises SessionError too.
         """
         self._check_open()
         state = SavedState(self.tokens, self._num_prompt, self.choice, self.params, 0)
@@ -182,10 +191,10 @@ class Session:
         blocks.save(Path(path), key, state, resident=self._resident, progress=progress or _unseen)
 
     def load(self, path: str | Path, key: bytes | None = None, progress: Progress | None = None) -> int:
-        """Become what was saved, under any split. Returns for how many tokens K/V was found to be of use.
+        """Become the saved session, under any split. Return for how many tokens the saved K/V is used.
 
-        The others run with the next call. The session's salt is a new one then: nobody shares what a file
-        says. Raises SessionError for a file that is not whole, not right, or of another model.
+        The other tokens run with the next call. The session then has a new salt, so that no other session
+        shares K/V that came from a file. Raises SessionError for a file that is damaged, or of another model.
         """
         self._check_open()
         blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
@@ -221,14 +230,14 @@ class Session:
     def _head(self) -> Logits:
         self._check_open()
         if not self._tokens:
-            raise RequestError("the session has no tokens, and nothing comes after nothing", param="tokens")
+            raise RequestError("the session has no tokens, so there is no next token", param="tokens")
         if self._logits is None:
             self._replace(self._tokens)
         assert self._logits is not None
         return self._logits
 
     def _extend(self, new: list[int]) -> int:
-        """Run ``new`` behind the tokens."""
+        """Run ``new`` after the tokens; return how many tokens ran."""
         if not new:
             return 0
         run, before = self._run, 0 if self._run is None else self._run.num_run
@@ -239,7 +248,7 @@ class Session:
         return run.num_run - before
 
     def _replace(self, tokens: list[int]) -> int:
-        """Run ``tokens`` from their start, or from behind what the stages have of them."""
+        """Run ``tokens`` as a new sequence, after the prefix that stages still hold; return how many ran."""
         self._let_go()
         if not tokens:
             self._tokens = []
@@ -274,7 +283,7 @@ class Session:
             self._engine.release(run)
 
     def _resident(self) -> Sequence:
-        """The sequence whose blocks hold the K/V of all tokens; run once more if they were taken."""
+        """Return the sequence that holds the K/V of all tokens; run it once more if its blocks were taken."""
         if self._run is None or not self._run.sequence.tables or self._logits is None:
             self._replace(self._tokens)
         assert self._run is not None

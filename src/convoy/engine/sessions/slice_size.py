@@ -1,4 +1,4 @@
-"""How much to carry at once, by how long the last slice took: it holds every other step up."""
+"""The size of the next slice, from the time of the last one: a slice delays every other step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _LONG_S = 0.5
 
 
 class SliceSize:
-    """``num_bytes``: of the next slice, between 64 KiB and ``max_bytes``, as takes up to half a second."""
+    """Adapt ``num_bytes``, the size of the next slice, so that one takes up to half a second.
+
+    It stays between 64 KiB and ``max_bytes``.
+    """
 
     def __init__(self, max_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = min(_FIRST_BYTES, max_bytes)
@@ -21,7 +24,7 @@ class SliceSize:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Around the carrying of one slice."""
+        """Time the transfer of one slice, inside a `with`."""
         began_s = self._now()
         yield
         took_s = self._now() - began_s

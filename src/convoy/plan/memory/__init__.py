@@ -1,1 +1,1 @@
-"""How much memory a stage takes for weights, K/V blocks and a step, and whether a member has it."""
+"""The memory of a stage for weights, K/V blocks and a step, and the check that its member has as much."""

@@ -1,4 +1,4 @@
-"""How many K/V blocks of each cache group every member has room for, beside its weights."""
+"""The number of K/V blocks of each cache group that every member has room for, beside its weights."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from convoy.plan.spec.cache import CacheGroup
 
 @dataclass(frozen=True)
 class BlockDemand:
-    """What a head would have: room for ``max_batch`` sequences of ``max_context`` tokens, or less.
+    """Hold the head's demand: room for ``max_batch`` sequences of ``max_context`` tokens, or less.
 
-    ``num_blocks``, if not 0, is how many it asks of each group, and no table is longer.
+    A nonzero ``num_blocks`` is the number it asks of each group, and no table is longer.
     """
 
-    block_size: int  # tokens
-    max_context: int  # tokens
-    max_batch: int  # sequences
+    # In tokens.
+    block_size: int
+    # In tokens.
+    max_context: int
+    # In sequences.
+    max_batch: int
     max_row_tokens: int
     num_blocks: int = 0
 
     @property
     def most(self) -> int:
-        """Blocks of a group that keeps every token."""
+        """Return the blocks of a group that keeps every token."""
         return self.num_blocks or self.max_batch * -(-self.max_context // self.block_size)
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a member has beside its weights, and what a block of each cache group takes of that there."""
+    """Hold a member's memory beside its weights, and the bytes of a block of each cache group."""
 
     num_bytes: int
     block_bytes: Sequence[int]
@@ -38,7 +41,7 @@ class Room:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """``num_blocks`` by cache group; ``most`` is the largest, and ``tightest`` the member that sets it."""
+    """Hold ``num_blocks`` by cache group; ``most`` is the largest, and ``tightest`` sets it."""
 
     num_blocks: tuple[int, ...]
     most: int
@@ -48,11 +51,11 @@ class BlockChoice:
 def choose_blocks(
     groups: Sequence[CacheGroup], rooms: Mapping[str, Room], demand: BlockDemand
 ) -> BlockChoice:
-    """The counts that fit all members, by name; 0 where one block of each group is too much for one of them.
+    """Return the counts that fit all members, by name; 0 if one member has no room for a block of each group.
 
-    Rings are worth their memory only to sequences that run at once. So there are rings for a full batch,
-    unless they would take more than half of a member's room from groups that keep every token: then for
-    fewer, but for one at least.
+    Rings only serve sequences that run at once. So there are rings for a full batch. If they would take more
+    than half of a member's room from groups that keep every token, there are rings for fewer sequences, but
+    for one at least.
     """
     pools = _Pools(groups, demand)
     num_rings = demand.max_batch
@@ -65,7 +68,7 @@ def choose_blocks(
 
 
 class _Pools:
-    """What pools with rings for so many sequences, and at most so many blocks each, come to."""
+    """Compute the pools for a number of rings, and at most ``most`` blocks of each group."""
 
     def __init__(self, groups: Sequence[CacheGroup], demand: BlockDemand) -> None:
         self._most, self._max_batch = demand.most, demand.max_batch
@@ -80,11 +83,14 @@ class _Pools:
         ]
 
     def _spread(self, most: int, stride: int) -> int:
-        """Of rows for ``stride`` tokens each fewer do; a sequence's last block may be all but empty."""
+        """Return the blocks for ``most`` tokens' worth of rows that each stand for ``stride`` tokens.
+
+        A sequence's last block may be almost empty, so there is one more for each sequence.
+        """
         return most if stride == 1 else min(most, -(-most // stride) + self._max_batch)
 
     def rings_fit(self, room: Room, num_rings: int) -> bool:
-        """In half of the room."""
+        """Return whether the rings fit in half of the room."""
         pairs = zip(self.rings, self.counts(num_rings, self._most), room.block_bytes, strict=True)
         return 2 * sum(count * size for ring, count, size in pairs if ring is not None) <= room.num_bytes
 
@@ -94,7 +100,7 @@ class _Pools:
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``limit`` that fits, as all smaller ones then do; 0 if none does."""
+    """Return the largest number from 1 to ``limit`` that fits, as all smaller ones do; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Whether a stage fits its member, in numbers that a person can compare."""
+"""The check that a stage fits its member, in numbers that a person can compare."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from convoy.plan.span import Span, layers_text
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import rank_spec
 
-Offers = Mapping[str, MemberOffer]  # of members, or of ranks together, by name
+# Of members, or of ranks together, by name.
+Offers = Mapping[str, MemberOffer]
 
-MEMORY_SHARE = (
-    0.8  # of what is free: the rest is for the system and for what a step needs, `plan.memory.working`
-)
-RESERVE_TOKENS = 16  # one block: a stage without room for that cannot run a token
+# The planned share of free memory: the rest is for the system and for steps, `plan.memory.working`.
+MEMORY_SHARE = 0.8
+# One block: a stage without room for it cannot run a token.
+RESERVE_TOKENS = 16
 
 
 def stage_bytes(spec: ModelSpec, span: Span, dtype: str, world_size: int = 1) -> int:
-    """The least a member must have: the stage's weights, or a rank's, and K/V for one block."""
+    """Return the least memory a member needs: weights of the stage or rank, and K/V for one block."""
     own = rank_spec(spec, world_size)
     weights = own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=dtype)
     return weights + own.kv_bytes(span.start, span.end, RESERVE_TOKENS, dtype)
 
 
 def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> None:
-    """Raise PlanError naming each stage that does not fit, with what it needs and what its member has."""
+    """Raise PlanError naming each stage that does not fit, its bytes, and those of its member."""
     refusals = []
     for index, (name, span) in enumerate(owners):
         needed, offer = _needed(spec, span, offers[name]), offers[name]
@@ -47,7 +48,7 @@ def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Of
 
 
 def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:
-    """Whether `check_memory` would pass."""
+    """Return whether `check_memory` would pass."""
     return all(_needed(spec, span, offers[name]) <= offers[name].memory_bytes for name, span in owners)
 
 
@@ -63,9 +64,9 @@ def relieve(
 ) -> list[tuple[str, Span]]:
     """Shift layers, one at a time, from stages that do not fit to the member with most room left.
 
-    Embedding and output weigh on two members only, so shares by memory alone may overfill those while
-    others have room. ``allowed`` says which shifts may be made; one that may not goes to the member with
-    next most room. Returns consecutive owners of the same layers; they may still not fit.
+    Embedding and output weigh on two members only, so shares by memory alone may overfill those while others
+    have room. ``allowed`` accepts or refuses a shift; a refused one goes to the member with next most room.
+    Return consecutive owners of the same layers; they may still not fit.
     """
     current = list(owners)
     for _ in range(spec.num_layers):
@@ -83,7 +84,7 @@ def relieve(
 
 
 def _shift(owners: Sequence[tuple[str, Span]], giver: int, taker: int) -> list[tuple[str, Span]]:
-    """One layer more for one and less for the other; those between them move along."""
+    """Return the owners with one layer moved from ``giver`` to ``taker``; runs in between move along."""
     counts = [span.end - span.start for _, span in owners]
     counts[giver] -= 1
     counts[taker] += 1
@@ -94,7 +95,7 @@ def _shift(owners: Sequence[tuple[str, Span]], giver: int, taker: int) -> list[t
 
 
 def format_bytes(num_bytes: int, digits: int = 1) -> str:
-    """Decimal units, as disks and ``design.md`` have them: ``9.1 GB``, ``48.0 MB``, ``512 B``."""
+    """Return decimal units, as for disks: ``9.1 GB``, ``48.0 MB``, ``512 B``."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {unit}"
@@ -102,7 +103,7 @@ def format_bytes(num_bytes: int, digits: int = 1) -> str:
 
 
 def _apart(needed: int, offered: int) -> tuple[str, str]:
-    """Both numbers with as many digits as it takes to tell them apart."""
+    """Return both numbers with as many digits as it takes to tell them apart."""
     for digits in range(1, 12):
         need, have = format_bytes(needed, digits), format_bytes(offered, digits)
         if need != have:

@@ -1,7 +1,7 @@
-"""What a step takes of a host's memory beside weights and K/V: hidden states, heads, scores and logits.
+"""The host memory of a step beside weights and K/V: hidden states, heads, scores and logits.
 
-A bound from above, fitted to what the allocator saw at its greatest (`tests/model/test_working.py`). On CUDA
-devices this is measured after loading instead, with the graphs (`model.backends.cuda.working`).
+It is an upper bound, fitted to the allocator's measured peak (`tests/model/test_working.py`). On CUDA devices
+the memory is measured after loading instead, with the graphs (`model.backends.cuda.working`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.weights import LayerWeights
 
-STEP_TOKENS = 512  # of a step, as long as nothing else is set; one of more takes more
-STEP_OUTPUTS = 64  # of them those whose logits are wanted
-_PAIRS_BYTES = 5 << 20  # of attention's matmuls, `model.kv.packed` bounds them
+# Tokens of a step by default; a larger step takes more memory.
+STEP_TOKENS = 512
+# Rows of them that need logits.
+STEP_OUTPUTS = 64
+# Of attention's matmuls; `model.kv.packed` bounds them.
+_PAIRS_BYTES = 5 << 20
 
 
 def working_bytes(
     spec: ModelSpec, start: int, end: int, *, output: bool, num_tokens: int = STEP_TOKENS
 ) -> int:
-    """At most so many bytes are in use at once while a stage of layers [start, end) runs ``num_tokens``."""
+    """Return the most bytes in use at once while a stage of layers [start, end) runs ``num_tokens``."""
     groups = [g for g in spec.cache_groups if any(start <= layer < end for layer in g.layers)]
     heads = max((_heads_width(group) for group in groups), default=0)
     between = max((_between(layer, spec) for layer in spec.layers[start:end]), default=0)
@@ -34,7 +37,10 @@ def _heads_width(group: CacheGroup) -> int:
 
 
 def _between(layer: LayerWeights, spec: ModelSpec) -> int:
-    """The widest that a token gets between two linears, with what is computed from that."""
+    """Return the widest values of a token between two linears, in elements.
+
+    Values computed from them are included.
+    """
     dense = 3 * max((matrix.outputs for matrix in layer.each.linears), default=0)
     chosen = min(spec.experts_per_token, layer.num_experts)
     return dense + chosen * 3 * spec.hidden_size

@@ -1,1 +1,1 @@
-"""Choose which member owns which layers, under a policy, or say why none can."""
+"""Choose which member owns which layers, under a policy, or give the reason why none can."""

@@ -1,10 +1,10 @@
-"""Who comes after whom, and where the cuts are: members that share a run of layers, under a policy's rules.
+"""The order of members and the cuts between them in a run of layers that they share, under a policy's rules.
 
-Rules leave each member one run of layers, `rules.room`. Taking the least that each member must have, one
-layer, this is scheduling unit jobs between a release time and a deadline, which earliest deadline first
+Rules leave each member one run of layers, `rules.room`. Each member must have at least one layer. Taking that
+least alone, this is scheduling unit jobs between a release time and a deadline, which earliest deadline first
 solves (Jackson 1955; Horn 1974); a member is stretched over layers that the next one may not have yet. Then
-each cut moves as near to the wanted one as the rules let it. Wanted is, between equal members, that stages
-take the same time (`plan.cost`); otherwise layers in proportion to memory.
+each cut moves as near to the wanted one as the rules allow. Between equal members, the wanted cuts make
+stages take the same time (`plan.cost`); otherwise they share layers in proportion to memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from convoy.plan.span import Span
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import PlacementRule
 
-Run = tuple[int, int]  # layers [start, end)
+# Layers [start, end).
+Run = tuple[int, int]
 Owners = list[tuple[str, Span]]
 
 
 class OutputOwner(enum.Enum):
-    """Who owns the output among those who share a run of layers."""
+    """Name the owner of the output among the members that share a run of layers."""
 
     HEAD = "the head"
-    LAST = "whoever gets the last layers"
+    LAST = "the member with the last layers"
     ELSEWHERE = "a member with a span"
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Layers [start, end) that are to be shared, and whose the output is."""
+    """Hold layers [start, end) that are to be shared, and the owner of the output."""
 
     start: int
     end: int
@@ -50,10 +51,10 @@ class Rest:
 def arrangements(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> Iterator[Owners]:
-    """Ways to give each of ``members`` a part of ``rest``, the most natural first; none where no way exists.
+    """Yield ways to give each of ``members`` a part of ``rest``, the most natural first, if any exist.
 
-    The first is always the given order where the rules allow it. A head among the members stays first or
-    last, as it was given. Raises PlanError as `shares` does.
+    The given order comes first if the rules allow it. A head among the members stays first or last, as it was
+    given. Raises PlanError as `shares` does.
     """
     rooms = {member.name: room(spec.num_layers, rules, member) for member in members}
     tried = set()
@@ -68,7 +69,7 @@ def arrangements(
 
 
 def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
-    """The parts that these members would have without rules. Raises PlanError as `shares` does."""
+    """Return the parts that these members would have without rules. Raises PlanError as `shares` does."""
     counts = shares(rest.end - rest.start, [member.share_bytes for member in order])
     if equals(order):
         owners = owners_of(order, consecutive(counts, rest.start), rest.output)
@@ -78,7 +79,7 @@ def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> li
 
 
 def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputOwner) -> Owners:
-    """Spans of these runs, with the output where it belongs."""
+    """Return spans of these runs, with the output at its owner."""
     last = order[-1].name
     mine = [
         member.head if output is OutputOwner.HEAD else output is OutputOwner.LAST and member.name == last
@@ -88,7 +89,7 @@ def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputO
 
 
 def _orders(members: Sequence[MemberOffer], run: Run, rooms: dict[str, Run]) -> Iterator[list[MemberOffer]]:
-    """The given order, then one by deadlines for each kind of member that may open and may close the run."""
+    """Yield the given order, then one by deadlines for each kind of members at the two ends."""
     yield list(members)
     openers = [m for m in _ends(members, members[0], rooms) if rooms[m.name][0] <= run[0]]
     closers = [m for m in _ends(members, members[-1], rooms) if rooms[m.name][1] >= run[1]]
@@ -99,8 +100,9 @@ def _orders(members: Sequence[MemberOffer], run: Run, rooms: dict[str, Run]) -> 
 
 
 def _ends(members: Sequence[MemberOffer], given: MemberOffer, rooms: dict[str, Run]) -> list[MemberOffer]:
-    """One of each kind that may stand where ``given`` stands: itself first; itself alone if it is the head,
-    and never the head in another's place.
+    """Return one member of each kind that may stand in the place of ``given``, with ``given`` first.
+
+    If ``given`` is the head, only the head may stand there. The head never stands in another's place.
     """
     if given.head:
         return [given]
@@ -108,12 +110,12 @@ def _ends(members: Sequence[MemberOffer], given: MemberOffer, rooms: dict[str, R
     for member in [given, *members]:
         if not member.head:
             kinds.setdefault(rooms[member.name], []).append(member)
-    # Two of a kind, because one of them may be taken for the other end.
+    # Two of a kind, because one of them may stand at the other end.
     return [member for same in kinds.values() for member in dict.fromkeys(same[:3])]
 
 
 def _by_deadline(members: list[MemberOffer], at: int, rooms: dict[str, Run]) -> list[MemberOffer]:
-    """Earliest deadline first among those whose layers have begun; equals stay as they were given."""
+    """Return the earliest deadline first among the members with begun layers; equals keep their order."""
     waiting, order = list(members), []
     while waiting:
         begun = [m for m in waiting if rooms[m.name][0] <= at]
@@ -128,7 +130,7 @@ def _by_deadline(members: list[MemberOffer], at: int, rooms: dict[str, Run]) -> 
 
 
 def _cuts(wanted: Sequence[Run], rooms: Sequence[Run]) -> list[int] | None:
-    """The cuts nearest to the wanted ones at which each run lies in its room, or None where there are none.
+    """Return the cuts nearest to the wanted ones at which each run lies in its room, or None.
 
     Cuts ascend by at least one and lie between bounds that do the same, so clamping keeps them apart.
     """
@@ -140,7 +142,8 @@ def _cuts(wanted: Sequence[Run], rooms: Sequence[Run]) -> list[int] | None:
         lowest.append(max(begin, lowest[-1] + 1))
     for _, limit in reversed(rooms[:-1]):
         highest.append(min(limit, highest[-1] - 1))
-    highest.reverse()  # of the cut before each run but the first, and of the end
+    # Bounds of the cut before each run but the first, and of the end.
+    highest.reverse()
     inner = []
     for (cut, _), low, high in zip(wanted[1:], lowest[1:], highest[:-1], strict=True):
         if low > high:

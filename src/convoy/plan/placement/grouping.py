@@ -1,7 +1,7 @@
-"""Members that hold a stage together: which ranks there are, and what such a group offers to a plan.
+"""Ranks: members that hold a stage together, and the offer that they make to a plan as one.
 
-The first rank of a group is the stage's member, which talks to the pipeline. A rank's slice is as large as
-any other's, so the smallest memory bounds them all.
+The first rank is the stage's member, which talks to the pipeline. All ranks' slices have the same size, so
+the smallest memory bounds them all.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from convoy.wire.messages.control import MAX_RANKS
 
 
 def is_grouped(spans: Mapping[str, str] | None) -> bool:
-    """Whether any span is for several ranks."""
+    """Return whether any span is for several ranks."""
     return any(len(split_key(key)) > 1 for key in spans or ())
 
 
 def names_in(spans: Mapping[str, str]) -> list[str]:
-    """All members that spans are for."""
+    """Return all members that spans are for."""
     return [name for key in spans for name in split_key(key)]
 
 
 def best_world_size(
     spec: ModelSpec, num_members: int, ranks: int | None = None, *, fewer: bool = False
 ) -> int:
-    """The most ranks that members can make of themselves in one stage.
+    """Return the most ranks that members can form in one stage.
 
-    ``ranks``: so many, or with ``fewer`` at most so many. Raises PlanError where a stage of so many ranks
-    cannot be, and where none of two or more can.
+    ``ranks`` asks for that number, or with ``fewer`` for at most that number. Raises PlanError if a stage of
+    ``ranks`` is impossible, or if no number from two on is possible.
     """
     most = min(num_members, MAX_RANKS)
     if ranks is not None and fewer:
@@ -50,14 +50,15 @@ def best_world_size(
         try:
             check_sharding(spec, world_size)
         except PlanError as error:
-            refused = error  # of the fewest ranks, in the end
+            # In the end, the refusal of the fewest ranks.
+            refused = error
             continue
         return world_size
     raise refused or PlanError(f"{num_members} members make no group of 2 ranks")
 
 
 def in_groups(members: Sequence[MemberOffer], world_size: int) -> list[MemberOffer]:
-    """The head and those behind it in groups of ``world_size``; who is left over stands alone."""
+    """Return offers of ``world_size`` ranks each, the head first; members that are left over stand alone."""
     ordered = sorted(members, key=lambda member: not member.head)
     num_full = len(ordered) // world_size * world_size
     groups = [ordered[i : i + world_size] for i in range(0, num_full, world_size)]
@@ -65,9 +66,9 @@ def in_groups(members: Sequence[MemberOffer], world_size: int) -> list[MemberOff
 
 
 def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
-    """The offer of a group: the smallest rank bounds it, and it is trusted as its least trusted one.
+    """Return the offer of ranks together: it has the smallest memory and the lowest level of them.
 
-    Raises PlanError where the ranks have not one kernel, SpanError where the head is not rank 0.
+    Raises PlanError if the ranks' kernels differ, SpanError if the head is not rank 0.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -98,7 +99,10 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
 def gather_named(
     members: Sequence[MemberOffer], spans: Mapping[str, str]
 ) -> tuple[list[MemberOffer], dict[str, str]]:
-    """Members, those in one group where a span names them so; and the spans by rank 0. Raises SpanError."""
+    """Return the offers, with members joined where a span names them together, and the spans by rank 0.
+
+    Raises SpanError.
+    """
     keys = {key: split_key(key) for key in spans}
     named = [name for names in keys.values() for name in names]
     twice = next((name for name in named if named.count(name) > 1), None)

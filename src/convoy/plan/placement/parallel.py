@@ -1,8 +1,8 @@
-"""How members share a model: alone, in a pipeline, or several on every layer; and why.
+"""The mode in which members share a model: alone, in a pipeline, or several on every layer; and the reason.
 
-After the lineage's rule, with two changes: whoever asked for tensor parallelism gets it or an error, and left
-to itself a cluster takes it only where the predicted step is faster, and never under a kernel that promises
-the same bits over every cut: partial sums are added in another order than one process adds them.
+The rule follows the lineage's, with two changes. A request for tensor parallelism gets it or an error.
+Without a request, a cluster takes it only if the predicted step is faster, and never under a kernel that
+promises the same bits over every cut: partial sums are added in another order than one process adds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASKED: tuple[Asked, ...] = ("auto", "pipeline", "tensor", "single")
 
 @dataclass(frozen=True, slots=True)
 class PredictedSteps:
-    """Seconds of one sequence's decode step, see `plan.rates.rates`."""
+    """Hold the seconds of one sequence's decode step in each mode, see `plan.rates.rates`."""
 
     pipeline_s: float
     tensor_s: float
@@ -28,12 +28,12 @@ class PredictedSteps:
 
 @dataclass(frozen=True, slots=True)
 class ParallelFacts:
-    """What the choice depends on.
+    """Hold the facts that the choice depends on.
 
-    ``world_size``: of the largest group of ranks that the members make. Reasons against tensor parallelism
-    are None where there is none: ``model``, it has no plan or its heads do not divide; ``room``, a rank's
-    slice fits no member, or a rule forbids it; ``collective``, it did not come up. ``steps`` None: nothing to
-    predict from.
+    ``world_size`` is that of the largest number of ranks that the members can form. The reasons against
+    tensor parallelism are None if there is none: ``model``, it has no plan or its heads do not divide;
+    ``room``, a rank's slice fits no member, or a rule forbids it; ``collective``, it did not come up.
+    ``steps`` is None without measurements.
     """
 
     num_members: int
@@ -47,19 +47,19 @@ class ParallelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParallelChoice:
-    """``reason`` is for people: one clause, lower case."""
+    """Hold the mode and its ``reason``: one clause for people, in lower case."""
 
     mode: Mode
     reason: str
 
 
 def choose_parallel(asked: Asked, facts: ParallelFacts) -> ParallelChoice:
-    """The first row that applies, see docs/tensor-parallel.md.
+    """Return the first row that applies, see docs/tensor-parallel.md.
 
-    Raises PlanError where tensor parallelism was asked for and cannot be: it is never replaced in silence.
+    Raises PlanError if tensor parallelism was asked for and is impossible: it is never replaced in silence.
     """
     if facts.num_members < 2:
-        return ParallelChoice("single", "there is one member, so nobody to share layers with")
+        return ParallelChoice("single", "there is one member, so no other to share layers with")
     if asked in ("single", "pipeline"):
         return ParallelChoice(asked, f"asked for: {asked}")
     against = why_not_tensor(facts)
@@ -79,7 +79,7 @@ def choose_parallel(asked: Asked, facts: ParallelFacts) -> ParallelChoice:
 
 
 def why_not_tensor(facts: ParallelFacts) -> str | None:
-    """What makes it impossible; None where nothing does."""
+    """Return the reason that makes tensor parallelism impossible, or None."""
     if facts.model is not None:
         return facts.model
     if facts.world_size < 2:
@@ -90,11 +90,11 @@ def why_not_tensor(facts: ParallelFacts) -> str | None:
 
 
 def _why_not_by_itself(facts: ParallelFacts) -> str | None:
-    """What speaks against it where nobody asked for it, though it can be."""
+    """Return the reason against possible tensor parallelism that was not asked for, or None."""
     if facts.kernel in STEADY:
         return (
-            f"{facts.kernel} promises the same bits over every cut, which ranks of a stage do not have "
-            "(--parallel tensor takes them all the same)"
+            f"{facts.kernel} promises the same bits over every cut, and tensor parallelism does not "
+            "(--parallel tensor allows it)"
         )
     if facts.steps is None:
         return "nothing was measured to predict a step of tensor parallelism from"

@@ -1,10 +1,10 @@
-"""Which member owns which layers: as a person says, or by itself, under a policy; or the reason why not.
+"""The assignment of layers to members: as a person's spans say, or automatic, under a policy; or the refusal.
 
 The head owns the first layers and the output (`0:K,output`, the default), the last layers and the output
 (`K:output`, reverse), everything, or only the first layers (`0:K`, forward): then the member with the last
 layers owns the output. Peers share the rest in any way. Only spans give the output to a peer, which then
-draws the tokens and reads them. A policy's placement rules bind spans and shares alike; `placement.rules` has
-their words.
+samples the tokens and reads them. A policy's placement rules bind spans and shares alike; `placement.rules`
+defines their words.
 """
 
 from __future__ import annotations
@@ -33,38 +33,41 @@ __all__ = ["MemberOffer", "Placement", "place"]
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan that fits: stages in the order of their layers."""
+    """Hold a plan that fits: stages in the order of their layers."""
 
     spec: ModelSpec
     stages: tuple[StageAssignment, ...]
     head: str
-    kernels: Mapping[str, str]  # of members: in which form they hold weights and K/V
+    # Of members: the form of their weights and K/V.
+    kernels: Mapping[str, str]
     memory_bytes: Mapping[str, int]
     members: tuple[MemberOffer, ...] = ()
-    rules: tuple[PlacementRule, ...] = ()  # all of them hold
-    reason: str = ""  # why its members share the model in this mode, where that was chosen
+    # All of them hold.
+    rules: tuple[PlacementRule, ...] = ()
+    # Why its members share the model in this mode, if that was chosen.
+    reason: str = ""
 
     @property
     def hidden_dtype(self) -> str:
-        """In which hidden states cross links: as the narrowest stage holds them."""
+        """Return the dtype in which hidden states cross links: that of the narrowest stage."""
         used = {form_of(self.kernels[stage.member]).dtype for stage in self.stages}
         return "bfloat16" if "bfloat16" in used else "float32"
 
     @property
     def mode(self) -> Mode:
-        """How its members share the model."""
+        """Return how its members share the model."""
         if any(stage.world_size > 1 for stage in self.stages):
             return "tensor"
         return "pipeline" if len(self.stages) > 1 else "single"
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """All members with a stage or a slice of one, in the order of the route and of ranks."""
+        """Return all members with a stage or a slice of one, in the order of the route and of ranks."""
         return tuple(name for stage in self.stages for name in stage.holders)
 
     @property
     def route(self) -> Route:
-        """The way of a token through the stages."""
+        """Return the way of a token through the stages."""
         return Route(self.spec, self.stages, self.head)
 
 
@@ -76,11 +79,12 @@ def place(
 ) -> Placement:
     """Give every member a stage.
 
-    ``spans`` maps member names to span texts, or ``alpha+beta`` to that of a stage which both hold as ranks;
-    an offer may be that of ranks already. Who is not in it shares the layers left over as ``rules``
-    allow: between equal members so that stages take the same time, else by memory. Raises SpanError for spans
-    that are wrong, alone or together, or break a rule; PlanError where there are too many members or too
-    little memory, or no way to share the layers keeps the rules.
+    ``spans`` maps member names to span texts, or ``alpha+beta`` to the span of a stage that both hold as
+    ranks; an offer may also be that of ranks already. Members without a span share the layers left over as
+    ``rules`` allow: between equal members so that stages take the same time, else by memory.
+
+    Raises SpanError for spans that are wrong, alone or together, or break a rule. Raises PlanError for too
+    many members or too little memory, or if no way to share the layers keeps the rules.
     """
     members, spans = gather_named(members, spans or {})
     for member in members:
@@ -151,8 +155,8 @@ def _share_rest(
     if not without:
         return []
     (start, end) = _left_over(spec, [member.name for member in without], given)
-    # The head comes first, for the default layout, unless the first layers are taken: then last, for the
-    # reverse.
+    # The head comes first, for the default layout. If the first layers are taken, it comes last, for the
+    # reverse layout.
     without.sort(key=lambda member: member.head is not (start == 0))
     rest = Rest(start, end, _output_owner(spec, members, given, end))
     return share(spec, without, rest, rules)
@@ -161,7 +165,10 @@ def _share_rest(
 def _output_owner(
     spec: ModelSpec, members: Sequence[MemberOffer], given: Mapping[str, Span], end: int
 ) -> OutputOwner:
-    """The head, unless a span names another, or is the head's `0:K` and the last layers are to be shared."""
+    """Return the head, unless a span names another member, or the layout is the head's `0:K`.
+
+    In that layout the last layers must be left to share.
+    """
     if any(span.output for span in given.values()):
         return OutputOwner.ELSEWHERE
     mine = next((given.get(member.name) for member in members if member.head), None)
@@ -170,7 +177,10 @@ def _output_owner(
 
 
 def _left_over(spec: ModelSpec, names: Sequence[str], given: Mapping[str, Span]) -> tuple[int, int]:
-    """The one run of layers that no span claims. Raises SpanError if there is none, or more than one."""
+    """Return the one run of layers that no span claims.
+
+    Raises SpanError if there is none, or more than one.
+    """
     listed = ", ".join(names)
     gaps = missing_layers(spec.num_layers, [(span.start, span.end) for span in given.values()])
     if not gaps:
@@ -199,18 +209,18 @@ def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
     if missing:
         runs = " and ".join(layers_text(start, end) for start, end in missing)
         raise SpanError(
-            f"nobody owns {runs} of {spec.num_layers}, expected every layer to have an owner",
+            f"no member owns {runs} of {spec.num_layers}, expected every layer to have an owner",
             hint=f"lengthen a span, for example {_over(spec, owners, missing[0])}",
         )
 
 
 def _over(spec: ModelSpec, owners: Sequence[tuple[str, Span]], gap: tuple[int, int]) -> str:
-    """The span of whoever comes before a gap, or else behind it, with these layers too."""
+    """Return the span of the neighbour before a gap, or else behind it, extended over these layers."""
     for name, span in owners:
         if span.end == gap[0] or gap[0] == 0:
             longer = Span(min(span.start, gap[0]), max(span.end, gap[1]), span.output)
             return f"{name}={format_span(longer, spec.num_layers)}"
-    raise AssertionError(f"nobody is beside layers {gap}")
+    raise AssertionError(f"no member is beside layers {gap}")
 
 
 def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str) -> None:
@@ -228,7 +238,7 @@ def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str
         expected += f", or the member with the last layers, {claimed[last]}"
         hint += f", or {widest.start}:output for {last} and no output for {head}"
     if not claiming:
-        raise SpanError(f"nobody owns the output, {expected}", hint=hint)
+        raise SpanError(f"no member owns the output, {expected}", hint=hint)
     if len(claiming) > 1:
         raise SpanError(f"the output claimed twice, by {' and by '.join(claimed[name] for name in claiming)}")
     if claiming[0] not in (head, last):

@@ -1,4 +1,4 @@
-"""The way of a token through the stages: who passes what to whom, who can read prompts, what is missing."""
+"""The way of a token through the stages: its hops, the readers of prompts, and the missing parts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ READS_TOKENS, READS_ACTIVATIONS, READS_NOTHING = "tokens", "activations", "no"
 
 @dataclass(frozen=True)
 class Hop:
-    """One transfer of hidden state to the next stage, or back to the owner of the output."""
+    """Describe one transfer of hidden state to the next stage, or back to the owner of the output."""
 
     sender: str
     receiver: str
-    boundary: int  # the layer that comes next; num_layers before the output
-    all_rows: bool  # False: only the rows that the output needs
+    # The layer that comes next; num_layers before the output.
+    boundary: int
+    # If False, only the rows that the output needs.
+    all_rows: bool
 
 
 @dataclass(frozen=True)
 class Route:
-    """Stages in the order of their layers. A route may lack some: then `missing` says which."""
+    """Hold stages in the order of their layers. A route may lack some: then `missing` names them."""
 
     spec: ModelSpec
     stages: tuple[StageAssignment, ...]
@@ -33,7 +35,7 @@ class Route:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Transfers of hidden state for one step, in order; none where one member owns everything."""
+        """Return the transfers of hidden state for one step, in order; none if one member owns everything."""
         hops = [
             Hop(before.member, after.member, before.end, all_rows=True)
             for before, after in itertools.pairwise(self.stages)
@@ -45,9 +47,10 @@ class Route:
 
     @property
     def token_id_members(self) -> tuple[str, ...]:
-        """Who sees token ids: the head, whoever embeds or samples, and stages whose layers need ids.
+        """Return the members that see token ids: the head, and holders of stages that embed, sample or need
+        ids.
 
-        All ranks of such a stage do: each has a part of the vocabulary, and looks ids up in it.
+        All ranks of such a stage see them: each has a part of the vocabulary, and looks ids up in it.
         """
         readers = [
             name
@@ -58,7 +61,8 @@ class Route:
         return tuple(dict.fromkeys([self.head, *readers]))
 
     def reads_prompts(self, member: str) -> str:
-        """From what ``member`` can read prompts: ``tokens``, ``activations``, or ``no`` without a layer.
+        """Return the source of prompts for ``member``: ``tokens``, ``activations``, or ``no`` without a
+        layer.
 
         The activations of any layer are enough to recover every token (`convoy verify --leak`).
         """
@@ -69,7 +73,7 @@ class Route:
 
     @property
     def missing(self) -> str:
-        """What no stage owns, in words (``layers 4-7 and the output``); empty where the route is complete."""
+        """Return the parts without an owner, in words (``layers 4-7 and the output``); empty if complete."""
         runs = missing_layers(self.spec.num_layers, [(stage.start, stage.end) for stage in self.stages])
         parts = [layers_text(start, end) for start, end in runs]
         if not any(stage.embed for stage in self.stages) and not any(start == 0 for start, _ in runs):
@@ -80,21 +84,24 @@ class Route:
 
     @property
     def complete(self) -> bool:
-        """Whether a token can pass every layer."""
+        """Return whether a token can pass every layer."""
         return not self.missing
 
     def without(self, gone: Collection[str]) -> Route:
-        """The route that is left when these members are gone; a stage that lacks a rank is gone with it."""
+        """Return the route without these members; a stage that lacks a rank is gone with it."""
         left = (stage for stage in self.stages if not set(stage.holders) & set(gone))
         return Route(self.spec, tuple(left), self.head)
 
     def describe(self) -> str:
-        """One line: ``complete: alpha 0:3,output -> beta 4:11 -> alpha``, or ``missing layers 4-11``."""
+        """Return one line:
+
+        ``complete: alpha 0:3,output -> beta 4:11 -> alpha``, or ``missing layers 4-11``.
+        """
         return f"missing {self.missing}" if self.missing else f"complete: {self.text}"
 
     @property
     def text(self) -> str:
-        """Who passes to whom, with spans: ``alpha 0:3,output -> beta+gamma 4:11 -> alpha``."""
+        """Return the members and spans in order: ``alpha 0:3,output -> beta+gamma 4:11 -> alpha``."""
         names = [f"{'+'.join(stage.holders)} {self._span_text(stage)}" for stage in self.stages]
         if self.hops and not self.hops[-1].all_rows:
             names.append(self.hops[-1].receiver)
@@ -105,7 +112,7 @@ class Route:
 
 
 def missing_layers(num_layers: int, owned: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs [start, end) of layers that are in none of the ``owned`` runs, ascending."""
+    """Return runs [start, end) of layers that are in none of the ``owned`` runs, ascending."""
     runs = []
     reached = 0
     for start, end in sorted(owned):

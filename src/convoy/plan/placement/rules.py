@@ -1,8 +1,8 @@
-"""Which parts of a model a policy keeps where, and which rule keeps a member from what.
+"""A policy's placement rules: the parts of a model that stay on certain members.
 
-A member can recover all of a prompt from the activations of its layers, more slowly the deeper they are: the
-embedding, the output and the layers at both ends can be kept on members of a level, or on named ones
-(docs/threat-model.md has the sources). A rule binds the head like everyone else.
+A member can recover all of a prompt from the activations of its layers, more slowly the deeper they are. So a
+rule can keep the embedding, the output and the layers at both ends on members of a level, or on named ones
+(docs/threat-model.md has the sources). A rule binds the head like every other member.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from convoy.trust.evidence.policy import PlacementRule
 
 @dataclass(frozen=True)
 class Breach:
-    """A rule (``number`` counts from 1, in the policy's order), a member that does not satisfy it, and what
-    that member would hold all the same.
+    """Describe a broken rule, a member that does not satisfy it, and the kept parts that it would hold.
+
+    ``number`` counts from 1, in the policy's order.
     """
 
     number: int
     rule: PlacementRule
     member: MemberOffer
-    parts: str  # "the embedding and layers 0-1"
+    # Such as "the embedding and layers 0-1".
+    parts: str
 
     def __str__(self) -> str:
         where = f"rule {self.number}: {self.parts} must be on {place_text(self.rule)}"
@@ -36,7 +38,7 @@ class Breach:
 
 
 def satisfies(rule: PlacementRule, member: MemberOffer) -> bool:
-    """Whether ``member`` may hold what ``rule`` keeps; of ranks that hold it together each one.
+    """Return whether ``member`` may hold the rule's parts; of several ranks, whether each may.
 
     A level below `hardware` never satisfies a rule.
     """
@@ -52,7 +54,7 @@ def breaches(
     owners: Sequence[tuple[MemberOffer, Span]],
     first_number: int = 1,
 ) -> list[Breach]:
-    """Every rule that these stages break, by rule and then by layer; empty where the rules hold."""
+    """Return every rule that these stages break, by rule and then by layer; empty if the rules hold."""
     found = []
     for number, rule in enumerate(rules, start=first_number):
         for member, span in owners:
@@ -64,7 +66,7 @@ def breaches(
 
 
 def room(num_layers: int, rules: Sequence[PlacementRule], member: MemberOffer) -> tuple[int, int]:
-    """The layers [start, end) that the rules leave for ``member``; nothing where start >= end."""
+    """Return the layers [start, end) that the rules leave for ``member``; nothing if start >= end."""
     against = [rule for rule in rules if not satisfies(rule, member)]
     start = max([max(rule.first_layers, int(rule.embedding)) for rule in against], default=0)
     last = max([rule.last_layers for rule in against], default=0)
@@ -72,14 +74,14 @@ def room(num_layers: int, rules: Sequence[PlacementRule], member: MemberOffer) -
 
 
 def place_text(rule: PlacementRule) -> str:
-    """Where a rule keeps things: ``members of level hardware``, or ``alpha, beta or gamma``."""
+    """Return the members that a rule allows: ``members of level hardware``, or ``alpha, beta or gamma``."""
     if rule.level is not None:
         return f"members of level {rule.level.text}"
     return " or ".join(filter(None, [", ".join(rule.members[:-1]), rule.members[-1]]))
 
 
 def keep_text(rule: PlacementRule, num_layers: int) -> str:
-    """What a rule keeps, for a model of so many layers: ``the embedding, layers 0-1 and the output``."""
+    """Return a rule's parts of a model with ``num_layers``: ``the embedding, layers 0-1 and the output``."""
     return _joined(
         embedding=rule.embedding,
         runs=_kept_runs(rule, num_layers, Span(0, num_layers)),
@@ -88,7 +90,7 @@ def keep_text(rule: PlacementRule, num_layers: int) -> str:
 
 
 def mend_text(breach: Breach, members: Sequence[MemberOffer]) -> str:
-    """What would satisfy the rule: who does, or what is missing."""
+    """Return the members that would satisfy the rule, or the missing level or name."""
     able = [member.name for member in members if satisfies(breach.rule, member)]
     if able:
         return f"{', '.join(able)} would satisfy rule {breach.number}: give {breach.parts} to one of them"
@@ -101,7 +103,7 @@ def mend_text(breach: Breach, members: Sequence[MemberOffer]) -> str:
 
 
 def _kept_parts(spec: ModelSpec, rule: PlacementRule, span: Span) -> str:
-    # Whoever reads token ids reads the text: layers that need them count as part of the embedding.
+    # A member that reads token ids reads the text, so layers that need them count as part of the embedding.
     ids = [layer for layer in sorted(spec.token_id_layers) if span.start <= layer < span.end]
     runs = _kept_runs(rule, spec.num_layers, span)
     if rule.embedding:
@@ -111,7 +113,7 @@ def _kept_parts(spec: ModelSpec, rule: PlacementRule, span: Span) -> str:
 
 
 def _kept_runs(rule: PlacementRule, num_layers: int, span: Span) -> list[tuple[int, int]]:
-    """The layers of ``span`` that the rule keeps, as runs [start, end)."""
+    """Return the layers of ``span`` that the rule keeps, as runs [start, end)."""
     first = min(rule.first_layers, num_layers)
     last = max(first, num_layers - rule.last_layers)
     runs = [(max(start, span.start), min(end, span.end)) for start, end in ((0, first), (last, num_layers))]

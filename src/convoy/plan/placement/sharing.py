@@ -1,4 +1,4 @@
-"""Sharing a run of layers out, as a policy's rules allow; or which rule leaves no way to do it."""
+"""Share a run of layers out as a policy's rules allow, or name the rule that leaves no way to do it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def share(
     rest: Rest,
     rules: Sequence[PlacementRule],
 ) -> Owners:
-    """Part of ``rest`` for each of ``members``, in the given order if the rules allow it.
+    """Return a part of ``rest`` for each of ``members``, in the given order if the rules allow it.
 
-    The first way that fits in memory; where none fits, the first of all, for `check_memory` to refuse. Raises
-    PlanError where no way keeps the rules.
+    The first way that fits in memory wins. If none fits, return the first of all, which `check_memory` then
+    refuses. Raises PlanError if no way keeps the rules.
     """
     by_name = {member.name: member for member in members}
 
@@ -63,7 +63,7 @@ def check_rules(
 def _no_way(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError:
-    """Why the rules leave no way, by the first of these that is the reason."""
+    """Return the error for rules that leave no way, with the first reason that applies."""
     for reason in (_head_refused, _homeless, _unowned):
         error = reason(spec, members, rest, rules)
         if error is not None:
@@ -82,7 +82,7 @@ def _no_way(
 def _head_refused(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
-    """The head owns one end of the layers, and as a rule the output: rules bind it first."""
+    """Return the error if a rule refuses the head its end of the layers, or the output."""
     head = next((member for member in members if member.head), None)
     if head is None:
         return None
@@ -101,7 +101,7 @@ def _head_refused(
 def _homeless(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
-    """A member for which the rules leave no layer of the run."""
+    """Return the error for a member without any allowed layer in the run."""
     for member in members:
         start, end = room(spec.num_layers, rules, member)
         if max(start, rest.start) >= min(end, rest.end):
@@ -114,7 +114,7 @@ def _homeless(
 def _unowned(
     spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
-    """The first or last layer of the run, which nobody who is free may hold."""
+    """Return the error for the first or last layer of the run, if no free member may hold it."""
     for layer, given in ((rest.start, members[0]), (rest.end - 1, members[-1])):
         free = [given] if given.head else [member for member in members if not member.head]
         owned = rest.output is OutputOwner.LAST and layer == rest.end - 1
@@ -131,7 +131,7 @@ def _unowned(
 def _shortages(
     spec: ModelSpec, found: Sequence[Breach], owners: Sequence[tuple[MemberOffer, Span]]
 ) -> list[str]:
-    """For each broken rule that the head alone satisfies: how many of the kept layers the head has."""
+    """Return, for each broken rule that only the head satisfies, how many of its layers the head has."""
     told = []
     for number, rule in dict.fromkeys((breach.number, breach.rule) for breach in found):
         able = [(member, span) for member, span in owners if satisfies(rule, member)]
@@ -151,7 +151,7 @@ def _shortages(
 
 
 def _elsewhere(breach: Breach, members: Sequence[MemberOffer]) -> str:
-    """As `mend_text`, for a part that those who may hold it cannot reach."""
+    """Return `mend_text`, or the hint for a part that the allowed members cannot reach."""
     head = next((member for member in members if member.head), None)
     hint = mend_text(breach, members)
     if head is not None and hint.startswith(f"{head.name} would"):

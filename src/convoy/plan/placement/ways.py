@@ -1,7 +1,7 @@
-"""The placements that members could have, by mode, and the one that is chosen of them.
+"""The placements that members could have, by mode, and the choice among them.
 
-What is impossible is kept with its reason: whoever asked for it gets that as an error, and everybody else
-sees it beside the choice.
+An impossible mode is kept with its reason. A request for it gets the reason as an error, and a plan report
+shows it beside the choice.
 """
 
 from __future__ import annotations
@@ -27,35 +27,40 @@ from convoy.plan.spec.kernels import STEADY
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import PlacementRule
 
-Predict = Callable[[Placement], float | None]  # seconds of one sequence's decode step; None: not measured
+# Seconds of one sequence's decode step; None if not measured.
+Predict = Callable[[Placement], float | None]
 _WHOLE = "the spans give members whole layers; joined names, alpha+beta=0:9, share them"
 
 
 @dataclass(frozen=True)
 class Ways:
-    """``refused`` has why a mode cannot be. ``facts`` lack what is measured."""
+    """Hold the placement of each mode, or in ``refused`` the reason against it.
+
+    ``facts`` lack the measurements.
+    """
 
     spec: ModelSpec
     placements: dict[Mode, Placement]
     refused: dict[Mode, ConvoyError]
     facts: ParallelFacts
-    is_grouped: bool  # by spans of a person, so nothing else is meant
+    # Set by a person's spans, so no other mode is meant.
+    is_grouped: bool
 
     @property
     def why(self) -> str | None:
-        """Why no ranks share layers, where that was tried in vain."""
+        """Return why no ranks share layers, if that was tried in vain."""
         refused = self.refused.get("tensor")
         return None if refused is None else refused.message
 
     def attempt(self, mode: Mode, make: Callable[[], Placement]) -> None:
-        """Keep what comes of it, or why nothing does."""
+        """Store the placement that ``make`` returns, or its refusal."""
         try:
             self.placements[mode] = make()
         except (PlanError, SpanError) as error:
             self.refused[mode] = error
 
     def of(self, mode: Mode) -> Placement:
-        """Raises why not."""
+        """Return the placement of a mode, or raise the reason against it."""
         if mode in self.placements:
             return self.placements[mode]
         raise self.refused[mode]
@@ -70,9 +75,9 @@ def find_ways(
     ranks: int | None = None,
     fewer: bool = False,
 ) -> Ways:
-    """What `place` makes of these members in each mode.
+    """Return the result of `place` for these members in each mode.
 
-    ``ranks``: of each stage, or at most so many with ``fewer``; None: as many as can be.
+    ``ranks`` is the number of each stage, or with ``fewer`` the most; None takes as many as possible.
     """
     ways = Ways(spec, {}, {}, ParallelFacts(len(members), 1, _kernel(members)), is_grouped(spans))
     alone = [member for member in members if member.head]
@@ -95,17 +100,17 @@ def find_ways(
 
 
 def _kernel(members: Sequence[MemberOffer]) -> str:
-    """The one whose promise binds the plan."""
+    """Return the kernel with the strictest promise, which binds the plan."""
     return next((member.kernel for member in members if member.kernel in STEADY), members[0].kernel)
 
 
 def choose_way(
     asked: Asked, ways: Ways, *, predict: Predict | None = None, collective: str | None = None
 ) -> Placement:
-    """With the reason. ``predict`` is called only where the prediction decides.
+    """Return the chosen placement with the reason. ``predict`` is called only if the prediction decides.
 
-    ``collective``: why it did not come up, where it was tried.
-    Raises PlanError or SpanError where what was asked for, or chosen, cannot be.
+    ``collective`` is the reason why it did not come up, if it was tried. Raises PlanError or SpanError if the
+    requested or chosen mode is impossible.
     """
     if ways.is_grouped and ways.facts.num_members > 1:
         if asked in ("single", "pipeline"):
@@ -129,6 +134,6 @@ def _given(ways: Ways, choice: ParallelChoice) -> Placement:
 
 
 def _depends(ways: Ways, facts: ParallelFacts) -> bool:
-    """Whether it is the prediction that decides."""
+    """Return whether the prediction decides."""
     possible = facts.num_members > 1 and why_not_tensor(facts) is None and facts.kernel not in STEADY
     return possible and {"pipeline", "tensor"} <= ways.placements.keys()

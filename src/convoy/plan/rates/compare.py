@@ -1,4 +1,4 @@
-"""Predicted rates of every way to share a model among the same members, and where tensor parallelism pays."""
+"""Predicted rates of every way to share a model among members, and the gain of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from convoy.plan.speed import Speed
 
 
 class TensorReport(msgspec.Struct, frozen=True):
-    """What ranks that share layers pay for a decode step of one sequence, and what they save by it.
+    """Report the seconds that ranks pay and save for a decode step of one sequence when they share layers.
 
-    ``crossover_s``: they are faster than the pipeline where an all-reduce takes less than that; below 0
-    nowhere.
+    They are faster than the pipeline if an all-reduce takes less than ``crossover_s``; below 0 they never
+    are.
     """
 
     world_size: int
-    num_all_reduces: int  # of a step
+    # Of a step.
+    num_all_reduces: int
     all_reduce_bytes: int
     all_reduce_s: float
     paid_s: float
-    saved_s: float  # of what a step of the pipeline takes
+    # Of the pipeline's step.
+    saved_s: float
     crossover_s: float
 
 
 @dataclass(frozen=True)
 class Compared:
-    """By mode: rates, and why there are none."""
+    """Hold the rates of each mode, or the reason why there are none."""
 
     rates: dict[str, RatesReport]
     refused: dict[str, str]
@@ -48,7 +50,7 @@ class Compared:
 
 
 def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Workload) -> Compared:
-    """``speeds`` has every member. One that is alone has no other modes."""
+    """Compare the modes of ``ways``. ``speeds`` has every member; a lone member has no other modes."""
     placements = ways.placements
     rates = {mode: predict(placement, speeds, links, workload) for mode, placement in placements.items()}
     tensor = None
@@ -62,7 +64,7 @@ def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Wor
 
 
 def _tensor(placement: Placement, links: Links, workload: Workload, faster_s: float) -> TensorReport:
-    """``faster_s``: by how much its step is shorter than the pipeline's, all-reduces included."""
+    """Return the report; ``faster_s`` is the time saved against the pipeline's step, sums included."""
     spec, load = placement.spec, StepLoad(1, workload.context)
     shared = [stage for stage in placement.stages if stage.world_size > 1]
     count = sum(num_all_reduces(stage) for stage in shared)

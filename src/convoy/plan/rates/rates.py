@@ -1,12 +1,13 @@
-"""How many tokens a second a placement should come to, and what limits it: from speeds and round trips.
+"""Predict the tokens per second of a placement, and their limit, from speeds and round trips.
 
-A stage takes what reading the weights takes that a step passes, what multiplying takes longer than that,
-what looking back on K/V takes, and what each layer costs however little there is to do. A hop takes half of a
-round trip, and what the wire takes for the bytes. One sequence passes everything in turn. With as many
-micro-batches in flight as stages the slowest stage sets the pace, or the way round the ring where that takes
-longer than all of them; of a prompt, the first chunk finds stages behind it idle, and the last before it.
-Scheduling, drawing and text are not in it, and members of one machine do not slow
-each other down.
+A stage's time is the sum of four parts. They are: reading the weights that the step passes, multiplying for
+longer than that, looking back on K/V, and each layer's own time, however little there is to do. A hop takes
+half of a round trip, plus the wire's time for the bytes.
+
+One sequence passes everything in turn. With as many micro-batches in flight as stages, the slowest stage sets
+the pace; or the way round the ring does, if it takes longer than all of them. Of a prompt, the first chunk
+finds the stages behind it idle, and the last chunk the stages before it. Scheduling, sampling and text are
+not counted. Members of one machine are assumed not to slow each other down.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from convoy.plan.spec.weights import LayerWeights
 from convoy.plan.speed import REFERENCE_LINEARS, Speed
 from convoy.wire.messages.control import StageAssignment
 
-_PARTIAL_BYTES = 4  # parts of sums are float32
+# Parts of sums are float32.
+_PARTIAL_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Links:
-    """Round trips in seconds: by the pair of members where they were measured, else ``otherwise``."""
+    """Hold round trips in seconds: by pair of members where measured, else ``otherwise_s``."""
 
     otherwise_s: float
-    bytes_per_s: float = 100e6  # of each wire: a gigabit, sealed; what one token sends is small
+    # Of each wire: a gigabit, sealed; one token sends little.
+    bytes_per_s: float = 100e6
     by_pair: Mapping[frozenset[str], float] = field(default_factory=dict)
 
     def round_trip_s(self, one: str, other: str) -> float:
@@ -43,7 +46,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for: decodes of sequences of ``context`` tokens, and prompts as long, in chunks."""
+    """Describe the load: decodes of sequences of ``context`` tokens, and prompts as long, in chunks."""
 
     context: int = 512
     batch: int = 32
@@ -52,9 +55,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """One step: decodes that look back on ``context`` tokens each, or a chunk of one prompt that does."""
+    """Describe one step: decodes, or a chunk of one prompt, that look back on ``context`` tokens each."""
 
-    num_rows: float  # of hidden states
+    # Of hidden states.
+    num_rows: float
     context: float
     is_chunk: bool = False
 
@@ -64,7 +68,10 @@ class StepLoad:
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """``limit`` says in words what to make faster; ``step_s`` is the time between two steps."""
+    """Hold a predicted rate.
+
+    ``limit`` names the part to make faster; ``step_s`` is the time between two steps.
+    """
 
     tokens_per_s: float
     step_s: float
@@ -73,23 +80,28 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class RatesReport(msgspec.Struct, frozen=True):
-    """``assumed``: what was not measured, in words."""
+    """Hold the rates of a placement. ``assumed`` lists the values that were not measured, in words."""
 
     context: int
-    decode: Rate  # one sequence
+    # One sequence.
+    decode: Rate
     decode_batch: Rate
-    prefill: Rate  # one prompt of ``context`` tokens, ``batch`` of them in a chunk
+    # One prompt of ``context`` tokens, ``batch`` of them in a chunk.
+    prefill: Rate
     assumed: list[str]
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage for a step, by what takes them; of several ranks, of the slowest."""
+    """Hold the seconds of one stage for a step, by cause; of several ranks, those of the slowest."""
 
     reading_s: float
-    multiplying_s: float  # beyond that
-    layers_s: float  # what Python and the operations' starts take
-    summing_s: float = 0.0  # what ranks wait for each other's parts of sums
+    # Beyond the time of reading.
+    multiplying_s: float
+    # Of Python and the starts of operations.
+    layers_s: float
+    # Waits of ranks for each other's parts of sums.
+    summing_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -108,7 +120,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class _Work:
-    """Time of one stage or hop for a step, and whose it is in words."""
+    """Hold the time of one stage or hop for a step, and its owner in words."""
 
     seconds: float
     limit: str
@@ -117,14 +129,15 @@ class _Work:
 def predict(
     placement: Placement, speeds: Mapping[str, Speed], links: Links, workload: Workload
 ) -> RatesReport:
-    """``speeds`` has every member that holds a stage, or a slice of one."""
+    """Return the rates of a placement; ``speeds`` has every member with a stage, or a slice of one."""
     num_stages = len(placement.stages)
     lone = _works(placement, speeds, links, StepLoad(1, workload.context))
     in_flight = min(num_stages, workload.batch)
     shared = workload.batch / in_flight
     micro = _works(placement, speeds, links, StepLoad(shared, workload.context))
     size = min(workload.chunk, workload.context)
-    behind = (workload.context - size) / 2  # of a chunk, in the middle of the prompt
+    # Tokens before a chunk in the middle of the prompt.
+    behind = (workload.context - size) / 2
     chunk = _works(placement, speeds, links, StepLoad(size, behind, is_chunk=True))
     return RatesReport(
         context=workload.context,
@@ -136,7 +149,7 @@ def predict(
 
 
 def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load: StepLoad) -> list[_Work]:
-    """Of every stage, then of every hop."""
+    """Return the times of every stage, then of every hop."""
     stages = []
     for stage in placement.stages:
         time = _time_of_ranks(placement, stage, speeds, links, load)
@@ -150,7 +163,7 @@ def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load
 def _time_of_ranks(
     placement: Placement, stage: StageAssignment, speeds: Mapping[str, Speed], links: Links, load: StepLoad
 ) -> StageTime:
-    """Of the slowest, for which the others wait at every sum."""
+    """Return the time of the slowest rank, because the others wait for it at every sum."""
     spec, kernel = rank_spec(placement.spec, stage.world_size), placement.kernels[stage.member]
     times = [stage_time(spec, stage, kernel, speeds[name], load) for name in stage.holders]
     slowest = max(times, key=lambda time: time.total_s)
@@ -158,7 +171,7 @@ def _time_of_ranks(
 
 
 def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: StepLoad) -> float:
-    """What the ranks of a stage send each other in a step: sums of every layer, and logits at its end."""
+    """Return the seconds in which ranks of a stage exchange a step's sums, and at its end the logits."""
     if stage.world_size == 1:
         return 0.0
     row_bytes = spec.hidden_size * _PARTIAL_BYTES
@@ -170,24 +183,24 @@ def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: StepL
 
 
 def num_all_reduces(stage: StageAssignment) -> int:
-    """Of a step: behind attention and behind the MLP of each layer, and of the embedding."""
+    """Return a step's all-reduces: after attention and MLP of each layer, and for the embedding."""
     return 2 * (stage.end - stage.start) + stage.embed
 
 
 def all_reduce_s(ranks: Sequence[str], links: Links, num_bytes: float) -> float:
-    """Of a tensor that every rank has a part of: round the ring whole, or there and back in pieces."""
+    """Return the seconds of an all-reduce: the faster of whole round the ring, or there and back."""
     hops, trip_s, sending_s = len(ranks) - 1, _trip_s(ranks, links), num_bytes / links.bytes_per_s
     return min(hops * (trip_s + sending_s), 2 * hops * trip_s + 2 * sending_s)
 
 
 def _trip_s(ranks: Sequence[str], links: Links) -> float:
-    """One way, over the slowest link of the ring."""
+    """Return the seconds one way, over the slowest link of the ring."""
     ends = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
     return max(links.round_trip_s(one, other) for one, other in ends) / 2
 
 
 def _ring(placement: Placement) -> list[Hop]:
-    """The hops of the route; where the last stage has the output too, its tokens go back to the head."""
+    """Return the hops of the route; if the last stage has the output too, its tokens go back to the head."""
     hops = list(placement.route.hops)
     last = placement.stages[-1].member
     if len(placement.stages) > 1 and last != placement.head and (not hops or hops[-1].all_rows):
@@ -206,17 +219,18 @@ def _in_turn(works: Sequence[_Work]) -> Rate:
 
 
 def _in_flight(works: Sequence[_Work], each: float, batch: int, num_stages: int, in_flight: int) -> Rate:
-    """Of steps of ``each`` tokens, so many in flight at once; ``batch`` is only said again."""
+    """Return the rate of steps of ``each`` tokens, with ``in_flight`` at once; ``batch`` is only reported."""
     slowest = max(works[:num_stages], key=lambda work: work.seconds)
     step, limit = slowest.seconds, slowest.limit
     between = sum(work.seconds for work in works) / in_flight
-    if between > step:  # they wait for their way round, not for each other
+    # Steps wait for their way round the ring, not for each other.
+    if between > step:
         step, limit = between, max(works, key=lambda work: work.seconds).limit
     return Rate(_per_second(each, step), step, batch, limit)
 
 
 def _one_prompt(works: Sequence[_Work], size: int, num_tokens: int, num_stages: int) -> Rate:
-    """Of a prompt by itself, in chunks of ``size``: one goes all the way, the others come behind it."""
+    """Return the rate of a lone prompt in chunks of ``size``: one goes all the way, the others follow."""
     paced = _in_flight(works, size, size, num_stages, num_stages)
     total = sum(work.seconds for work in works) + (num_tokens / size - 1) * paced.step_s
     return msgspec.structs.replace(paced, tokens_per_s=_per_second(num_tokens, total))
@@ -229,7 +243,7 @@ def _per_second(count: float, seconds: float) -> float:
 def stage_time(
     spec: ModelSpec, stage: StageAssignment, kernel: str, speed: Speed, load: StepLoad
 ) -> StageTime:
-    """What a step takes in one stage, without its hops."""
+    """Return the time of a step in one stage, without its hops."""
     layers = spec.layers[stage.start : stage.end]
     reading, multiplying, linears = 0.0, 0.0, 0.0
     for layer in layers:
@@ -251,7 +265,7 @@ def stage_time(
 def _parts(
     layer: LayerWeights, kernel: str, chosen: int, num_rows: float
 ) -> list[tuple[float, float, float]]:
-    """Rows, bytes and elements: of what every token passes, and of the experts that any goes to."""
+    """Return rows, bytes and elements of the weights for every token, and of the experts reached."""
     parts = [(num_rows, float(layer.each.num_bytes(kernel)), float(layer.each.elements))]
     reached = layer.reached_share(chosen, num_rows)
     if reached:
@@ -261,13 +275,13 @@ def _parts(
 
 
 def _num_linears(layer: LayerWeights, chosen: int, num_rows: float) -> float:
-    """How many are called: an expert's as often as it is reached."""
+    """Return how many linears are called: those of an expert as often as it is reached."""
     each, experts = (sum(m.count for m in part.linears) for part in (layer.each, layer.experts))
     return each + experts * layer.reached_share(chosen, num_rows)
 
 
 def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: StepLoad) -> float:
-    """What decodes read of K/V; states are written too. A chunk reads none that is worth a word."""
+    """Return the bytes of K/V that decodes read; states are also written. A chunk's reads are negligible."""
     if load.is_chunk:
         return 0.0
     sizes = (
@@ -279,7 +293,7 @@ def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: Ste
 
 
 def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: StepLoad) -> float:
-    """Of a chunk, over the keys before it and over states; its own keys are in its rows' time."""
+    """Return a chunk's products with earlier keys and with states; its own keys are in its rows' time."""
     if not load.is_chunk:
         return 0.0
     per_token = sum(
@@ -291,7 +305,7 @@ def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: StepLoad) -> 
 
 
 def _per_token(group: CacheGroup, context: float) -> float:
-    """Multiplications of one token in one layer, over all the keys that it sees, or over a state twice."""
+    """Return the multiplications of a token in one layer, over all its keys, or over a state twice."""
     if group.kind == "recurrent":
         return 2.0 * group.state_elements
     if group.kind not in {"kv", "latent", "entries"}:

@@ -1,7 +1,7 @@
-"""Compressed attention: DeepSeek V4's layers, which look back on few tokens as they are and on the rest in
-entries, each made of several tokens.
+"""Compressed attention, as in DeepSeek V4's layers.
 
-Read from `transformers`' configuration of the family, the older words included that it understands.
+They look back on few tokens directly, and on the rest in entries, each made of several tokens. The reader
+follows the family's configuration in `transformers`, with the older words that it understands.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Literal
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.config import ConfigReader
 
-_MOST = 1 << 20  # of widths, windows and rates
+# Of widths, windows and rates.
+_MOST = 1 << 20
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASHED, ROUTED = "hash_moe", "moe"
-_OF_RATE = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # what `compress_ratios` mean
+# The meaning of `compress_ratios`.
+_OF_RATE = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 _RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 _HASH_LAYERS = 3
 
@@ -25,10 +27,11 @@ CompressionKind = Literal["sparse", "heavy"]
 
 @dataclass(frozen=True)
 class Compression:
-    """How a layer makes its entries: one for every ``rate`` tokens.
+    """Describe how a layer makes its entries: one for every ``rate`` tokens.
 
-    "heavy": of those tokens; every entry is seen. "sparse": of those and as many before them, with a second
-    key of ``index_dim`` each, by which a token chooses the ``index_topk`` entries that it sees.
+    "heavy" entries are made of those tokens; a token sees every entry. "sparse" entries are made of those and
+    as many before them, with a second key of ``index_dim`` each, by which a token chooses the ``index_topk``
+    entries that it sees.
     """
 
     kind: CompressionKind
@@ -39,17 +42,20 @@ class Compression:
 
     @property
     def series(self) -> int:
-        """Numbers that a token gives of each element: for its own entry, and for the next."""
+        """Return the numbers that a token gives of each element: for its own entry, and for the next."""
         return 2 if self.kind == "sparse" else 1
 
     @property
     def span(self) -> int:
-        """Tokens of which an entry is made."""
+        """Return the number of tokens that an entry is made of."""
         return self.series * self.rate
 
 
 def read_compressions(reader: ConfigReader, num_layers: int) -> list[Compression | None]:
-    """How each layer compresses; None: it only has a window. Raises ModelError for what cannot be true."""
+    """Return how each layer compresses; None if it only has a window.
+
+    Raises ModelError for impossible values.
+    """
     made: dict[str, Compression | None] = {SLIDING: None}
     kinds = layer_kinds(reader, num_layers)
     if HEAVY in kinds:
@@ -66,7 +72,7 @@ def read_compressions(reader: ConfigReader, num_layers: int) -> list[Compression
 
 
 def layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
-    """The attention of each layer."""
+    """Return the attention of each layer."""
     ratios = reader.get("compress_ratios")
     if reader.get("layer_types") is None and ratios is not None:
         if not isinstance(ratios, list | tuple) or not all(
@@ -79,7 +85,7 @@ def layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
 
 
 def hashed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """The layers whose experts are chosen by token id."""
+    """Return the layers with experts chosen by token id."""
     num_hashed = reader.get("num_hash_layers")
     if num_hashed is None:
         num_hashed = _HASH_LAYERS
@@ -93,7 +99,7 @@ def hashed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
 def compressed_groups(
     compressions: Sequence[Compression | None], num_heads: int, head_dim: int
 ) -> tuple[CacheGroup, ...]:
-    """For each kind of layer its entries, and what is kept of each token until all entries have it."""
+    """Return, for each kind of layer, the groups of its entries and of its tokens not yet compressed."""
     groups = []
     for made in dict.fromkeys(one for one in compressions if one is not None):
         layers = tuple(layer for layer, one in enumerate(compressions) if one == made)
@@ -103,7 +109,8 @@ def compressed_groups(
         pending = CacheGroup(f"pending-{made.span}", made.span, *heads, "pending")
         groups += [
             replace(entries, row_elements=width, stride=made.rate),
-            replace(pending, row_elements=2 * made.series * width),  # a number and its gate
+            # A number and its gate.
+            replace(pending, row_elements=2 * made.series * width),
         ]
     return tuple(groups)
 
@@ -131,7 +138,7 @@ def _words(reader: ConfigReader, key: str, allowed: Sequence[str], default: Sequ
 
 
 def _enough(reader: ConfigReader, key: str, found: Sequence[str], num_layers: int) -> list[str]:
-    """The library leaves out what is beyond the last layer."""
+    """Return the first ``num_layers`` entries, because the library ignores those beyond the last layer."""
     if len(found) < num_layers:
         raise reader.wrong(key, f"{len(found)} entries", f"num_hidden_layers = {num_layers} entries")
     return list(found[:num_layers])

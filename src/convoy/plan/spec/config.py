@@ -1,4 +1,4 @@
-"""Checked reading of a `config.json`: every value is taken for a claim until its type and range are seen."""
+"""Checked reading of a `config.json`: every value is a claim until its type and range are checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from convoy.errors import ModelError
 
 
 class ConfigReader:
-    """One model's configuration; every error names the model, the key and the value found.
+    """Read one model's configuration; every error names the model, the key and the value found.
 
-    A multimodal wrapper keeps its decoder under ``text_config``: that part is read, and keys which it lacks
+    A multimodal wrapper keeps its decoder under ``text_config``: that part is read, and keys missing there
     (such as ``tie_word_embeddings``) are looked up in the wrapper.
     """
 
@@ -27,22 +27,25 @@ class ConfigReader:
         self._inner: Mapping[str, object] = config if nested is None else nested
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigReader:
-        """The same configuration, where a key that is not written has the value of ``defaults``."""
+        """Return the same configuration, where an unwritten key has the value of ``defaults``."""
         return ConfigReader(self._outer, self.model, defaults)
 
     def get(self, key: str) -> object:
-        """The raw value, or None where the key is null, or missing without a default."""
+        """Return the raw value, or None if the key is null, or missing without a default."""
         value = self._inner.get(key)
         if value is None:
             value = self._outer.get(key)
         return self._defaults.get(key) if value is None and not self.has(key) else value
 
     def has(self, key: str) -> bool:
-        """Whether the key is written at all, null included."""
+        """Return whether the key is written at all, null included."""
         return key in self._inner or key in self._outer
 
     def count(self, key: str, *, most: int, default: int | None = None) -> int:
-        """An integer from 1 to ``most``; ModelError if out of range, or missing without a default."""
+        """Return an integer from 1 to ``most``.
+
+        Raises ModelError if out of range, or missing without a default.
+        """
         value = self.get(key)
         if value is None:
             if default is None:
@@ -50,24 +53,24 @@ class ConfigReader:
                     f"{self.model}: config.json has no {key}, expected a number from 1 to {most}"
                 )
             return default
-        # bool is an int to Python, and 4096.0 is a float to nobody but a careless converter: both are refused
+        # A bool is an int to Python, and a careless converter writes 4096.0 as a float: both are refused.
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return value
 
     def optional_count(self, key: str, *, most: int) -> int | None:
-        """As `count`, but missing or null is None."""
+        """Return the value as `count` does, but None if it is missing or null."""
         return None if self.get(key) is None else self.count(key, most=most)
 
     def optional_above_0(self, key: str) -> float | None:
-        """A finite number above 0, or None where it is missing or null."""
+        """Return a finite number above 0, or None if it is missing or null."""
         value = self.get(key)
         if value is None or is_above_0(value):
             return value
         raise self.wrong(key, value, "a number above 0")
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         value = self.get(key)
         if value is None:
             return default
@@ -76,14 +79,14 @@ class ConfigReader:
         return value
 
     def word(self, key: str) -> str | None:
-        """A string, or None where it is missing."""
+        """Return a string, or None if it is missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, str):
             raise self.wrong(key, value, "a string")
         return value
 
     def words(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None where it is missing."""
+        """Return a list of strings, or None if it is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -92,7 +95,7 @@ class ConfigReader:
         return tuple(value)
 
     def wrong(self, key: str, value: object, expected: str) -> ModelError:
-        """The error for a value that cannot be true, for the caller to raise."""
+        """Return the error for an impossible value, for the caller to raise."""
         shown = repr(value)
         if len(shown) > 60:
             shown = shown[:57] + "..."
@@ -100,5 +103,8 @@ class ConfigReader:
 
 
 def is_above_0(value: object) -> TypeGuard[float]:
-    """Whether it is a finite number above 0; true is none, though an int to Python."""
+    """Return whether ``value`` is a finite number above 0.
+
+    True is refused, though Python counts it as an int.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

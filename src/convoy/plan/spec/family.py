@@ -1,8 +1,8 @@
-"""The families Convoy can plan, and their differences as data.
+"""The families that Convoy can plan, and their differences as data.
 
 Every row was read from the family's configuration and modelling code in `transformers`, defaults included: a
-missing key must mean to the plan what it means to the loader. `plan.spec.heads` reads heads and windows by
-these words, `plan.spec.tensors` lists the weights.
+missing key must mean the same to the plan as to the loader. `plan.spec.heads` reads heads and windows by
+these words, and `plan.spec.tensors` lists the weights.
 """
 
 from __future__ import annotations
@@ -15,39 +15,59 @@ from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.quantization import read_quantization
 
 MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 20  # hidden, intermediate and attention widths
+# Hidden, intermediate and attention widths.
+MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 27
 MAX_EXPERTS = 1 << 14
-MAX_STREAMS = 64  # hidden states of a token
+# Hidden states of a token.
+MAX_STREAMS = 64
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family of decoders apart from the next."""
+    """Describe the differences between one family of decoders and the next."""
 
     model_type: str
-    defaults: Mapping[str, object] = field(default_factory=dict)  # what a key means that is not written
+    # The values of keys that are not written.
+    defaults: Mapping[str, object] = field(default_factory=dict)
     # "alike" in all layers; "by layer type"; "latent": expanded from one latent a token; "compressed": one
-    # key a token within a window, and beyond it one for several
+    # key a token within a window, and beyond it one for several.
     heads: str = "alike"
-    qkv: str = "apart"  # "joined": one linear for q, k and v
-    qkv_bias: bool | None = False  # None: the key attention_bias decides
-    out_bias: bool = False  # whether attention_bias reaches o_proj too
-    qk_norm: bool = False  # RMS norms over each head's query and key
-    gated: bool = False  # the query's linear also makes a gate for what attention gives
-    recurrent: bool = False  # layers of type "linear_attention" are gated delta nets
-    sinks: bool = False  # a logit of each query head that takes part in the softmax and has no value
-    window: str | None = None  # "always", "if used", "after a layer" or "by layer type": who slides
-    full_every: int = 0  # without layer_types, every so manieth layer looks back on everything
-    full_every_key: str = ""  # which may say otherwise
-    mlp: str = "gated"  # "joined": one linear for gate and up
-    mlp_bias: bool = False  # whether the key mlp_bias counts
-    experts: str | None = None  # whose way to lay out a mixture of experts
-    num_norms: int = 2  # 4: also behind attention and MLP
-    divides_hidden: bool = False  # the loader refuses a hidden_size that the heads do not divide
-    counted: bool = False  # what a layer weighs is read from the checkpoint's headers
-    refused_keys: tuple[str, ...] = ()  # true or set, they ask for what a stage does not do
+    # "joined": one linear for q, k and v.
+    qkv: str = "apart"
+    # None: the key attention_bias decides.
+    qkv_bias: bool | None = False
+    # Whether attention_bias applies to o_proj too.
+    out_bias: bool = False
+    # RMS norms over each head's query and key.
+    qk_norm: bool = False
+    # Whether the query's linear also makes a gate for attention's result.
+    gated: bool = False
+    # Whether layers of type "linear_attention" are gated delta nets.
+    recurrent: bool = False
+    # A logit of each query head that takes part in the softmax and has no value.
+    sinks: bool = False
+    # The layers with a sliding window: "always", "if used", "after a layer" or "by layer type".
+    window: str | None = None
+    # Without layer_types, every layer with a multiple of this number looks back on everything.
+    full_every: int = 0
+    # The key that may override full_every.
+    full_every_key: str = ""
+    # "joined": one linear for gate and up.
+    mlp: str = "gated"
+    # Whether the key mlp_bias counts.
+    mlp_bias: bool = False
+    # The family that gives the layout of a mixture of experts.
+    experts: str | None = None
+    # 4: also after attention and MLP.
+    num_norms: int = 2
+    # Whether the loader refuses a hidden_size that the heads do not divide.
+    divides_hidden: bool = False
+    # Whether a layer's weight is read from the checkpoint's headers.
+    counted: bool = False
+    # True or set, these keys ask for an option that a stage does not support.
+    refused_keys: tuple[str, ...] = ()
 
 
 _GEMMA: dict[str, object] = {
@@ -247,7 +267,7 @@ FAMILIES: dict[str, Family] = {
             experts="deepseek_v4",
             refused_keys=("quantization_config", "quantization"),
         ),
-        # What is no more than embedding, layers and norm runs as it is.
+        # A model of embedding, layers and norm alone needs no further row.
         Family("apertus", counted=True),
         Family("arcee", counted=True),
         Family("cohere", {"tie_word_embeddings": True}, counted=True),
@@ -281,7 +301,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# What does not fit a stage, and why
+# Model types that do not fit a stage, and the reasons.
 _UNFIT: dict[str, str] = {
     "its layers keep recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
     "lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_next "
@@ -295,7 +315,10 @@ _UNFIT: dict[str, str] = {
 
 
 def read_family(reader: ConfigReader) -> Family:
-    """The family of a configuration; ModelError names an unsupported type and those that are supported."""
+    """Return the family of a configuration.
+
+    Raises ModelError naming an unsupported type and the supported ones.
+    """
     model_type = reader.word("model_type")
     if model_type is None:
         raise ModelError(f"{reader.model}: config.json has no model_type", hint=_supported())
@@ -304,11 +327,16 @@ def read_family(reader: ConfigReader) -> Family:
         raise ModelError(
             f"{reader.model}: model type {model_type!r} is not supported{reason}", hint=_supported()
         )
-    read_quantization(reader)  # an unknown one is refused
+    # Raises for an unknown quantisation.
+    read_quantization(reader)
     family = FAMILIES[model_type]
     for key in family.refused_keys:
         if reader.get(key):
-            raise reader.wrong(key, reader.get(key), "false or nothing: this is not done here")
+            raise reader.wrong(
+                key,
+                reader.get(key),
+                f"false or unset: Convoy does not support this option for {family.model_type}",
+            )
     return family
 
 

@@ -1,4 +1,4 @@
-"""Heads, windows and whose K/V each layer reads, and the cache groups that follow from them."""
+"""Heads, windows and shared K/V of each layer, and the cache groups that follow from them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The attention of one layer."""
+    """Describe the attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    # Of queries and keys.
+    head_dim: int
     value_dim: int
-    window: int | None = None  # tokens that it looks back on, its own included; None: all of them
-    kv_source: int | None = None  # the layer whose K and V it reads; None: it has its own
+    # Tokens that it looks back on, its own included; None: all of them.
+    window: int | None = None
+    # The layer that it reads K and V of; None: it has its own.
+    kv_source: int | None = None
     kind: CacheKind = "kv"
-    num_taps: int = 0  # of a delta net, whose heads are those of keys and values
-    compression: Compression | None = None  # of what is behind the window
+    # Of a delta net, where heads are those of keys and values.
+    num_taps: int = 0
+    # Of the tokens behind the window.
+    compression: Compression | None = None
 
     @property
     def mixed_width(self) -> int:
-        """Of what a delta net's convolution goes over: queries, keys and values."""
+        """Return the width of a delta net's convolution: queries, keys and values."""
         return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
 
     @property
     def state_elements(self) -> int:
-        """What a delta net keeps of a sequence, as `model.kv.delta_batch` has it; 0 for attention."""
+        """Return the elements that a delta net keeps of a sequence, as `model.kv.delta_batch` lays them out.
+
+        For attention it is 0.
+        """
         if self.kind != "recurrent":
             return 0
         past = (self.num_taps - 1) * self.mixed_width
@@ -46,7 +54,10 @@ class LayerHeads:
 def read_heads(
     reader: ConfigReader, family: Family, num_layers: int, hidden_size: int
 ) -> tuple[LayerHeads, ...]:
-    """The attention of every layer. Raises ModelError, with both numbers, for heads that do not fit."""
+    """Return the attention of every layer.
+
+    Raises ModelError, with both numbers, for heads that do not fit.
+    """
     if family.heads == "compressed":
         return _compressed_heads(reader, num_layers)
     windows = _windows(reader, family, num_layers)
@@ -64,7 +75,7 @@ def read_heads(
 
 
 def cache_groups(layers: Sequence[LayerHeads]) -> tuple[CacheGroup, ...]:
-    """The layers that keep K and V, by what they retain: full attention, windows by size, then states."""
+    """Return the groups of layers that keep K and V alike: full attention, windows by size, then states."""
     groups: dict[LayerHeads, list[int]] = {}
     for number, layer in enumerate(layers):
         if layer.kv_source is None:
@@ -100,7 +111,7 @@ def _group_order(group: tuple[LayerHeads, list[int]]) -> tuple[bool, int, list[i
 
 
 def forbidden_cuts(layers: Sequence[LayerHeads]) -> Mapping[int, str]:
-    """The cuts that would part a layer from the one whose K and V it reads: first layer after it -> why."""
+    """Return the cuts that part a layer from the source of its K and V: first layer after it -> reason."""
     cuts: dict[int, str] = {}
     for number, layer in enumerate(layers):
         if layer.kv_source is not None:
@@ -136,7 +147,7 @@ def _check_head_dim(reader: ConfigReader, key: str, head_dim: int, num_heads: in
 
 
 def _latent_heads(reader: ConfigReader) -> LayerHeads:
-    """One latent a token and the rotary part of its key, which all heads look at."""
+    """Return heads that share one latent a token, with the rotary part of its key."""
     num_heads = reader.count("num_attention_heads", most=MAX_WIDTH)
     num_kv_heads = reader.optional_count("num_key_value_heads", most=MAX_WIDTH) or num_heads
     if num_kv_heads != num_heads:
@@ -148,7 +159,7 @@ def _latent_heads(reader: ConfigReader) -> LayerHeads:
 
 
 def _delta_heads(reader: ConfigReader) -> LayerHeads:
-    """A gated delta net's: one state of keys by values for each head of values."""
+    """Return the heads of a gated delta net: one state of keys by values for each head of values."""
     num_keys = reader.count("linear_num_key_heads", most=MAX_WIDTH)
     num_values = reader.count("linear_num_value_heads", most=MAX_WIDTH)
     if num_values % num_keys:
@@ -164,7 +175,7 @@ def _delta_heads(reader: ConfigReader) -> LayerHeads:
 
 
 def _compressed_heads(reader: ConfigReader, num_layers: int) -> tuple[LayerHeads, ...]:
-    """One key a token, which is its value too; behind the window, what layers make of several tokens."""
+    """Return heads with one key a token, which is its value too, and the layers' entries beyond."""
     num_heads = reader.count("num_attention_heads", most=MAX_WIDTH)
     head_dim = reader.count("head_dim", most=MAX_WIDTH)
     _check_head_dim(reader, "head_dim", head_dim, num_heads)
@@ -175,7 +186,7 @@ def _compressed_heads(reader: ConfigReader, num_layers: int) -> tuple[LayerHeads
 
 
 def _heads_by_layer(reader: ConfigReader, layers: Sequence[LayerHeads]) -> list[LayerHeads]:
-    """Layers of full attention may have other heads, or any layer, where per_layer_config says so."""
+    """Return the layers with other heads for full attention, or for any layer that per_layer_config names."""
     written = reader.get("per_layer_config")
     if written is not None:
         return _overridden(reader, written, layers)
@@ -215,7 +226,10 @@ def _other_heads(reader: ConfigReader, layer: LayerHeads, head_dim: int, num_kv_
 
 
 def _shared(reader: ConfigReader, layers: Sequence[LayerHeads]) -> list[LayerHeads]:
-    """The last ``num_kv_shared_layers`` read the K and V of the last one before them of their type."""
+    """Return the layers, with the source of K and V for the last ``num_kv_shared_layers``.
+
+    The source is the last earlier layer of the same type.
+    """
     if not reader.get("num_kv_shared_layers"):
         return list(layers)
     num_shared = reader.count("num_kv_shared_layers", most=len(layers) - 1)
@@ -248,7 +262,7 @@ def _windows(reader: ConfigReader, family: Family, num_layers: int) -> list[int 
     kinds = _layer_types(reader, num_layers)
     if kinds is not None:
         return [window if kind == SLIDING else None for kind in kinds]
-    # the one key of the four that may truly be 0: every layer slides
+    # The only one of the four keys that may be 0: then every layer slides.
     first = reader.get("max_window_layers")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise reader.wrong("max_window_layers", first, "a whole number from 0")
@@ -258,7 +272,8 @@ def _windows(reader: ConfigReader, family: Family, num_layers: int) -> list[int 
 def _windows_by_type(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
     kinds = _kinds_of_layers(reader, family, num_layers, (FULL, SLIDING))
     if family.heads == "by layer type":
-        kinds = (*kinds[:-1], FULL)  # the loader makes the last layer a full one whatever is written
+        # The loader makes the last layer a full one in any case.
+        kinds = (*kinds[:-1], FULL)
     window = reader.count("sliding_window", most=MAX_CONTEXT) if SLIDING in kinds else None
     return [window if kind == SLIDING else None for kind in kinds]
 
@@ -266,7 +281,7 @@ def _windows_by_type(reader: ConfigReader, family: Family, num_layers: int) -> l
 def _kinds_of_layers(
     reader: ConfigReader, family: Family, num_layers: int, known: tuple[str, str]
 ) -> tuple[str, ...]:
-    """As layer_types says, or else every so manieth is full and the rest are of the other ``known`` kind."""
+    """Return layer_types, or else full layers at a fixed distance and the other ``known`` kind between."""
     kinds = _layer_types(reader, num_layers, known)
     if kinds is not None:
         return kinds

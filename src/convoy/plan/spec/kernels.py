@@ -1,6 +1,6 @@
-"""The kernels as a plan knows them: in which form a stage under each holds weights and K/V.
+"""The kernels as a plan knows them: the form of a stage's weights and K/V under each.
 
-A form's word is the kernel's, or a dtype's where all is simply held in it.
+A form's word is the kernel's, or a dtype's if everything is simply held in it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KernelForm:
-    """``dtype``: of K/V, and of all weights that are in no linear or not rounded.
+    """Describe the form of weights and K/V.
 
-    ``packed``: linears are laid out for the kernel, and cannot be looked up by row. ``bits``: of a rounded
-    weight, 0 where they are not rounded; then there is a scale of ``scale_bytes`` for each ``group`` of
-    weights that are multiplied into one output, or for all of them where it is 0. A matrix whose outputs are
-    no multiple of ``outputs``, or whose inputs are none of ``group``, is rounded as ``otherwise`` says, and
-    so is `lm_head`.
+    ``dtype`` is that of K/V, and of all weights outside linears or not rounded. ``packed`` linears are laid
+    out for the kernel, and cannot be looked up by row. ``bits`` counts those of a rounded weight; it is 0
+    without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
+    multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
+    ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
     """
 
     dtype: str
@@ -29,10 +29,11 @@ class KernelForm:
     group: int = 0
     scale_bytes: int = 4
     outputs: int = 1
-    otherwise: str = ""  # another form's word
+    # The word of another form.
+    otherwise: str = ""
 
     def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
-        """Of a matrix of [outputs, inputs], without a bias; ``head``: it is `lm_head`."""
+        """Return the bytes of a matrix of [outputs, inputs], without a bias; ``head`` marks `lm_head`."""
         if not self.bits:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
         if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
@@ -46,28 +47,28 @@ FORMS: dict[str, KernelForm] = {
     "exact-f32": KernelForm("float32", packed=True),
     "plain-f32": KernelForm("float32"),
     "w8a8": KernelForm("float32", packed=True, bits=8),
-    # as `model.layers.int4` does it: a scale and a middle in bfloat16
+    # As `model.layers.int4` does it: a scale and a middle in bfloat16
     "w4a16": KernelForm(
         "float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"
     ),
     "cuda-bf16": KernelForm("bfloat16"),
     "cuda-int8": KernelForm("bfloat16", packed=True, bits=8),
-    # as `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
+    # As `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
     "cuda-int4": KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
 }
 
 
-# where a row's bits depend on its own sequence alone, and so on no cut between layers
+# Kernels under which a row's bits depend on its own sequence alone, and so on no cut between layers.
 STEADY = frozenset({"exact-f32", "w8a8", "w4a16"})
 
 
 def on_device(kernel: str) -> bool:
-    """Whether stages run it on CUDA."""
+    """Return whether stages run the kernel on CUDA."""
     return kernel.startswith("cuda-")
 
 
 def form_of(word: str) -> KernelForm:
-    """ModelError for a kernel or dtype that no stage holds weights in."""
+    """Return the form of a word. Raises ModelError for a kernel or dtype that no stage holds weights in."""
     if word not in FORMS:
         raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")
     return FORMS[word]

@@ -1,4 +1,4 @@
-"""What a plan must know about a model, read from its `config.json` alone: no weights are opened."""
+"""The facts about a model that a plan needs, read from its `config.json` alone: no weights are opened."""
 
 from __future__ import annotations
 
@@ -16,48 +16,58 @@ from convoy.plan.spec.rotary import check_rotary, max_context
 from convoy.plan.spec.tensors import layer_tensors, per_layer_input, read_streams
 from convoy.plan.spec.weights import LayerWeights, Shape, layer_weights
 
-# a norm's least divisor by the families' words, and Granite's divisor
+# A norm's least divisor by the families' words, and Granite's divisor.
 _ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
-_MAX_ROUNDS = 1000  # of DeepSeek V4's streams, in every layer and step
+# Of DeepSeek V4's streams, in every layer and step.
+_MAX_ROUNDS = 1000
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model's shape. Byte counts take the dtype in which a stage holds the weights, not the one on disk."""
+    """Hold a model's shape. Byte counts take the dtype in which a stage holds weights, not that on disk."""
 
     name: str
-    family: str  # config.json's model_type: "llama"
+    # The model_type of config.json: "llama".
+    family: str
     num_layers: int
     hidden_size: int
     vocab_size: int
-    max_context: int  # tokens
-    tied_embeddings: bool  # the output reuses the embedding matrix, so both owners need it
-    stored_dtype: str  # of the checkpoint, as config.json claims; "float32" where it does not
+    # In tokens.
+    max_context: int
+    # The output reuses the embedding matrix, so both owners need it.
+    tied_embeddings: bool
+    # Of the checkpoint, as config.json claims; "float32" if it does not.
+    stored_dtype: str
     layers: tuple[LayerWeights, ...]
     cache_groups: tuple[CacheGroup, ...]
-    can_rewind: bool = True  # rows may write over the last positions: not so where state is recurrent
-    num_streams: int = 1  # hidden states that cross a boundary for each token
-    joining_elements: int = 0  # weight elements that make one of them, where the output is
-    token_id_layers: frozenset[int] = field(default_factory=frozenset)  # layers that need token ids
-    layer_input_size: int = 0  # of the input of its own that each of these layers makes from token ids
-    forbidden_cuts: Mapping[int, str] = field(
-        default_factory=dict
-    )  # first layer after the cut -> why not there
-    experts_per_token: int = 0  # in each layer that has any
-    kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
-    num_ranks: int = (
-        1  # that share a stage; weights and heads are those of one of them (`plan.spec.sharding`)
-    )
+    # Whether rows may overwrite the last positions: recurrent state does not allow it.
+    can_rewind: bool = True
+    # Hidden states that cross a boundary for each token.
+    num_streams: int = 1
+    # Weight elements that join the streams into one, at the owner of the output.
+    joining_elements: int = 0
+    # Layers that need token ids.
+    token_id_layers: frozenset[int] = field(default_factory=frozenset)
+    # Width of the input that each of these layers makes from token ids.
+    layer_input_size: int = 0
+    # First layer after the cut -> why not there.
+    forbidden_cuts: Mapping[int, str] = field(default_factory=dict)
+    # In each layer that has any.
+    experts_per_token: int = 0
+    # Maps a layer without K/V to the layer that it reads.
+    kv_sources: Mapping[int, int] = field(default_factory=dict)
+    # Ranks that share a stage; weights and heads are those of one of them (`plan.spec.sharding`).
+    num_ranks: int = 1
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, object], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> ModelSpec:
-        """Read a parsed `config.json`; ``name`` is what errors call the model.
+        """Read a parsed `config.json`; errors call the model ``name``.
 
-        ``shapes`` are those of the checkpoint's tensors: of some families a layer's weight is only known from
-        them. Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
+        ``shapes`` are those of the checkpoint's tensors, which some families need to know a layer's weight.
+        Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
         """
         reader = ConfigReader(config, name)
         family = read_family(reader)
@@ -93,36 +103,36 @@ class ModelSpec:
 
     @property
     def num_heads(self) -> int:
-        """Of the first cache group; others may differ."""
+        """Return the heads of the first cache group; other groups may differ."""
         return self.cache_groups[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the first cache group; others may differ."""
+        """Return the K/V heads of the first cache group; other groups may differ."""
         return self.cache_groups[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Of the first cache group; others may differ."""
+        """Return the head width of the first cache group; other groups may differ."""
         return self.cache_groups[0].head_dim
 
     def layer_bytes(self, layer: int, dtype: str) -> int:
-        """Weight bytes of one layer."""
+        """Return the weight bytes of one layer."""
         return self.layers[layer].num_bytes(dtype)
 
     @property
     def vocabulary_rows(self) -> int:
-        """Of the embedding and of `lm_head`, as many as any rank has."""
+        """Return the rows of the embedding and of `lm_head`, as many as any rank has."""
         return -(-self.vocab_size // self.num_ranks)
 
     def embed_bytes(self, dtype: str) -> int:
-        """Bytes of the embedding matrix, [vocab_size, hidden_size]."""
+        """Return the bytes of the embedding matrix, [vocab_size, hidden_size]."""
         return self.vocabulary_rows * self.hidden_size * dtype_bytes(dtype)
 
     def output_bytes(self, dtype: str) -> int:
-        """Bytes of the final norm and `lm_head`, and of what joins several streams before them.
+        """Return the bytes of the final norm and `lm_head`, and of the weights that join streams before them.
 
-        By itself; see `weight_bytes` for tied embeddings.
+        Tied embeddings are not considered; see `weight_bytes`.
         """
         beside = self.hidden_size + self.joining_elements
         return form_of(dtype).linear_bytes(
@@ -130,12 +140,12 @@ class ModelSpec:
         ) + beside * dtype_bytes(dtype)
 
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
-        """Weight bytes of layers [start, end) with what else is owned.
+        """Return the weight bytes of layers [start, end), with the embedding and the output if owned.
 
-        ``dtype`` is one, or a kernel, which says more (`plan.spec.kernels`). A tied matrix counts once where
-        embedding and output sit together, else at each of them. A packed one cannot be looked up by row: then
-        the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an input of
-        token ids need the embedding with them, and a norm.
+        ``dtype`` is a dtype, or a kernel, which has more rules (`plan.spec.kernels`). A tied matrix counts
+        once if embedding and output sit together, else at each of them. A packed one cannot be looked up by
+        row: then the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an
+        input of token ids need the embedding with them, and a norm.
         """
         total = sum(layer.num_bytes(dtype) for layer in self.layers[start:end])
         if self.needs_embedding(start, end):
@@ -150,23 +160,25 @@ class ModelSpec:
         return total + (self.embed_bytes(dtype) if embed else 0)
 
     def kv_token_bytes(self, start: int, end: int, dtype: str) -> int:
-        """K/V bytes of one token over layers [start, end), while it is inside every window."""
+        """Return the K/V bytes of one token over layers [start, end), while it is inside every window."""
         return sum(group.token_bytes(start, end, dtype) for group in self.cache_groups)
 
     def kv_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
-        """K/V bytes of a sequence of ``num_tokens`` over layers [start, end); windows keep their window."""
+        """Return the K/V bytes of a sequence of ``num_tokens`` over layers [start, end); windows keep their
+        window.
+        """
         return sum(group.sequence_bytes(start, end, num_tokens, dtype) for group in self.cache_groups)
 
     def boundary_bytes(self, dtype: str) -> int:
-        """Bytes that one token takes on every hop: [num_streams, hidden_size]."""
+        """Return the bytes that one token takes on every hop: [num_streams, hidden_size]."""
         return self.num_streams * self.hidden_size * dtype_bytes(dtype)
 
     def needs_token_ids(self, start: int, end: int) -> bool:
-        """Whether a stage of layers [start, end) needs token ids, embedding apart."""
+        """Return whether a stage of layers [start, end) needs token ids, embedding apart."""
         return any(start <= layer < end for layer in self.token_id_layers)
 
     def needs_embedding(self, start: int, end: int) -> bool:
-        """Whether its layers look token ids up in the embedding."""
+        """Return whether its layers look token ids up in the embedding."""
         return self.layer_input_size > 0 and self.needs_token_ids(start, end)
 
 
@@ -182,8 +194,9 @@ def _stored_dtype(reader: ConfigReader) -> str:
 
 
 def _check_scales(reader: ConfigReader) -> None:
-    """Raises ModelError for what a norm adds or logits are divided by, if that is no number above 0, and for
-    rounds that would take for ever.
+    """Raise ModelError for a norm's epsilon or a divisor of logits that is no number above 0.
+
+    Raises it too for a number of rounds that would take for ever.
     """
     for key in _ABOVE_0:
         reader.optional_above_0(key)
@@ -222,14 +235,14 @@ def _counted_tensors(
     tensors: list[list[tuple[str, Shape]]] = [[] for _ in range(num_layers)]
     for tensor, shape in shapes.items():
         match = _LAYER_TENSOR.match(tensor)
-        # layers beyond the last belong to a drafter; frequencies are made anew
+        # Layers beyond the last belong to a drafter, and rotary frequencies are computed anew.
         if match and int(match[1]) < num_layers and not tensor.endswith("rotary_emb.inv_freq"):
             tensors[int(match[1])].append((tensor[match.end() :], shape))
     return tensors
 
 
 def _experts_per_token(reader: ConfigReader, layers: Sequence[LayerWeights]) -> int:
-    """The library has three words for it; where none is written, all experts are taken to be used."""
+    """Return the experts of a token; without any of the library's three keys, all experts count as used."""
     most = max((layer.num_experts for layer in layers), default=0)
     words = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
     written = [word for word in words if reader.has(word)]

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantised, as its `config.json` says: the word for it, and its settings."""
+"""The quantisation of a checkpoint's weights, as its `config.json` gives it: the method and its settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convoy.errors import ModelError
 from convoy.plan.spec.config import ConfigReader
 
-# What `model.formats` unpacks, by what config.json calls it; MLX has no word of its own
+# The methods that `model.formats` unpacks, by their names in config.json; MLX has no name of its own.
 MLX = "mlx"
 METHODS: dict[str, str] = {
     MLX: "MLX affine, 2 to 8 bits",
@@ -24,25 +24,30 @@ _KEYS = ("quantization_config", "quantization", "compression_config")
 
 @dataclass(frozen=True)
 class Quantization:
-    """``settings`` are unchecked but for being an object; `reader` reads them."""
+    """Hold a method and its ``settings``, which are only checked to be an object; `reader` reads them."""
 
-    method: str  # a key of METHODS
-    key: str  # of config.json
+    # A key of METHODS.
+    method: str
+    # Of config.json.
+    key: str
     settings: Mapping[str, object]
     model: str
 
     @property
     def reader(self) -> ConfigReader:
-        """Errors name the model, the setting and its value."""
+        """Return a reader with errors that name the model, the setting and its value."""
         return ConfigReader(self.settings, self.model)
 
     def wrong(self, setting: str, expected: str) -> ModelError:
-        """The error for a setting that is not supported or cannot be true, for the caller to raise."""
+        """Return the error for an unsupported or impossible setting, for the caller to raise."""
         return self.reader.wrong(f"{self.key}.{setting}", self.settings.get(setting), expected)
 
 
 def read_quantization(reader: ConfigReader) -> Quantization | None:
-    """None where weights are not quantised. ModelError names an unknown method and those that are known."""
+    """Return the quantisation, or None without one.
+
+    Raises ModelError naming an unknown method and the known ones.
+    """
     key = next((key for key in _KEYS if reader.get(key) is not None), None)
     if key is None:
         return None
@@ -51,7 +56,8 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
         raise reader.wrong(key, settings, "an object")
     method = settings.get("quant_method")
     if method is None and "bits" in settings and "group_size" in settings:
-        method = MLX  # `mlx_lm.convert` writes these two and no word
+        # `mlx_lm.convert` writes these two keys and no method.
+        method = MLX
     if not isinstance(method, str) or method not in METHODS:
         raise ModelError(
             f"{reader.model}: config.json says {key}.quant_method = {method!r}, which is not known here",

@@ -1,4 +1,4 @@
-"""The rotary positions of a `config.json`: each number is seen before anything divides by it."""
+"""The rotary positions of a `config.json`: each number is checked before it divides another."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from convoy.plan.spec.family import MAX_CONTEXT
 _OBJECTS = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
-# beside the objects above, as older files have them
+# Older files write these keys beside the objects above.
 _BASES = ("rope_theta", "rope_local_base_freq", "compress_rope_theta")
-# what the library looks rotations of single types of layers up by
+# The keys by which the library looks up rotations of single types of layers.
 _TYPES = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "chunked_attention", "main", "compress"}
 )
 
 
 def check_rotary(reader: ConfigReader) -> None:
-    """Raises ModelError, naming the key, for what no rotation can be made of."""
+    """Raise ModelError, naming the key, for values that give no rotation."""
     for key in _BASES:
         if (value := reader.get(key)) is not None:
             _check_base(reader, key, value)
@@ -40,25 +40,26 @@ def check_rotary(reader: ConfigReader) -> None:
 
 
 def max_context(reader: ConfigReader) -> int:
-    """Tokens for which a position has one rotation. For what `check_rotary` has seen; raises ModelError.
+    """Return the tokens for which a position has one rotation, after `check_rotary`. Raises ModelError.
 
-    The "longrope" of Phi-3 and Phi-4 turns every position otherwise once a sequence is longer than the
-    original context, so that nothing computed before would be of use: there the context ends.
+    The "longrope" of Phi-3 and Phi-4 rotates every position differently once a sequence is longer than the
+    original context. No earlier K/V would be valid then, so the context ends there.
     """
     longest = reader.count("max_position_embeddings", most=MAX_CONTEXT)
     rope = reader.get("rope_parameters") or reader.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return longest
-    # Phi-3's loader takes these three words for one
+    # Phi-3's loader takes these three words for one.
     kinds = {"longrope", "su", "yarn"} if reader.word("model_type") == "phi3" else {"longrope"}
     if rope.get("rope_type", rope.get("type")) not in kinds:
         return longest
-    original = reader.optional_count(_ORIGINAL, most=MAX_CONTEXT)  # before what stands beside the factors
+    # The key outside the object takes precedence over the one beside the factors.
+    original = reader.optional_count(_ORIGINAL, most=MAX_CONTEXT)
     return min(longest, original or ConfigReader(rope, reader.model).count(_ORIGINAL, most=MAX_CONTEXT))
 
 
 def _check_rope(reader: ConfigReader, name: str, rope: Mapping[str, object]) -> None:
-    """What is written counts, null too: the library has its defaults for keys that are not there alone."""
+    """Check every written value, null too: the library has defaults only for missing keys."""
     for key in ("rope_type", "type"):
         if key in rope and not isinstance(rope[key], str):
             raise reader.wrong(f"{name}.{key}", rope[key], "a string")
@@ -72,12 +73,12 @@ def _check_rope(reader: ConfigReader, name: str, rope: Mapping[str, object]) -> 
 
 
 def _check_base(reader: ConfigReader, key: str, value: object) -> None:
-    # powers of 1 are all alike, and some rotations divide by its logarithm
+    # Powers of 1 are all equal, and some rotations divide by its logarithm.
     if not is_above_0(value) or value == 1:
         raise reader.wrong(key, value, "a number above 0 other than 1")
 
 
 def _check_share(reader: ConfigReader, key: str, value: object) -> None:
-    """No more of a head is turned than there is: some write the share by itself, some for types of layers."""
+    """Check the share of a head that is rotated; some files set it alone, some by type of layer."""
     if not is_above_0(value) or value > 1:
         raise reader.wrong(key, value, "a number above 0 and at most 1")

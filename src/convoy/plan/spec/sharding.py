@@ -1,8 +1,9 @@
-"""Ranks that share every layer of a stage: whether a model can be split so, and what one rank then has.
+"""Ranks that share every layer of a stage: the check that a model can be split, and the size of one rank's
+part.
 
-Heads and the widths between two linears are shared out alike; the vocabulary in parts of one size, the last
-of them filled up, and other tables by token id likewise; norms, routers and latents are the same on all
-ranks. Where there are fewer K/V heads than ranks, several ranks have the same one.
+Heads and the widths between two linears are divided evenly. The vocabulary is cut in parts of one size, with
+the last one filled up, and so are other tables by token id. Norms, routers and latents are the same on all
+ranks. If there are fewer K/V heads than ranks, several ranks have the same head.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from convoy.wire.messages.control import StageAssignment
 
 Experts = Literal["auto", "split", "whole"]
 
-# Families whose layers are no linears by outputs and by inputs with heads between them, and why
+# Families that cannot be split by outputs, inputs and heads, and the reasons.
 _UNFIT = {
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "its norms go over the queries of all heads at once"),
     "cohere": "its norms have a weight for each head",
 }
-# Whose experts for all rows take their width from the others'
+# Families where the expert for all rows takes its width from the others.
 _ALIKE = {"glm4_moe", "deepseek_v3"}
 _UNFIT_KINDS = {
     "recurrent": "its layers keep recurrent state",
@@ -35,10 +36,10 @@ _UNFIT_KINDS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a stage. ``experts``: each of them split over the ranks, or shared out whole.
+    """Name a rank's part of a stage. ``experts`` are each split over the ranks, or shared out whole.
 
-    Left to itself they are split, so that every rank has as much to do for each token; and whole where their
-    width does not divide, and their number does.
+    With "auto" they are split, so that every rank has as much to do for each token. They are shared out whole
+    if their width does not divide by the ranks and their number does.
     """
 
     rank: int
@@ -50,7 +51,7 @@ WHOLE = Shard(0, 1)
 
 
 def check_sharding(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> None:
-    """Raises PlanError, with the reason and both numbers, where so many ranks cannot share a layer."""
+    """Raise PlanError, with the reason and both numbers, if ``world_size`` ranks cannot share a layer."""
     if world_size < 1:
         raise PlanError(f"a stage of {world_size} ranks, expected 1 or more")
     if world_size == 1:
@@ -68,7 +69,10 @@ def check_sharding(spec: ModelSpec, world_size: int, experts: Experts = "auto") 
 
 
 def rank_spec(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> ModelSpec:
-    """The model as one of the ranks has it, weights and heads alike. Raises PlanError as `check_sharding`."""
+    """Return the model as one of the ranks has it, weights and heads alike.
+
+    Raises PlanError as `check_sharding`.
+    """
     check_sharding(spec, world_size, experts)
     if world_size == 1:
         return spec
@@ -89,7 +93,7 @@ def rank_spec(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> Mo
             own = _own_experts(layer.experts, world_size)
         else:
             own = _of_rank(layer.experts, heads, world_size)
-        # of a table by token ids some rows
+        # A rank has some rows of a table by token ids.
         width = max(1, spec.layer_input_size)
         looked_up = -(-layer.looked_up // width // world_size) * width
         layers.append(replace(layer, each=each, experts=own, looked_up=looked_up))
@@ -97,32 +101,32 @@ def rank_spec(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> Mo
 
 
 def rank_bytes(spec: ModelSpec, span: Span, form: str, world_size: int, experts: Experts = "auto") -> int:
-    """Weight bytes of one rank of a stage, with what every rank has; ``form``: a kernel or a dtype."""
+    """Return one rank's weight bytes of a stage, common parts included; ``form`` is a kernel or a dtype."""
     own = rank_spec(spec, world_size, experts)
     return own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=form)
 
 
 def settle(spec: ModelSpec, shard: Shard | None) -> Shard:
-    """The same with what was left to itself decided; a whole stage for one rank, or for None."""
+    """Return the shard with "auto" decided; the whole stage for one rank, or for None."""
     if shard is None or shard.world_size == 1:
         return WHOLE
     return replace(shard, experts=_settled(spec, shard.world_size, shard.experts))
 
 
 def share_of(num_bytes: int, spec: ModelSpec, stage: StageAssignment, form: str) -> float:
-    """Of a whole stage's weight bytes so many; 1 where it has none."""
+    """Return ``num_bytes`` as a share of the whole stage's weight bytes; 1 if it has none."""
     ends = {"embed": stage.embed, "output": stage.output}
     whole = spec.weight_bytes(stage.start, stage.end, **ends, dtype=form)
     return num_bytes / whole if whole else 1.0
 
 
 def kv_heads_of(num_kv_heads: int, world_size: int) -> int:
-    """How many of so many K/V heads a rank has."""
+    """Return how many of ``num_kv_heads`` a rank has."""
     return max(1, num_kv_heads // world_size)
 
 
 def first_kv_head(num_kv_heads: int, shard: Shard) -> int:
-    """The first of them, which several ranks have where there are fewer heads than ranks."""
+    """Return the rank's first K/V head; several ranks have the same if there are fewer heads than ranks."""
     return shard.rank * num_kv_heads // shard.world_size
 
 
@@ -137,7 +141,7 @@ def _settled(spec: ModelSpec, world_size: int, experts: Experts) -> Experts:
 
 
 def _width(matrix: Matrix) -> int:
-    """What ranks share of it; 0 where that is nothing, or heads."""
+    """Return the width that ranks share of a matrix; 0 if they share nothing, or heads."""
     return {"outputs": matrix.outputs, "inputs": matrix.inputs}.get(matrix.split, 0)
 
 
@@ -195,7 +199,7 @@ def _check_layer(
 
 
 def _heads_of(spec: ModelSpec, layer: int) -> tuple[int, int]:
-    """Heads and K/V heads of a layer, its own or those that it reads."""
+    """Return the heads and K/V heads of a layer: its own, or those of its source."""
     own = spec.kv_sources.get(layer, layer)
     group = next(group for group in spec.cache_groups if own in group.layers)
     return group.num_heads, group.num_kv_heads

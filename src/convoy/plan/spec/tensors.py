@@ -19,8 +19,10 @@ Tensors = Iterator[tuple[str, Shape]]
 
 @dataclass(frozen=True)
 class Streams:
-    """Hidden states of a token between layers; what joins them before the output, in weight elements; and the
-    layers with a table of the experts for each token id.
+    """Count the hidden states of a token between layers, and the weights that several of them need.
+
+    ``joining_elements`` counts the weights that join them before the output. ``hashed`` lists the layers with
+    a table of the experts for each token id.
     """
 
     num: int = 1
@@ -29,14 +31,14 @@ class Streams:
     table_elements: int = 0
 
     def table_of(self, layer: int) -> int:
-        """Elements of a layer's table."""
+        """Return the elements of a layer's table."""
         return self.table_elements if layer in self.hashed else 0
 
 
 def layer_tensors(
     reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden_size: int
 ) -> Tensors:
-    """Name and shape of each weight of layer ``number``. Raises ModelError for what cannot be true."""
+    """Yield name and shape of each weight of layer ``number``. Raises ModelError for impossible values."""
     attention = _ATTENTION.get(family.heads, _attention)
     if heads.kind == "recurrent":
         attention = _delta_net
@@ -51,7 +53,7 @@ def layer_tensors(
 
 
 def per_layer_input(reader: ConfigReader, family: Family) -> tuple[int, int]:
-    """Width and vocabulary of the input that every layer takes beside the hidden state; (0, 0): none."""
+    """Return width and vocabulary of every layer's own input beside the hidden state; (0, 0) for none."""
     if family.experts != "gemma4" or not reader.get("hidden_size_per_layer_input"):
         return 0, 0
     return (
@@ -61,12 +63,12 @@ def per_layer_input(reader: ConfigReader, family: Family) -> tuple[int, int]:
 
 
 def read_streams(reader: ConfigReader, family: Family, num_layers: int, hidden: int) -> Streams:
-    """What there is of several hidden states a token, and of experts chosen by its id."""
+    """Return the streams of hidden states, and the layers with experts chosen by token id."""
     if family.heads != "compressed":
         return Streams()
     num, hashed = reader.count("hc_mult", most=MAX_STREAMS), hashed_layers(reader, num_layers)
     chosen = reader.count("num_experts_per_tok", most=MAX_EXPERTS)
-    # numbers of experts are 64 bits wide, two elements of float32
+    # The table's entries are 64 bits wide, two elements of float32.
     table = 2 * chosen * reader.count("vocab_size", most=MAX_VOCABULARY)
     return Streams(num, num * num * hidden + num + 1, hashed, table)
 
@@ -184,7 +186,7 @@ def _expert_stacks(name: str, count: int, between: int, hidden: int) -> Tensors:
 
 
 def _num_experts(reader: ConfigReader, *keys: str) -> int:
-    """The library calls one number by several names."""
+    """Return the number of experts; the library has several keys for it."""
     written = [key for key in keys if reader.has(key)]
     return reader.count((written or list(keys))[0], most=MAX_EXPERTS)
 
@@ -224,7 +226,7 @@ def _gpt_oss(reader: ConfigReader, family: Family, number: int, heads: LayerHead
 
 
 def _gemma4(reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - one form for all
-    """An MLP, beside it the experts where there are any, and an input of the layer's own where it has one."""
+    """Yield an MLP, beside it the experts if there are any, and the layer's own input if it has one."""
     between = reader.count("intermediate_size", most=MAX_WIDTH)
     wide = heads.kv_source is not None and reader.flag("use_double_wide_mlp")
     yield from _gated("mlp", between * (2 if wide else 1), hidden)
@@ -267,7 +269,7 @@ def _deepseek_v3(
 
 
 def _check_groups(reader: ConfigReader, count: int) -> None:
-    """Experts lie in groups of one size, of which a token has its best."""
+    """Check that experts lie in groups of one size: a token chooses its best groups."""
     groups = reader.optional_count("n_group", most=MAX_EXPERTS)
     if groups is None:
         return
@@ -283,7 +285,7 @@ def _deepseek_v4(
     heads: LayerHeads,  # noqa: ARG001 - as the others'
     hidden: int,
 ) -> Tensors:
-    """The experts, and what mixes the streams before attention and before them."""
+    """Yield the experts, and the weights that mix the streams before attention and before the experts."""
     count = _num_experts(reader, "n_routed_experts", "num_local_experts")
     between = reader.count("moe_intermediate_size", most=MAX_WIDTH)
     yield from _linear("mlp.gate", count, hidden)

@@ -1,6 +1,6 @@
-"""What a decoder layer's weights come to: all of them in memory, and those that a token passes.
+"""The size of a decoder layer's weights: all of them in memory, and those that a token passes.
 
-They differ where there are experts: a token takes few of them, and a batch some more.
+They differ if there are experts: a token takes few of them, and a batch some more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal
 from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
 
 Shape = tuple[int, ...]
-# scores of experts, which `layers.quantized` does not round; MLA's expansion and what each group of DeepSeek
-# V4's heads gives, which are in no linear there
+# Not rounded: the scores of experts, which `layers.quantized` leaves alone, MLA's expansion, and the output
+# of each group of DeepSeek V4's heads. The last two are in no linear there.
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
 _NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
@@ -24,7 +24,7 @@ _STACK = re.compile(r"\bexperts\.[a-z_]+\Z")
 
 Use = Literal["each", "expert", "looked up"]
 # How ranks share a matrix: by its outputs or by its inputs; "keys", by the outputs of K/V heads, of which
-# several ranks may have the same; "joined", those of queries, keys and values; "" not at all
+# several ranks may have the same; "joined", those of queries, keys and values; "" not at all.
 Split = Literal["", "outputs", "inputs", "keys", "joined"]
 _SPLITS: dict[str, Split] = {
     **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "sinks"), "outputs"),
@@ -37,7 +37,7 @@ _SPLITS: dict[str, Split] = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """``count`` linears of [outputs, inputs] that a kernel may round."""
+    """Hold the shape of ``count`` linears of [outputs, inputs] that a kernel may round."""
 
     outputs: int
     inputs: int
@@ -51,11 +51,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Linears, and elements of all else: norms, biases, routers."""
+    """Hold linears, and the elements of all other weights: norms, biases, routers."""
 
     linears: tuple[Matrix, ...] = ()
     others: int = 0
-    # of them those that ranks share as the outputs of a matrix, and as those of K/V heads
+    # Those of ``others`` that ranks share as a matrix's outputs, and as outputs of K/V heads.
     others_split: int = 0
     others_keys: int = 0
 
@@ -64,7 +64,7 @@ class WeightPart:
         return sum(matrix.elements for matrix in self.linears) + self.others
 
     def num_bytes(self, word: str) -> int:
-        """As a kernel (`plan.spec.kernels`) holds them."""
+        """Return the bytes as a kernel (`plan.spec.kernels`) holds them."""
         form = form_of(word)
         linears = sum(m.count * form.linear_bytes(m.outputs, m.inputs) for m in self.linears)
         return linears + self.others * DTYPE_BYTES[form.dtype]
@@ -72,39 +72,41 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's, by use: passed by every token, by a token's experts alone, or looked up by token id."""
+    """Hold one layer's weights by use: passed by every token, by some experts, or looked up by id."""
 
     each: WeightPart
-    experts: WeightPart = WeightPart()  # of all experts together
+    # Of all experts together.
+    experts: WeightPart = WeightPart()
     num_experts: int = 0
-    looked_up: int = 0  # elements of tables, of which a token reads a row
+    # Elements of tables, of which a token reads a row.
+    looked_up: int = 0
 
     @property
     def elements(self) -> int:
         return self.each.elements + self.experts.elements + self.looked_up
 
     def num_bytes(self, word: str) -> int:
-        """Held in memory under a kernel."""
+        """Return the bytes in memory under a kernel."""
         tables = self.looked_up * DTYPE_BYTES[form_of(word).dtype]
         return self.each.num_bytes(word) + self.experts.num_bytes(word) + tables
 
     def used_elements(self, chosen: int) -> float:
-        """That one token is multiplied with, where it goes to ``chosen`` of the experts."""
+        """Return the elements that one token is multiplied with if it goes to ``chosen`` of the experts."""
         return self.each.elements + self.experts.elements * self.chosen_share(chosen)
 
     def reached_share(self, chosen: int, num_tokens: float) -> float:
-        """Of the experts those that any of so many tokens goes to, where each chooses by itself."""
+        """Return the share of the experts that any of ``num_tokens`` reaches, if each chooses by itself."""
         return 1 - math.pow(1 - self.chosen_share(chosen), num_tokens)
 
     def chosen_share(self, chosen: int) -> float:
-        """Of the experts those that one token goes to."""
+        """Return the share of the experts that one token goes to."""
         return min(1.0, chosen / self.num_experts) if self.num_experts else 0.0
 
 
 def layer_weights(
     tensors: Iterable[tuple[str, Shape]], hidden_size: int, *, looked_up: int = 0
 ) -> LayerWeights:
-    """From names and shapes behind ``model.layers.N.``, whether experts are stacked or one by one."""
+    """Return the sums over names and shapes behind ``model.layers.N.``; experts may be stacked or not."""
     linears: dict[Use, Counter[tuple[int, int, Split]]] = {"each": Counter(), "expert": Counter()}
     others: Counter[Use] = Counter()
     shared: Counter[tuple[Use, Split]] = Counter()
@@ -136,7 +138,10 @@ def layer_weights(
 
 
 def split_of(name: str) -> Split:
-    """How ranks share a tensor of a layer; a bias as its matrix, which is not at all for one by inputs."""
+    """Return how ranks share a tensor of a layer.
+
+    A bias follows its matrix; one of a matrix by inputs is not shared.
+    """
     leaf = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").rpartition(".")[2]
     return _SPLITS.get(leaf, "")
 
@@ -146,7 +151,7 @@ def _stays(name: str) -> bool:
 
 
 def _of_stack(name: str, shape: Shape, hidden_size: int) -> Counter[tuple[int, int, Split]]:
-    """A stack has a matrix for each expert, whichever way round; of gate and up it has two."""
+    """Return the matrices of a stack: one for each expert in either orientation, and two for gate and up."""
     count, between = shape[0], math.prod(shape[1:]) // hidden_size
     if "gate_up" in name:
         return Counter({(between // 2, hidden_size, split_of(name)): 2 * count})

@@ -120,7 +120,7 @@ def test_rank_0_gathers_in_the_order_of_ranks(
     rings: dict[int, RankRing], world_size: int, shape: tuple[int, ...]
 ) -> None:
     parts = parts_of(world_size, shape, "float32", 9)
-    for _ in range(3):  # the others run ahead, and wait for nobody
+    for _ in range(3):  # the others run ahead without waiting
         first, *others = rings[world_size].run(lambda one: one.gather(parts[one.rank]))
         assert isinstance(first, list)
         assert all(torch.equal(a, b) for a, b in zip(first, parts, strict=True))
@@ -285,10 +285,10 @@ NONSENSE: dict[str, tuple[WireTensor, int, int, str]] = {
     "another size": (WireTensor("float32", (4,), bytes(16)), 0, 1, "expected float32 of [3]"),
     "another dtype": (WireTensor("bfloat16", (3,), bytes(6)), 0, 1, "sent bfloat16 of shape [3]"),
     "what no sum has": (WireTensor("float16", (3,), bytes(6)), 0, 1, "sent float16"),
-    "another rank's part": (ONES, 0, code_of(PART, 2), "sent what is not, or not any more, expected"),
-    "this rank's own part": (ONES, 0, code_of(PART, 0), "sent what is not, or not any more, expected"),
-    "a share in a sum": (ONES, 0, code_of(SHARE, 1), "sent what is not, or not any more, expected"),
-    "a kind that is none": (ONES, 0, 0xFF01, "sent what is not, or not any more, expected"),
+    "another rank's part": (ONES, 0, code_of(PART, 2), "sent an unexpected or repeated part"),
+    "this rank's own part": (ONES, 0, code_of(PART, 0), "sent an unexpected or repeated part"),
+    "a share in a sum": (ONES, 0, code_of(SHARE, 1), "sent an unexpected or repeated part"),
+    "a kind that is none": (ONES, 0, 0xFF01, "sent an unexpected or repeated part"),
     "an operation far ahead": (ONES, 2**63, 1, "is at operation 9223372036854775808"),
 }
 
@@ -390,11 +390,11 @@ def test_a_rank_that_speaks_for_another_ends_the_link(hostile: Hostile) -> None:
         made = Hostile()
         made.link.send(agreement(rank=rank), generation=5)
         assert made.over.wait(10)
-        assert f"rank 1 said for rank {rank} what the collective is for" in made.ended[0].message
+        assert f"rank 1 announced a plan for rank {rank}, unexpectedly or again" in made.ended[0].message
 
 
 def test_a_rank_that_does_not_say_what_it_is_for_is_named() -> None:
     with rank_ring(3, generation=5, deadline_s=0.3) as ring:
         found = run_at_once([lambda: ring.collectives[0].agree(agreement(world_size=3))])
     assert isinstance(found[0], CollectiveError)
-    assert found[0].message == f"rank {found[0].rank} did not say within 0.3 s what it is for"
+    assert found[0].message == f"rank {found[0].rank} did not announce its plan within 0.3 s"

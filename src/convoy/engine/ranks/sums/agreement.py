@@ -1,4 +1,4 @@
-"""What the ranks of a stage say before their first operation: it is for the same plan, or it is not begun."""
+"""The ranks' agreement before their first operation: all must be there for the same plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from convoy.wire.messages.ranks import Agree
 
 
 class Agreement:
-    """Each other rank's `Agree`, once. Any thread may call `put` and `fail`."""
+    """Collect each other rank's `Agree`, once. Any thread may call `put` and `fail`."""
 
     def __init__(self, ring: Ring) -> None:
         self._lock = threading.Lock()
@@ -21,22 +21,26 @@ class Agreement:
 
     @property
     def missing(self) -> list[int]:
-        """Those that said nothing yet, neighbours first."""
+        """Return the ranks that have sent nothing yet, neighbours first."""
         with self._lock:
             waited = sorted(self._expected, key=lambda pair: pair[0] != pair[1])
             return [origin for _, origin in waited]
 
     def put(self, sender: int, said: Agree) -> None:
-        """Raises `StepError` for a rank that this sender does not speak for, or not again."""
+        """Take an `Agree`.
+
+        Raises `StepError` for a rank that this sender does not speak for, or for a second one.
+        """
         with self._lock:
             if (sender, said.rank) not in self._expected:
-                raise StepError(f"rank {sender} said for rank {said.rank} what the collective is for")
+                raise StepError(f"rank {sender} announced a plan for rank {said.rank}, unexpectedly or again")
             self._expected.remove((sender, said.rank))
         self._come.put((sender, said))
 
     def take(self, until_s: float) -> tuple[int, Agree]:
-        """(who handed it over, what a rank said). Raises `queue.Empty` at that time, and what `fail` was
-        given.
+        """Return the next `Agree` and the rank that handed it over.
+
+        Raises `queue.Empty` at ``until_s``, and the error given to `fail`.
         """
         item = self._come.get(timeout=max(0.0, until_s - time.monotonic()))
         if isinstance(item, CollectiveError):
@@ -44,12 +48,12 @@ class Agreement:
         return item
 
     def fail(self, error: CollectiveError) -> None:
-        """Wake whoever waits."""
+        """Wake the waiting thread with ``error``."""
         self._come.put(error)
 
 
 def check_agreement(mine: Agree, theirs: Agree) -> None:
-    """Raises `CollectiveError` naming the rank, and both values of the first thing that differs."""
+    """Raise `CollectiveError` if the two differ, with the rank and both values of the first difference."""
     for name in ("generation", "world_size", "plan_digest", "dtype", "manifest"):
         own, other = getattr(mine, name), getattr(theirs, name)
         if own != other:

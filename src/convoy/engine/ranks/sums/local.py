@@ -1,6 +1,6 @@
 """Collectives of ranks that one member holds on one host: gloo, or nccl between CUDA devices, bound to `lo`.
 
-What they send is not sealed: the host is the trust boundary. Ranks are threads of one process, so no group is
+Their data is not sealed: the host is the trust boundary. Ranks are threads of one process, so no group is
 ever joined over a network. Neither library promises an order of sums for more than two ranks; so all ranks
 get all parts, and each adds them in the order of ranks.
 """
@@ -22,15 +22,17 @@ from convoy.errors import CollectiveError, ConvoyError, PlanError
 
 GLOO, NCCL = "gloo", "nccl"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-_c10d: Any = distributed  # what groups are made of has no types
-_SLICE_S = 0.1  # of a wait, after which it is looked whether the group has ended
+# PyTorch's process groups have no types.
+_c10d: Any = distributed
+# A wait is cut into slices, to check in between whether the group has ended.
+_SLICE_S = 0.1
 
 
 class LocalGroup:
-    """What the ranks of one member share; `ends` has one `LocalCollective` for each.
+    """Hold the state that the ranks of one member share; `ends` has one `LocalCollective` for each rank.
 
-    ``holders``: who holds each rank. Raises `PlanError` for ranks of several members, and where PyTorch has
-    not that backend; `CollectiveError` if the ranks do not find together by the deadline.
+    ``holders`` names the member of each rank. Raises `PlanError` for ranks of several members, and if PyTorch
+    lacks the backend; raises `CollectiveError` if the ranks do not find each other by the deadline.
     """
 
     def __init__(self, backend: str, holders: Sequence[str], deadline_s: float = 60.0) -> None:
@@ -52,24 +54,27 @@ class LocalGroup:
             raise self.abort(error)
 
     def abort(self, error: ConvoyError) -> CollectiveError:
-        """It is over: who waits raises within a moment. The first call counts; what everybody gets."""
+        """End the group: waiting ranks raise within a moment.
+
+        Return the error that all ranks get; the first call counts.
+        """
         with self._lock:
             if self.error is None:
                 if not isinstance(error, CollectiveError):
                     error = CollectiveError(error.message, hint=error.hint, public=error.public)
                 self.error = error
-        # Those that nobody is in let go at once, and their ends' closing wakes what runs elsewhere.
+        # Idle ends let go of the group at once, and closing them wakes operations in other threads.
         for end in self.ends:
             end.leave()
         return self.error
 
     def behind(self, number: int) -> list[int]:
-        """Ranks that have not come to this operation."""
+        """Return the ranks that have not come to this operation."""
         return [end.rank for end in self.ends if end.num_begun <= number]
 
 
 class LocalCollective:
-    """One rank's end, for one thread; any may call `abort`."""
+    """Represent one rank's end, for one thread; any thread may call `abort`."""
 
     def __init__(self, group: LocalGroup, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -84,7 +89,7 @@ class LocalCollective:
         return self._process_group is not None
 
     def start(self, store: object) -> None:
-        """Find the others. Returns when all have come, or without them."""
+        """Find the other ranks. Return when all have come, or at the deadline without them."""
         make = _nccl if self._group.backend == NCCL else _gloo
         try:
             self._process_group = make(store, self.rank, self.world_size, self._group.deadline_s)
@@ -95,7 +100,7 @@ class LocalCollective:
             )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks in their order, in new memory. Raises CollectiveError."""
+        """Return the sum over all ranks in their order, in new memory. Raises CollectiveError."""
         dtype_name(x)
         parts = self._all(x, "an all-reduce")
         out = torch.empty_like(parts[0])
@@ -103,19 +108,22 @@ class LocalCollective:
         return out
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """At rank 0 what all ranks gave, in their order; None at the others. Raises CollectiveError."""
+        """Return the tensors of all ranks in their order at rank 0, and None at the others.
+
+        Raises CollectiveError.
+        """
         parts = self._all(x, "a gather")
         return parts if self.rank == 0 else None
 
     def abort(self, error: ConvoyError) -> None:
-        """The group is over, for all its ranks."""
+        """End the group for all its ranks."""
         self._group.abort(error)
 
     def rest(self) -> None:
-        """Nothing is held up between operations."""
+        """Do nothing: nothing is held up between operations."""
 
     def leave(self) -> None:
-        """Let go of the group, unless an operation is under way here: that one does so at its end."""
+        """Let go of the group; an operation under way here does so at its end instead."""
         if not self._busy:
             self._process_group = None
 
@@ -156,7 +164,7 @@ class LocalCollective:
 
 
 def check_plain(backend: str, holders: Sequence[str]) -> None:
-    """Raises `PlanError` for what may not, or cannot, be done without sealing."""
+    """Raise `PlanError` for a collective that may not, or cannot, run without sealing."""
     if backend not in {GLOO, NCCL}:
         raise PlanError(f"{backend!r} is no plain collective, expected {GLOO} or {NCCL}")
     members = list(dict.fromkeys(holders))
@@ -176,7 +184,8 @@ def _gloo(store: object, rank: int, world_size: int, deadline_s: float) -> objec
     options = kind._Options()
     options._devices = [kind.create_device(interface=_LOOPBACK)]
     options._timeout = datetime.timedelta(seconds=deadline_s)
-    options._threads = 1  # operations of a rank come one after the other
+    # A rank's operations come one after the other.
+    options._threads = 1
     return kind(_c10d.PrefixStore(GLOO, store), rank, world_size, options)
 
 
@@ -188,7 +197,7 @@ def _nccl(store: object, rank: int, world_size: int, deadline_s: float) -> objec
 
 
 def _is_done(work: Any, within_s: float) -> bool:
-    """Waits so long; whether it went well is not said."""
+    """Wait at most ``within_s`` and return whether the work has ended, well or not."""
     try:
         work.wait(datetime.timedelta(seconds=within_s))
     except RuntimeError:

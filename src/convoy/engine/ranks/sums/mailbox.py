@@ -1,8 +1,8 @@
-"""What other ranks sent of an operation: checked as it comes, kept for the one thread that waits for it.
+"""Parts of an operation from other ranks, checked on arrival and kept for the waiting thread.
 
-Bytes of a rank are hostile. An operation says beforehand who sends what in it, shape by shape; anything else
-is refused. What is kept of an operation that has not begun here is bounded, and what is over that waits on
-its link's receiver thread, which holds the sender back.
+Bytes of a rank are hostile. An operation declares beforehand the sender and shape of every part; anything
+else is refused. The bytes kept for an operation that has not begun here are bounded. Parts above the bound
+wait on their link's receiver thread, which holds the sender back.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from convoy.transport.link.link import ReceivedTensor
 from convoy.wire.messages.control import MAX_RANKS
 from convoy.wire.tensor import WireTensor
 
-MAX_HELD_BYTES = 512 * 1024  # of an operation that has not begun here
-MAX_AHEAD = 16  # operations; only those that answer nobody bring a rank more than one before another
+# Of an operation that has not begun here.
+MAX_HELD_BYTES = 512 * 1024
+# Operations; only those without a reply let a rank run ahead of another by more than one.
+MAX_AHEAD = 16
 
 
 class PartSlot(NamedTuple):
-    """What ``sender`` hands over: what kind of part of an operation, and which rank made it."""
+    """Name a part of an operation by its ``sender``, its kind ``part``, and its maker ``origin``."""
 
     sender: int
     part: int
@@ -33,7 +35,7 @@ class PartSlot(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """The ``nth`` piece of a slot, from 0 on."""
+    """Hold the ``nth`` piece of a slot, from 0 on."""
 
     slot: PartSlot
     nth: int
@@ -42,7 +44,7 @@ class Arrived(NamedTuple):
 
 @dataclass(slots=True)
 class ExpectedPart:
-    """The pieces of a slot, in the order in which they come."""
+    """List the pieces of a slot, in their order of arrival."""
 
     shapes: Sequence[tuple[int, ...]]
     dtype: str
@@ -50,12 +52,15 @@ class ExpectedPart:
 
 
 def code_of(part: int, origin: int) -> int:
-    """A piece's boundary in its frame's header."""
+    """Return the boundary field of a piece's frame header."""
     return 256 * part + origin
 
 
 class PartMailbox:
-    """One operation at a time, each with the next number. Any thread may call `put` and `fail`."""
+    """Receive the parts of one operation at a time, each with the next number.
+
+    Any thread may call `put` and `fail`.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -70,18 +75,21 @@ class PartMailbox:
 
     @property
     def error(self) -> CollectiveError | None:
-        """Why it is over, or None."""
+        """Return the error that ended the collective, or None."""
         return self._error
 
     @property
     def number(self) -> int:
-        """Of the operation that runs, or ran last; -1 before the first."""
+        """Return the number of the operation that runs, or ran last; -1 before the first."""
         return self._num_begun - 1
 
-    # The thread that runs operations.
+    # Called by the thread that runs operations.
 
     def begin(self, expected: Mapping[PartSlot, ExpectedPart]) -> int:
-        """The number of the next operation, in which ``expected`` comes. Raises `CollectiveError`."""
+        """Begin the next operation, with the parts in ``expected``, and return its number.
+
+        Raises `CollectiveError`.
+        """
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -91,6 +99,7 @@ class PartMailbox:
             self._running = True
             held, self._held, self._held_bytes = self._held, [], 0
             self._changed.notify_all()
+            # Parts that came early are checked only now, when the expected shapes are known.
             for sender, received in held:
                 try:
                     self._place(sender, received)
@@ -100,7 +109,11 @@ class PartMailbox:
         return number
 
     def take(self, until_s: float, what: str) -> Arrived:
-        """The next piece. Raises `CollectiveError` once it is over, or at ``until_s`` with who is missing."""
+        """Return the next piece.
+
+        Raises `CollectiveError` if the collective is over. At ``until_s`` it raises one that names a missing
+        rank.
+        """
         try:
             item = self._arrived.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
@@ -108,7 +121,10 @@ class PartMailbox:
         return self._whole(item)
 
     def look(self, wait_s: float = 0.0) -> Arrived | None:
-        """The next piece, if it is there or comes within this time. Raises as `take` once it is over."""
+        """Return the next piece if it is there or comes within ``wait_s``, else None.
+
+        Raises as `take` if it is over.
+        """
         try:
             item = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
         except queue.Empty:
@@ -122,19 +138,19 @@ class PartMailbox:
         return item
 
     def end(self) -> None:
-        """All of the operation has come."""
+        """End the operation, because all its parts have come."""
         self._running = False
 
-    # Receiver threads, and whoever ends it.
+    # Called by receiver threads, and by the thread that ends it.
 
     def put(self, sender: int, received: ReceivedTensor, *, waits: bool = True) -> None:
-        """A piece from ``sender``; ``waits`` where it is too early. Raises `StepError` for what is not
-        expected.
+        """Take a piece from ``sender``; with ``waits``, block while it is too early.
 
-        Nothing comes of it once the collective is over.
+        Raises `StepError` for an unexpected piece. Once the collective is over, pieces are dropped.
         """
         number, until_s = received.step, time.monotonic() + self._deadline_s
         with self._changed:
+            # Hold a piece that is too early in this thread: its link then fills, and its sender slows down.
             while self._error is None:
                 if number < self._num_begun:
                     self._place(sender, received)
@@ -155,7 +171,7 @@ class PartMailbox:
                     )
 
     def fail(self, error: CollectiveError) -> CollectiveError:
-        """Wake whoever waits; the first call counts. The error that everybody gets."""
+        """Wake all waiting threads; the first call counts. Return the error that every thread gets."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -165,7 +181,7 @@ class PartMailbox:
             return self._error
 
     def _has_room(self, received: ReceivedTensor) -> bool:
-        # a part without elements is an object all the same
+        # A part without elements still takes an object, so it counts by its weight too.
         return not self._held or self._held_bytes + weight_of(received) <= MAX_HELD_BYTES
 
     def _place(self, sender: int, received: ReceivedTensor) -> None:
@@ -178,7 +194,7 @@ class PartMailbox:
         expected = self._expected.get(slot)
         tensor = received.tensor
         if expected is None or expected.num_come == len(expected.shapes):
-            raise StepError(f"rank {sender} sent what is not, or not any more, expected in {self._where}")
+            raise StepError(f"rank {sender} sent an unexpected or repeated part in {self._where}")
         shape = expected.shapes[expected.num_come]
         if tensor.shape != shape or tensor.dtype != expected.dtype:
             raise StepError(
@@ -193,7 +209,7 @@ class PartMailbox:
         return f"operation {self._num_begun - 1}"
 
     def _missing(self, what: str) -> CollectiveError:
-        """Who is waited for: of those whose part is missing, one that hands over its own, if there is one."""
+        """Return the error for a missing part; it prefers a rank that did not send its own part."""
         with self._changed:
             slots = [slot for slot, each in self._expected.items() if each.num_come < len(each.shapes)]
         slots.sort(key=lambda slot: (slot.origin != slot.sender, slot.sender))

@@ -10,14 +10,15 @@ from convoy.errors import CollectiveError
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.tensor import DESCRIPTOR_BYTES, MAX_DIMENSIONS, WireTensor
 
-PIECE_ELEMENTS = (RECORD_BYTES - DESCRIPTOR_BYTES) // 4  # also of bfloat16: sums on their way are float32
+# Also of bfloat16, because sums in transit are float32.
+PIECE_ELEMENTS = (RECORD_BYTES - DESCRIPTOR_BYTES) // 4
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(x: torch.Tensor) -> str:
-    """Its name on the wire. Raises `CollectiveError` for what no collective adds."""
+    """Return the dtype's name on the wire. Raises `CollectiveError` for a dtype that no collective adds."""
     name = _NAMES.get(x.dtype)
     if name is None:
         raise CollectiveError(f"a collective adds float32 or bfloat16, and was given {x.dtype}")
@@ -25,7 +26,7 @@ def dtype_name(x: torch.Tensor) -> str:
 
 
 def piece_shapes(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of one tensor: itself, or whole rows of it, or elements where a row is longer than a record."""
+    """Return the shapes of a tensor's pieces: itself, whole rows, or elements of rows above a record."""
     num_elements = 1
     for size in shape:
         num_elements *= size
@@ -40,7 +41,7 @@ def piece_shapes(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def cut(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """``x``, which is contiguous, in pieces of these shapes that share its memory."""
+    """Split the contiguous ``x`` into pieces of these shapes that share its memory."""
     if len(shapes) == 1:
         return [x.view(shapes[0])]
     flat = x.view(-1)
@@ -53,7 +54,7 @@ def cut(x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor
 
 
 def to_piece(x: torch.Tensor) -> WireTensor:
-    """A contiguous tensor of the host as it crosses a link; it shares the memory."""
+    """Convert a contiguous tensor of the host to its wire form; it shares the memory."""
     if x.numel() == 0:
         return WireTensor(_NAMES[x.dtype], tuple(x.shape), b"")
     raw = x if x.dtype is torch.float32 else x.view(torch.int16)
@@ -61,7 +62,7 @@ def to_piece(x: torch.Tensor) -> WireTensor:
 
 
 def from_piece(tensor: WireTensor) -> torch.Tensor:
-    """What came, in the memory in which it came."""
+    """Convert a received piece to a tensor over the same memory."""
     dtype = _DTYPES[tensor.dtype]
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -69,7 +70,7 @@ def from_piece(tensor: WireTensor) -> torch.Tensor:
 
 
 def add_in_order(parts: Iterable[torch.Tensor], out: torch.Tensor) -> None:
-    """((p0 + p1) + p2) + ... in float32, rounded once if ``out`` is bfloat16."""
+    """Write ((p0 + p1) + p2) + ... in float32 to ``out``, rounded once if ``out`` is bfloat16."""
     ordered = iter(parts)
     first = next(ordered)
     if out.dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""Who hands what to whom in a ring of ranks: numbers alone."""
+"""The routes of parts in a ring of ranks: numbers alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """``rank``'s place among ``world_size``. What circulates goes both ways, and reaches every rank once.
+    """Compute ``rank``'s routes among ``world_size`` ranks.
 
-    Rank 0 gathers on the shorter way: ranks up to the middle hand to the left, those behind it to the right.
+    A part that circulates goes both ways, and reaches every rank once. Rank 0 gathers on the shorter way:
+    ranks up to the middle send to the left, and those behind it to the right.
     """
 
     rank: int
@@ -25,17 +26,17 @@ class Ring:
 
     @property
     def middle(self) -> int:
-        """As far as something travels to the right, in ranks."""
+        """Return how many ranks a part travels to the right."""
         return self.world_size // 2
 
     def circulating(self) -> list[tuple[int, int]]:
-        """(who hands it to this rank, whose it is), the nearest first."""
+        """Return (sending neighbour, origin) of every part that circulates to this rank, nearest first."""
         rank, size = self.rank, self.world_size
         found = [(self.left, (rank - far) % size) for far in range(1, self.middle + 1)]
         return found + [(self.right, (rank + far) % size) for far in range(1, (size - 1) // 2 + 1)]
 
     def onward(self, sender: int, origin: int) -> list[int]:
-        """To whom this rank hands what ``origin`` made and ``sender`` handed over, which may be this rank."""
+        """Return the ranks to which this rank forwards the part of ``origin`` from ``sender`` (or itself)."""
         found = []
         if sender in {self.rank, self.left} and (self.right - origin) % self.world_size <= self.middle:
             found.append(self.right)
@@ -45,7 +46,7 @@ class Ring:
         return [to for to in found if to != origin]
 
     def gathering(self) -> list[tuple[int, int]]:
-        """(who hands it to this rank, whose it is) of what goes to rank 0."""
+        """Return (sending neighbour, origin) of every part that passes this rank on its way to rank 0."""
         if self.rank == 0:
             near = [(self.right, origin) for origin in range(1, self.middle + 1)]
             return near + [(self.left, origin) for origin in range(self.middle + 1, self.world_size)]
@@ -55,5 +56,5 @@ class Ring:
 
     @property
     def toward_first(self) -> int:
-        """To whom this rank hands what goes to rank 0."""
+        """Return the rank to which this rank sends parts for rank 0."""
         return self.left if self.rank <= self.middle else self.right

@@ -1,10 +1,10 @@
-"""Collectives of ranks on different members: parts of sums cross in sealed links alone.
+"""Collectives of ranks on different members: parts of sums cross only in sealed links.
 
 Ranks stand in a ring. Small tensors, and those of two or three ranks, circulate: each rank's part goes both
 ways round until all have it, and each adds them itself. Larger ones of more ranks go along the chain piece by
-piece: rank 0's part to rank 1, which adds its own, up to the last rank, whose sums go back the same way. So a
-link carries each element once per direction, where circulating costs once per rank. Either way an element is
-((p0 + p1) + p2) + ... in float32, and every rank has the same bits, whatever came first.
+piece: rank 0's part goes to rank 1, which adds its own, and so on. The last rank has the sums, which go back
+the same way. So a link carries each element once per direction, where circulating costs once per rank. Either
+way an element is ((p0 + p1) + p2) + ... in float32, and every rank has the same bits, whatever came first.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ from convoy.wire.messages.control import FrameType
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
-RANK_TYPES = frozenset({FrameType.PARTIAL, FrameType.AGREE})  # what `SealedCollective.deliver` takes
+# The frame types that `SealedCollective.deliver` takes.
+RANK_TYPES = frozenset({FrameType.PARTIAL, FrameType.AGREE})
 
-# What a piece is, in its frame's header, beside the rank that made it.
+# The kind of a piece, in its frame's header beside the rank that made it.
 PART, PREFIX, SUM, SHARE = 0, 1, 2, 3
 
 _READ_ELSEWHERE_S = 0.002
-# So many wait to be sent without holding this thread up, which then reads; more need a receiver meanwhile.
+# At most this many pieces wait to be sent without blocking this thread, which then reads. With more pieces, a
+# receiver thread must read meanwhile.
 _READ_PIECES = 32
-# So much a connection takes while nobody reads, over any wire: of two ranks that send, each reads only then.
+# A connection takes this much while its other end does not read, over any wire. It matters because two ranks
+# that both send read only afterwards.
 _AT_ONCE_BYTES = 32 * 1024
-# A part that left in this thread is answered sooner, mostly, than a core that sleeps wakes up.
+# The reply to a part sent from this thread usually comes sooner than a sleeping core wakes up.
 _AWAKE_S = 0.0005
 _CHAIN_RANKS = 4
 _CHAIN_PIECES = 4
 
 
 class SealedCollective:
-    """One rank's end. One thread runs operations, the same ones in the same order on every rank.
+    """Represent one rank's end. One thread runs operations, the same ones in the same order on every rank.
 
-    ``links``: to the ranks before and after this one in the ring, by rank; others are not used. Receiver
-    threads call `deliver`. ``deadline_s`` is of each operation. After an error the collective is over, and
-    every later operation raises the same `CollectiveError`.
+    ``links`` holds those to the ranks before and after this one in the ring, by rank; others are not used.
+    Receiver threads call `deliver`. ``deadline_s`` applies to each operation. After an error the collective
+    is over, and every later operation raises the same `CollectiveError`.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class SealedCollective:
         generation: int,
         deadline_s: float = 30.0,
     ) -> None:
-        assert 0 <= rank < world_size > 1, "a rank alone has nobody to exchange with"
+        assert 0 <= rank < world_size > 1, "a rank alone has no other rank to exchange with"
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
@@ -69,16 +72,18 @@ class SealedCollective:
         self._reader = self._links[ring.left].reader if world_size == 2 else None
         self._borrowed, self._not_borrowed = _Borrowed(self._reader), _Borrowed(None)
         self._reads = False
-        self._awake_s = 0.0  # of a wait: beyond that another thread of this process, the sender, may need it
+        # How long a wait spins. Beyond that, the sending thread of this process may need the core.
+        self._awake_s = 0.0
         self._box = PartMailbox(deadline_s)
         self._agreement = Agreement(ring)
 
     # Operations.
 
     def agree(self, mine: Agree) -> None:
-        """Tell every rank what this one is for, and see that all say the same, before the first operation.
+        """Check before the first operation that every rank is there for the same plan.
 
-        Raises `CollectiveError` naming the rank and both values, or who said nothing within the deadline.
+        Raises `CollectiveError` naming the rank and both values, or a rank that sent nothing within the
+        deadline.
         """
         until_s = time.monotonic() + self._deadline_s
         self._say(self.rank, mine)
@@ -89,15 +94,15 @@ class SealedCollective:
                 check_agreement(mine, theirs)
             except queue.Empty:
                 missing = self._agreement.missing[0]
-                text = f"rank {missing} did not say within {self._deadline_s:g} s what it is for"
+                text = f"rank {missing} did not announce its plan within {self._deadline_s:g} s"
                 raise self._box.fail(CollectiveError(text, rank=missing)) from None
             except CollectiveError as error:
                 raise self._box.fail(error) from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in new memory; every rank gets the same bits.
+        """Return the sum over all ranks, in new memory; every rank gets the same bits.
 
-        ``x``: float32 or bfloat16, of the same shape on every rank. Raises `CollectiveError`.
+        ``x`` is float32 or bfloat16, of the same shape on every rank. Raises `CollectiveError`.
         """
         own = _copied(x)
         name, shapes = dtype_name(own), piece_shapes(own.shape)
@@ -115,7 +120,7 @@ class SealedCollective:
         return out if x.device.type == "cpu" else out.to(x.device)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """At rank 0 what all ranks gave, in their order; None at the others, which wait for nobody.
+        """Return all ranks' tensors in their order at rank 0, and None at the others, which do not wait.
 
         ``x`` and errors as for `all_reduce`.
         """
@@ -128,23 +133,24 @@ class SealedCollective:
         return [x, *(found[other].to(x.device) for other in range(1, self.world_size))]
 
     def rest(self) -> None:
-        """No operation follows at once: what else the other ranks send is looked at without delay again."""
+        """Hand the borrowed link back to its receiver thread, because no operation follows at once."""
         if self._reader is not None:
             self._reader.give_back()
 
     # Threads other than that of the operations.
 
     def deliver(self, link: Link, received: Received) -> bool:
-        """For receiver threads: whether it was this collective's, or of one before it, and is dealt with.
+        """Take a frame from a receiver thread; return whether it is of this collective or an earlier one.
 
-        A part that comes before its time waits here, which holds its rank back. Raises `StepError` for what
-        makes no sense, which ends the link that it came over; the collective is over then too.
+        A part that comes too early waits here, which holds its rank back. Raises `StepError` for an invalid
+        part. The link that carried it ends then, and the collective too.
         """
         rank = self._rank_of.get(link)
         if rank is None or not _is_ours(received):
             return False
         if received.generation != self.generation:
-            return received.generation < self.generation  # of a plan that is over: dropped
+            # Parts of a plan that is over are dropped.
+            return received.generation < self.generation
         try:
             if isinstance(received, ReceivedTensor):
                 self._box.put(rank, received)
@@ -156,13 +162,13 @@ class SealedCollective:
         return True
 
     def abort(self, error: ConvoyError) -> None:
-        """It is over: whoever waits here wakes, and raises a `CollectiveError` that says why."""
+        """End the collective: every waiting thread raises a `CollectiveError` with the reason."""
         if not isinstance(error, CollectiveError):
             error = CollectiveError(error.message, hint=error.hint, public=error.public)
         self._agreement.fail(self._box.fail(error))
 
     def link_ended(self, link: Link, error: ConvoyError) -> bool:
-        """As `abort`, if ``link`` is one of this collective's; whether it was."""
+        """End the collective if ``link`` is one of its links; return whether it is."""
         rank = self._rank_of.get(link)
         if rank is not None:
             self.abort(CollectiveError(f"the link to rank {rank} ended: {error.message}", rank=rank))
@@ -171,7 +177,7 @@ class SealedCollective:
     # How sums are made, and shares gathered.
 
     def _add_pair(self, own: torch.Tensor, dtype: str) -> torch.Tensor:
-        """As `_circulate`, of two ranks and one piece: a decode's sums, of which each microsecond counts."""
+        """Add one piece of two ranks, as `_circulate` does but faster: a decode runs many such sums."""
         until_s, other = self._until_s, 1 - self.rank
         number = self._begin({PartSlot(other, PART, other): ExpectedPart((own.shape,), dtype)})
         self._send(other, to_piece(own), (number, PART, self.rank), True, until_s)
@@ -263,7 +269,7 @@ class SealedCollective:
         return found
 
     def _begin(self, expected: dict[PartSlot, ExpectedPart]) -> int:
-        """The operation's number. A rank that sent nonsense before loses its link now."""
+        """Return the operation's number. A rank that sent an invalid part too early loses its link now."""
         try:
             return self._box.begin(expected)
         except CollectiveError as error:
@@ -272,7 +278,9 @@ class SealedCollective:
             raise
 
     def _reading(self, num_pieces: int) -> _Borrowed:
-        """Around an operation of so many pieces."""
+        """Return the context for an operation of ``num_pieces`` pieces; it decides which thread reads the
+        link.
+        """
         self._reads, self._awake_s = num_pieces <= _READ_PIECES, 0.0
         if self._reads:
             return self._borrowed
@@ -280,7 +288,10 @@ class SealedCollective:
         return self._not_borrowed
 
     def _take(self, until_s: float, what: str) -> Arrived:
-        """The next piece. Of two ranks this thread reads the link itself: no other is to be woken."""
+        """Return the next piece.
+
+        With two ranks this thread reads the link itself, so that no other thread must wake.
+        """
         reader = self._reader if self._reads else None
         if reader is None or not reader.lends:
             return self._box.take(until_s, what)
@@ -298,7 +309,7 @@ class SealedCollective:
         return arrived
 
     def _read(self, received: Received) -> bool:
-        """What this thread read itself must not make it wait."""
+        """Take a frame that this thread read itself; it must not make this thread wait."""
         if not (isinstance(received, ReceivedTensor) and received.kind is FrameType.PARTIAL):
             return False
         if received.generation == self.generation:
@@ -319,7 +330,10 @@ class SealedCollective:
     def _send(
         self, to: int, piece: WireTensor, place: tuple[int, int, int], alone: bool, until_s: float
     ) -> None:
-        """A small lone piece leaves in this thread, which is quickest; of others, this one adds meanwhile."""
+        """Send a piece: a small lone piece from this thread, which is quickest.
+
+        Other pieces go through the sending thread, so that this thread can add meanwhile.
+        """
         number, part, origin = place
         at_once = alone and piece.nbytes <= _AT_ONCE_BYTES
         try:
@@ -338,13 +352,15 @@ class SealedCollective:
             raise self._box.fail(CollectiveError(text, rank=to))
 
     def _lost(self, rank: int, error: ConvoyError) -> CollectiveError:
-        """What everybody who waits gets, once nothing can be sent to ``rank``; an earlier error stands."""
+        """Return the error for waiting threads, because nothing can be sent to ``rank``; an earlier error
+        stands.
+        """
         text = f"the link to rank {rank} ended: {error.message}"
         return self._box.fail(CollectiveError(text, rank=rank))
 
 
 class _Borrowed:
-    """Around an operation: what comes over this link wakes nobody else meanwhile."""
+    """Borrow a link's reader during an operation, so that an arriving frame wakes no other thread."""
 
     def __init__(self, reader: Reader | None) -> None:
         self._reader = reader
@@ -359,7 +375,7 @@ class _Borrowed:
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    """On the host, in memory that nobody changes while pieces of it wait to be sent."""
+    """Return a copy on the host, so that its memory stays unchanged while pieces of it wait to be sent."""
     return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
