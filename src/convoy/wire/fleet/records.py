@@ -24,7 +24,7 @@ from convoy.wire.text import plain_text
 _LENGTH_BYTES = 4
 
 
-class Timed(FleetMessage, frozen=True):
+class Timed(FleetMessage, frozen=True, tag="Timed"):
     """Report, last of all, the microseconds of each part of the way (coordinator to proxy)."""
 
     us: Annotated[
