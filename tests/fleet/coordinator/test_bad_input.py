@@ -44,7 +44,7 @@ from convoy.wire.fleet.messages import (
     encode_fleet,
 )
 from fleet.coordinator.providers.test_connection import HEAD, RawProvider, opened, refusal, whole
-from fleet.proxy.test_proxy import LEASES, Blind
+from fleet.proxy.test_proxy import LEASES, OPTIONS, Blind
 from support.fleet import FAST, MODEL, FakeEngine, Running, engine_server, question, streamed
 from support.proxy import proxy
 from support.waiting import wait_until
@@ -55,7 +55,8 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blind]:
     with ExitStack() as stack:
-        made = Blind(tmp_path_factory.mktemp("bad"), stack)
+        # On a busy machine a test may use its leases late.
+        made = Blind(tmp_path_factory.mktemp("bad"), stack, replace(OPTIONS, lease_use_s=30.0))
         made.fleet.ledger.open_account("bob")
         made.fleet.ledger.credit("bob", 10**9)
         yield made
@@ -330,13 +331,15 @@ def refused_body(answer: httpx.Response) -> bool:
 
 def test_a_sealed_body_for_another_provider_is_refused(blind: Blind) -> None:
     before = blind.fleet.ledger.balance("ann")
-    leases = [lease_of(blind) for _ in range(5)]  # more than one of them has seats for
+    # More than one provider has free seats.
+    leases = [lease_of(blind) for _ in range(5)]
     by_name = {lease.provider: lease for lease in leases}
     assert set(by_name) == {"one", "two"}
     for lease in leases:
         other = by_name["two" if lease.provider == "one" else "one"]
         assert refused_body(use(blind, lease, sealed_for(lease, other)))
-        assert use(blind, lease, sealed_for(lease)).status_code == 404  # a lease is used once
+        # A lease is used once.
+        assert use(blind, lease, sealed_for(lease)).status_code == 404
     assert blind.fleet.ledger.balance("ann") == before
 
 

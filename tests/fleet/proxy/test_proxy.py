@@ -55,8 +55,8 @@ BALANCE = 10**12
 class Blind:
     """A fleet with two engines, a hostile coordinator before it, and a proxy that trusts its providers."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.fleet = FleetUnderTest(folder, OPTIONS)
+    def __init__(self, folder: Path, stack: ExitStack, options: CoordinatorOptions = OPTIONS) -> None:
+        self.fleet = FleetUnderTest(folder, options)
         stack.callback(self.fleet.close)
         self.engine = FakeEngine()
         self.engine_url = stack.enter_context(engine_server(self.engine))
