@@ -160,7 +160,7 @@ def test_without_the_extra_it_is_an_error_that_names_the_command(monkeypatch: py
     with pytest.raises(ConfigError, match="discovery needs the package zeroconf") as refused:
         discovery.DiscoveredNetwork()
     assert refused.value.hint is not None
-    assert "pip install 'convoy-llm[discovery]'" in refused.value.hint
+    assert "pip install 'WHEEL[discovery]'" in refused.value.hint
 
 
 def test_names_and_salt_are_random_per_start_and_nothing_else_is_said(roster: Roster) -> None:

@@ -261,7 +261,7 @@ def require_zeroconf() -> None:
     except ImportError as error:
         raise ConfigError(
             "discovery needs the package zeroconf, which is not installed",
-            hint="pip install 'convoy-llm[discovery]', or leave discover out of the [listen] section",
+            hint="pip install 'WHEEL[discovery]', or leave discover out of the [listen] section",
         ) from error
 
 

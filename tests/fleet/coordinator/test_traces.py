@@ -346,4 +346,4 @@ sys.exit(convoy.cli.main.run(["proxy", "http://127.0.0.1:1", "--api-key-file", s
     )
     assert ran.returncode == 78
     assert "traces need the packages of OpenTelemetry" in ran.stderr
-    assert "pip install 'convoy-llm[telemetry]'" in ran.stderr
+    assert "pip install 'WHEEL[telemetry]'" in ran.stderr

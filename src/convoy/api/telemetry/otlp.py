@@ -80,7 +80,7 @@ class OtlpTraces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
             raise ConfigError(
-                "traces need the packages of OpenTelemetry", hint="pip install 'convoy-llm[telemetry]'"
+                "traces need the packages of OpenTelemetry", hint="pip install 'WHEEL[telemetry]'"
             ) from None
         session = requests.Session()
         # Proxies and credentials of the environment are not meant for this connection.

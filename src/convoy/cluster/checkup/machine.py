@@ -229,7 +229,7 @@ def check_discovery(*, wanted: bool) -> Iterator[Finding]:
         yield ok(f"zeroconf is installed: discovery could be used, and is {'on' if wanted else 'off'}")
     elif wanted:
         yield fail(
-            "[listen] discover is on, and zeroconf is not installed", "pip install 'convoy-llm[discovery]'"
+            "[listen] discover is on, and zeroconf is not installed", "pip install 'WHEEL[discovery]'"
         )
     else:
         yield ok("zeroconf is not installed: members are reached at the roster's addresses alone")

@@ -232,7 +232,7 @@ def _open(url: str) -> Engine:
         ) from None
     except (NoSuchModuleError, ModuleNotFoundError):
         raise ConfigError(
-            "PostgreSQL needs psycopg, which is not installed", hint="pip install 'convoy-llm[postgres]'"
+            "PostgreSQL needs psycopg, which is not installed", hint="pip install 'WHEEL[postgres]'"
         ) from None
     if driver == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)

@@ -128,7 +128,7 @@ def gguf_package() -> Any:
         import gguf
     except ImportError as error:
         raise ModelError(
-            "weights in a GGUF file need the package gguf", hint='pip install "convoy-llm[gguf]"'
+            "weights in a GGUF file need the package gguf", hint="pip install 'WHEEL[gguf]'"
         ) from error
     return gguf
 
