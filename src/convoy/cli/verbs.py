@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,10 @@ VERBS = (
 class VerbCommands(MutableMapping[str, Any]):
     """Map the names of verbs to their commands. Only reading a command imports its module."""
 
-    def __init__(self) -> None:
+    def __init__(self, registered: Mapping[str, Any]) -> None:
+        """Begin with the commands that were ``registered`` in code, which stand before the table's."""
         self._verbs = {verb.name: verb for verb in VERBS}
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = dict(registered)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
@@ -108,7 +109,7 @@ class VerbGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = VerbCommands()
+        self.commands = VerbCommands(self.commands)
 
     # The base class's signature has the parameter `ctx`.
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002

@@ -65,15 +65,16 @@ class Providing:
         home: Path,
     ) -> Providing | None:
         """Return the provider, or None without --provide. Raises `UsageError` and `ConfigError`."""
-        from convoy.cli.operator.home import Home
-        from convoy.crypto.identity import Identity
-        from convoy.fleet.provider.provide import ProvideOptions
-
         if url is None:
             if coordinator_key is not None or certificate is not None:
                 flag = "--certificate" if coordinator_key is None else "--coordinator-key"
                 raise UsageError(f"{flag} is for --provide")
             return None
+        # Only a provider needs the extra fleet.
+        from convoy.cli.operator.home import Home
+        from convoy.crypto.identity import Identity
+        from convoy.fleet.provider.provide import ProvideOptions
+
         ProvideOptions(url, {}).check()
         key = read_coordinator_key(coordinator_key)
         folder = settings.cluster.identity
