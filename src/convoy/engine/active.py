@@ -117,8 +117,9 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         return num_generated
 
     def shake(self) -> None:
-        """Mark running sequences as replayed on stages that are not bit-exact; near-ties are logged from now
-        on.
+        """Mark sequences with generated tokens as replayed on stages that are not bit-exact.
+
+        Near-ties are logged from now on.
         """
         spoken = [sequence for sequence in self._continuations if sequence.num_generated]
         for sequence in spoken:

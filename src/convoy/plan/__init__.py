@@ -1,4 +1,4 @@
-"""Plan how a model is split over members. Integers only: no torch, no sockets.
+"""Plan how a model is split over members: pure functions, in integers but for rates; no torch, no sockets.
 
 `spec` reads config.json, `memory` fits stages into members, `placement` assigns layers to members, and
 `rates` predicts tokens per second.

@@ -2,7 +2,8 @@
 
 A step is late after max(1 s, 5 times the 99th percentile of comparable steps). Steps are comparable if the
 work before their end is the same within a factor of two; that includes the work of steps in flight ahead of
-them. A size never seen counts as a multiple of the next smaller size that was seen.
+them. A size that was seen seldom counts as a multiple of the
+next smaller size, or as the next larger one where none is smaller.
 """
 
 from __future__ import annotations

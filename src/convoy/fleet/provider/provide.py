@@ -160,7 +160,7 @@ class Provider:
         """Serve until drained.
 
         Raises `PeerRefused` if the coordinator says that another try is of no use. Raises
-        `CoordinatorUnproved` if the first coordinator that answers is not the pinned one.
+        `CoordinatorUnproved` if a coordinator is not the pinned one before any registration.
         """
         wait_s = _FIRST_WAIT_S
         while not self._draining.is_set():
@@ -370,7 +370,7 @@ class Provider:
             await asyncio.sleep(self._options.heartbeat_s)
 
     async def _end_when_due(self, connection: ClientConnection) -> None:
-        """Close the socket once the provider drains or its key is old; running requests end first."""
+        """Close the socket once the provider drains or its key is old; running requests get limited time."""
         await _first(self._draining.wait(), self._key_is_old())
         self._leaving = True
         await self._send(DrainNotice())

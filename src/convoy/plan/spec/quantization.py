@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convoy.errors import ModelError
 from convoy.plan.spec.config import ConfigReader
 
-# The methods that `model.formats` unpacks, by their names in config.json; MLX has no name of its own.
+# The methods that `checkpoints.formats` unpacks, by their names in config.json; MLX has no name of its own.
 MLX = "mlx"
 METHODS: dict[str, str] = {
     MLX: "MLX affine, 2 to 8 bits",

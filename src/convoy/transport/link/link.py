@@ -119,7 +119,7 @@ class Link:
 
     @property
     def heard_s(self) -> float:
-        """Return when the last frame came (``time.monotonic``), or now while the receiver works on one."""
+        """Return when the last bytes came (``time.monotonic``), or now while the receiver works on one."""
         since_s = self._incoming.patience.since_s
         return time.monotonic() if since_s is None else since_s
 

@@ -104,7 +104,7 @@ class Register(FleetMessage, frozen=True, tag="Register"):
     ``signature`` is by its identity, over `registration_bytes`.
 
     Proxies believe no coordinator, so the coordinator passes three fields on to them unchanged:
-    ``key_signature``, over `request_key_bytes`; ``certificate``, of `fleet.certified`, or empty; and
+    ``key_signature``, over `request_key_bytes`; ``certificate``, of `wire.fleet.certified`, or empty; and
     ``evidence``, of `wire.fleet.provider_evidence`, or empty.
     """
 

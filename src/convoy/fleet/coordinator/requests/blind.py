@@ -72,7 +72,7 @@ class AsRecords:
         """Return the record of a provider that failed."""
         return encode_record(Failed(self._request_id, "the provider failed", full=False))
 
-    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
+    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `BodyForm`'s
         """Return the records of the billed counts and of the times."""
         way.timing.reach("total_e2e")
         billed = way.billed
