@@ -228,9 +228,7 @@ def check_discovery(*, wanted: bool) -> Iterator[Finding]:
     if importlib.util.find_spec("zeroconf") is not None:
         yield ok(f"zeroconf is installed: discovery could be used, and is {'on' if wanted else 'off'}")
     elif wanted:
-        yield fail(
-            "[listen] discover is on, and zeroconf is not installed", "pip install 'WHEEL[discovery]'"
-        )
+        yield fail("[listen] discover is on, and zeroconf is not installed", "pip install 'WHEEL[discovery]'")
     else:
         yield ok("zeroconf is not installed: members are reached at the roster's addresses alone")
 
