@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 
 import pytest
 
@@ -52,12 +51,10 @@ def test_a_network_that_swallows_everything_is_noticed_by_both_ends(arena: Arena
     far = beta.wait("link in")["key"]
     for way in (middle.up(0), middle.down(0), middle.up(1), middle.down(1)):
         way.tamper = drop
-    began_s = time.monotonic()
     for victim, key in ((alpha, near), (beta, far)):
         ended = victim.wait("ended", key)
         row.tried(ended["error"])
         assert ended["error"] == "LinkBroken"
-    assert time.monotonic() - began_s < 10
     for victim in (alpha, beta):
         assert not victim.crashes
         victim.stop()

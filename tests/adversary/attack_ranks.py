@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -105,14 +104,12 @@ def test_ranks_whose_agreement_is_touched_do_not_begin(arena: Arena, row: Row, n
     link = joined(arena, deadline_s=1.0)
     change = {"drop": drop, "change": flip(8 * HEADER_BYTES + 3)}.get(name)
     link.up.tamper = swap_from(0) if change is None else nth(0, change)
-    began_s = time.monotonic()
     both(link, "agree")
     if name == "reorder":
         assert "error" not in arena.alpha.wait("ranked", link.near)
         arena.alpha.tell("add", key=link.near, count=1, size=SIZE)
     said = arena.beta.wait("ranked", link.far)
     assert said["error"] == "CollectiveError", said
-    assert time.monotonic() - began_s < 10
     row.tried(said["error"])
     if name != "drop":
         assert link.far_end()["error"] in outer_or(arena, "SealError")

@@ -15,9 +15,6 @@ from convoy.plan.span import Span
 from survival.losing import PARAMS, survival, wait_for
 
 pytestmark = pytest.mark.slow
-# From a death to the next token: two seconds, and what loading and replay take on a busy machine.
-DEATH_S = 2.0
-BUSY_S = 3.0
 
 
 def told(what: str, pause_s: float) -> None:
@@ -34,7 +31,6 @@ def test_a_member_that_is_killed() -> None:
     with survival(3) as s:
         pause_s = s.check(lambda: s.kill("beta"))
         told("kill -9", pause_s)
-        assert pause_s < DEATH_S + BUSY_S
         assert s.members() == ["alpha", "gamma"]
         assert s.cluster.engine.stats().recoveries == 1
 

@@ -21,7 +21,7 @@ from convoy.errors import (
     RosterError,
 )
 from convoy.transport.dial import dial
-from convoy.transport.link.link import Link
+from convoy.transport.link.link import Link, LinkOptions
 from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
@@ -90,7 +90,6 @@ def test_a_removed_member_loses_its_links_everywhere_and_the_others_live_on(town
     alpha_beta, beta_alpha = town.link("alpha", "beta")
     alpha_gamma, gamma_alpha = town.link("alpha", "gamma")
     beta_gamma, gamma_beta = town.link("beta", "gamma")
-    began_s = time.monotonic()
     assert town["alpha"].offer(later(town["alpha"].roster, without=["gamma"]), "the operator")
     for end in (alpha_gamma, beta_gamma):
         error = end.error()
@@ -100,7 +99,6 @@ def test_a_removed_member_loses_its_links_everywhere_and_the_others_live_on(town
         error = end.error()
         assert isinstance(error, LinkBroken)
         assert error.message.endswith("roster epoch 2 does not list gamma")
-    assert time.monotonic() - began_s < 1.0
     assert town["beta"].roster == town["alpha"].roster
     assert alpha_beta.link.ping(WAIT_S) > 0
     assert beta_alpha.link.ping(WAIT_S) > 0
@@ -231,7 +229,7 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
     assert end.arrived.empty()
 
 
-def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_within_a_second() -> None:
+def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_long_before_a_stall_ends() -> None:
     alpha, _, gamma = make_local_members(NAMES)
     me = membership_of(alpha)
     mine, _ = memory_link_pair(alpha, gamma)  # the other end does not read
@@ -241,7 +239,7 @@ def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_within_a_
     began_s = time.monotonic()
     me.offer(later(me.roster, without=["gamma"]), "the operator")
     assert "does not list gamma" in end.error().message
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < LinkOptions().stall_timeout_s / 2
 
 
 def _parcel(signed: bytes) -> OutgoingFrame:

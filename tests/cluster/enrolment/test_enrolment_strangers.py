@@ -99,11 +99,14 @@ def test_a_writer_of_one_byte_at_a_time_is_cut_off_at_the_total_deadline(tmp_pat
 
             threading.Thread(target=read, daemon=True).start()
             with contextlib.suppress(OSError):
+                # They would take 15 s.
                 for byte in encode_enrolment(EnrolmentType.HELLO, bytes(64)) * 4:
                     sock.sendall(bytes([byte]))
                     if cut_off.wait(0.05):
                         break
-        assert 0.9 < time.monotonic() - started < 4
+                else:
+                    pytest.fail("the other end read every byte")
+        assert time.monotonic() - started > 0.9
         assert_still_good(offer)
 
 

