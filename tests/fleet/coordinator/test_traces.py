@@ -21,9 +21,9 @@ from convoy.api.listen.options import ServeOptions
 from convoy.api.telemetry.otlp import OtlpTraces, traces_url
 from convoy.api.traces import read_traceparent
 from convoy.errors import ConfigError
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.proxy.trust import Trust

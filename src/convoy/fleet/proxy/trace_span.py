@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from convoy.api.exchange import Exchange
 from convoy.api.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Traces, TraceSpan
-from convoy.fleet.asked import Wanted
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.outcomes import outcome_of
 
 
@@ -21,7 +21,7 @@ class ProxySpan:
         self._leased_s = self._first_s = 0.0
         self.traceparent = span.traceparent
 
-    def leased(self, wanted: Wanted) -> None:
+    def leased(self, wanted: ConsumerRequest) -> None:
         """Note that a provider is free for the request."""
         self._leased_s = self._now_s()
         self._span.note({MODEL: wanted.model, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})

@@ -12,12 +12,14 @@ from convoy.api.traces import (
     TraceSpan,
     Value,
 )
-from convoy.fleet.asked import Wanted
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.timing import Timing
 
 
-def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> TraceSpan:
+def begin_span(
+    traces: Traces, wanted: ConsumerRequest, timing: Timing, request_id: str, parent: str
+) -> TraceSpan:
     """Begin the span of a request for a known model. ``parent`` is the traceparent that the client sent."""
     span = traces.begin(wanted.kind, wanted.model, parent, timing.age_s)
     if traces.is_on:
