@@ -1,4 +1,7 @@
-"""Show evidence of a provider and its members, anew for each challenge of its coordinator."""
+"""Show evidence of a provider and its members, anew for each challenge of its coordinator.
+
+It is apart from the connection so that everything a provider reveals about itself stands in one place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trace a proxy's work on one request. The span names the model only once the coordinator knows it."""
+"""Trace a proxy's work on one request. The span names the model only once the coordinator knows it.
+
+It is apart from the proxy because tracing decides nothing: a reader of a request's path needs none of it.
+"""
 
 from __future__ import annotations
 

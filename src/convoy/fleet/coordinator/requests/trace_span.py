@@ -1,4 +1,7 @@
-"""Write a request's way into its span: counts, times and the provider; no account, text or key."""
+"""Write a request's path into its span: counts, times and the provider; no account, text or key.
+
+It is apart from the request because tracing decides nothing: a reader of the path needs none of it.
+"""
 
 from __future__ import annotations
 
