@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.source import Module, imports_of
+from architecture.source import Module, import_graph, imports_of
 
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 50
 MAX_PACKAGE_MODULES = 12
 MAX_VERBS = 25
-MIN_PACKAGE_WORDS = 5
+MIN_PACKAGE_LINES, MAX_PACKAGE_LINES = 3, 10
+MIN_SHARED_LINES = 60
 BANNED_WORDS = frozenset({"util", "utils", "misc"})
 UNSAFE_PACKAGES = frozenset(["pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"])
 UNSAFE_CALLS = frozenset({"eval", "exec"})
@@ -24,6 +25,8 @@ UNSAFE_ATTRIBUTES = {
 TEXT_SUFFIXES = frozenset(
     {"", ".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".jinja", ".html", ".js", ".css"}
 )
+_CLASS_NAME = re.compile(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`")
+_APART = re.compile(r"\bapart\b", re.I)
 # Written in two halves, so that this file does not break its own rule.
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:" + "|".join(("wo" + "rk", "ro" + "ot")) + ")/")
 
@@ -54,14 +57,51 @@ def crowded_packages(modules: list[Module]) -> list[str]:
 
 
 def silent_packages(modules: list[Module]) -> list[str]:
-    """Return the packages that do not say what is inside. Migrations are listed by their own tool."""
+    """Return the packages whose docstring does not say in 3 to 10 lines what is inside."""
+    found = []
+    for module in modules:
+        if not module.is_package:
+            continue
+        lines = [line for line in (ast.get_docstring(module.tree) or "").splitlines() if line.strip()]
+        if not MIN_PACKAGE_LINES <= len(lines) <= MAX_PACKAGE_LINES:
+            wanted = f"{MIN_PACKAGE_LINES} to {MAX_PACKAGE_LINES}"
+            found.append(f"{module.place}:1: say what is inside in {wanted} lines, not {len(lines)}")
+    return found
+
+
+def stale_package_names(modules: list[Module]) -> list[str]:
+    """Return the classes that a package's docstring names in backticks, and that no module defines."""
+    classes = {
+        node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    }
     return [
-        f"{module.place}:1: say what is inside"
+        f"{module.place}:1: no class is named {name}"
         for module in modules
         if module.is_package
-        and ".migrations" not in module.name
-        and len((ast.get_docstring(module.tree) or "").split()) < MIN_PACKAGE_WORDS
+        for name in _CLASS_NAME.findall(ast.get_docstring(module.tree) or "")
+        if name not in classes
     ]
+
+
+def unexplained_small_modules(modules: list[Module]) -> list[tuple[str, str]]:
+    """Return small modules that one neighbour alone imports, as (room, violation).
+
+    Such a module is joined to its importer, or its docstring says why it is apart, with that word.
+    """
+    importers: dict[str, set[str]] = {}
+    for name, edges in import_graph(modules).items():
+        for target in edges:
+            importers.setdefault(target, set()).add(name)
+    found = []
+    for module in modules:
+        package = module.name.rpartition(".")[0]
+        only = [name for name in importers.get(module.name, ()) if name != module.name]
+        is_small = not module.is_package and len(module.lines) < MIN_SHARED_LINES
+        is_explained = _APART.search(ast.get_docstring(module.tree) or "") is not None
+        if is_small and not is_explained and len(only) == 1 and only[0].rpartition(".")[0] == package:
+            text = f"{len(module.lines)} lines, for {only[0]} alone: join them, or say why it is apart"
+            found.append((module.room, f"{module.place}:1: {text}"))
+    return found
 
 
 def long_functions(modules: list[Module]) -> list[str]:

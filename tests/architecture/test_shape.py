@@ -130,12 +130,52 @@ def test_a_package_of_13_modules_is_found_and_one_of_12_passes(tmp_path: Path) -
     assert shape.crowded_packages(modules) == ["convoy.wire: 13 modules, and 12 is the limit"]
 
 
-def test_a_package_that_says_nothing_is_found(tmp_path: Path) -> None:
-    assert shape.silent_packages(module_of(tmp_path, "", "wire/__init__.py")) == [
-        "src/convoy/wire/__init__.py:1: say what is inside"
+@pytest.mark.parametrize(
+    ("text", "num_lines"),
+    [("", 0), ('"""Frames.\n\nAnd tensors."""', 2), ('"""' + "\n".join("abcdefghijk") + '"""', 11)],
+)
+def test_a_package_that_says_too_little_or_too_much_is_found(
+    tmp_path: Path, text: str, num_lines: int
+) -> None:
+    assert shape.silent_packages(module_of(tmp_path, text, "wire/__init__.py")) == [
+        f"src/convoy/wire/__init__.py:1: say what is inside in 3 to 10 lines, not {num_lines}"
     ]
-    text = '"""Frames, tensors and messages as bytes."""'
+
+
+@pytest.mark.parametrize("lines", ["abc", "abcdefghij"])
+def test_a_package_of_three_to_ten_lines_passes(tmp_path: Path, lines: str) -> None:
+    text = '"""' + "\n\n".join(lines) + '"""'
     assert shape.silent_packages(module_of(tmp_path, text, "wire/__init__.py")) == []
+
+
+def test_a_class_that_a_package_names_and_nobody_defines_is_found(tmp_path: Path) -> None:
+    module_of(tmp_path, "class FrameHeader: pass")
+    modules = module_of(tmp_path, '"""`FrameHeader`, `OldHeader`, `frame`."""', "wire/__init__.py")
+    assert shape.stale_package_names(modules) == [
+        "src/convoy/wire/__init__.py:1: no class is named OldHeader"
+    ]
+
+
+def test_a_small_module_for_one_neighbour_is_found_unless_it_says_why_it_is_apart(tmp_path: Path) -> None:
+    module_of(tmp_path, "from convoy.wire.size import size", "wire/frame.py")
+    found = shape.unexplained_small_modules(module_of(tmp_path, "size = 1", "wire/size.py"))
+    text = "1 lines, for convoy.wire.frame alone: join them, or say why it is apart"
+    assert found == [("wire", f"src/convoy/wire/size.py:1: {text}")]
+    explained = '"""It is apart because it is generated."""'
+    assert shape.unexplained_small_modules(module_of(tmp_path, explained, "wire/size.py")) == []
+
+
+def test_a_small_module_of_two_importers_or_of_another_package_passes(tmp_path: Path) -> None:
+    module_of(tmp_path, "from convoy.wire.size import size", "plan/span.py")
+    assert shape.unexplained_small_modules(module_of(tmp_path, "size = 1", "wire/size.py")) == []
+    module_of(tmp_path, "from convoy.wire.size import size", "wire/frame.py")
+    assert shape.unexplained_small_modules(module_of(tmp_path, "size = 1", "wire/size.py")) == []
+
+
+def test_a_module_of_60_lines_may_have_one_importer(tmp_path: Path) -> None:
+    module_of(tmp_path, "from convoy.wire.size import size", "wire/frame.py")
+    modules = module_of(tmp_path, "size = 1\n" * 60, "wire/size.py")
+    assert shape.unexplained_small_modules(modules) == []
 
 
 def test_a_public_class_name_of_two_rooms_is_found(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from convoy.bench.report.report import Report
 from convoy.cli.benches import providers as bench_providers
 from convoy.cli.main import run
 from convoy.errors import UsageError
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.timing import SEGMENTS
 from support.fleet import FAST, MODEL, FakeEngine, FleetUnderTest, engine_server

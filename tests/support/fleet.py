@@ -26,7 +26,7 @@ from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.server import Doors, run_coordinator
+from convoy.fleet.coordinator.server import ListenOptions, run_coordinator
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from support.waiting import wait_until
@@ -193,8 +193,8 @@ class FleetUnderTest:
         self.coordinator = Running(run, stop.request)
         assert ready.wait(30), self.coordinator.error
 
-    def _doors(self, public: ServeOptions) -> Doors:
-        return Doors(
+    def _doors(self, public: ServeOptions) -> ListenOptions:
+        return ListenOptions(
             *(public, LOCAL, self.tls, self.public_certificate is not None),
             public_certificate=self.public_certificate,
         )

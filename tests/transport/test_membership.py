@@ -22,7 +22,7 @@ from convoy.errors import (
 )
 from convoy.transport.dial import dial
 from convoy.transport.link.link import Link, LinkOptions
-from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
@@ -221,7 +221,7 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
     me = membership_of(alpha)
     mine, theirs = memory_link_pair(alpha, gamma)
     me.attach(mine)
-    mine._outgoing.post_roster(_parcel(b"x"))  # queued: the link is not started
+    mine._outgoing.post_roster(_frame(b"x"))  # queued: the link is not started
     mine.send(Hello("for members", [], [], 0, 1, ""))
     mine.revoke("out")
     end = End(theirs).start()
@@ -242,8 +242,8 @@ def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_long_befo
     assert time.monotonic() - began_s < LinkOptions().stall_timeout_s / 2
 
 
-def _parcel(signed: bytes) -> OutgoingFrame:
-    return message_parcel(FrameType.ROSTER, encode_message(RosterUpdate(signed)), 0, 0)
+def _frame(signed: bytes) -> OutgoingFrame:
+    return message_frame(FrameType.ROSTER, encode_message(RosterUpdate(signed)), 0, 0)
 
 
 def test_a_lower_epoch_is_refused_and_both_are_named() -> None:

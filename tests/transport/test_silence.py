@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, HandshakeError, LinkBroken, PeerUnreachable
-from convoy.transport.budget import ByteBudget
+from convoy.transport.byte_budget import ByteBudget
 from convoy.transport.dial import dial
 from convoy.transport.link.establish import send_opening
 from convoy.transport.link.incoming import ReceivedTensor

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from convoy.errors import FrameError
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.link.incoming import ReceivedMessage
-from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.messages.control import (
     MAX_OFFER_BYTES,
@@ -357,7 +357,7 @@ ANSWER = SampleReply(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 
         SampleReplies(5, [ANSWER]),
         ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW])),
         ReceivedMessage(1, 4, SampleReplies(5, [ANSWER])),
-        message_parcel(FrameType.STEP, encode_message(Step(4, [], [], [], TOKENS, [DRAW])), 1, 4),
+        message_frame(FrameType.STEP, encode_message(Step(4, [], [], [], TOKENS, [DRAW])), 1, 4),
         WireTensor("float32", (3,), TOKENS),
         OutgoingFrame(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
     ],

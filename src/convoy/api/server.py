@@ -25,7 +25,7 @@ from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.acceptor import Acceptor
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.api.listen.http_protocol import BoundedHttp, BoundedLogger
-from convoy.api.listen.kept import keeping_place
+from convoy.api.listen.keep_place import keeping_place
 from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.paths import at_plain_path
 from convoy.api.listen.tls import check_certificate, load_certificate

@@ -67,7 +67,7 @@ def provide(
             events=lambda text: say("coordinator", text),
             traces=on,
             shares_cache=shared_cache,
-            witness=OwnProcess(identity),
+            evidence_source=OwnProcess(identity),
         )
 
     with tracing(traces, "convoy-provider") as on:

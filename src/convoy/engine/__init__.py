@@ -2,5 +2,6 @@
 
 `kv` accounts for K/V blocks, `requests` holds the state and the checks of a request, `run` executes steps
 over one or several members, `ranks` shares a stage among several devices or members, and `sessions` saves
-and restores conversations.
+and restores conversations. `Engine` is the loop and `Scheduler` decides each step, with integers alone.
+Open `engine.py` first, then `scheduler.py`.
 """

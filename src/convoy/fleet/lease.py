@@ -15,7 +15,7 @@ from convoy.crypto.sealed.request import (
     sealed_size,
 )
 from convoy.errors import FrameError, RequestError
-from convoy.fleet.asked import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, Wanted
+from convoy.fleet.consumer_request import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, ConsumerRequest
 from convoy.wire.fleet.messages import (
     MAX_EVIDENCE_BYTES,
     Bytes32,
@@ -64,9 +64,9 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         facts = self.model, self.kind, self.stream, self.most_prompt_tokens, self.max_tokens
         return "\n".join(map(str, facts)).encode() + b"\n" + self.body_tag
 
-    def wanted(self, account: str) -> Wanted:
+    def wanted(self, account: str) -> ConsumerRequest:
         """Return the request as the coordinator counts it, without a body."""
-        return Wanted(
+        return ConsumerRequest(
             kind=self.kind,
             model=self.model,
             stream=self.stream,
@@ -132,7 +132,7 @@ def read_lease(data: bytes, kind: type[L]) -> L:
         raise FrameError(f"{len(data)} bytes of the coordinator are no lease") from None
 
 
-def facts_of(lease: Lease, wanted: Wanted) -> RequestFacts:
+def facts_of(lease: Lease, wanted: ConsumerRequest) -> RequestFacts:
     """Return the facts that a body under this lease is bound to.
 
     The proxy and the coordinator know them all.

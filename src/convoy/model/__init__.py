@@ -1,6 +1,7 @@
-"""Represent a stage of a model: its layers, kernels, K/V memory, weights, tokeniser and sampler.
+"""A stage of a model: its layers, kernels, K/V memory, weights, tokeniser and sampler.
 
 `checkpoints` reads weights, and `loading` builds the layers of a stage from them. `kernels` and `layers`
-compute, `kv` holds keys and values, and `parallel` splits layers over ranks. `backends` run a stage on a host
-or on CUDA devices. `sampling` samples tokens, and `text` converts between text and token ids.
+compute, `kv` holds keys and values, and `parallel` splits layers over ranks. `backends` run a stage on a
+host or on CUDA devices. `sampling` samples tokens, and `text` converts between text and token ids. Open
+the entrance that loads a stage first, then `backends`.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from convoy.crypto.cipher import Cipher
 from convoy.crypto.seal import SealLimits
 from convoy.transport.admission import AdmissionLimits
-from convoy.transport.budget import ByteBudget
+from convoy.transport.byte_budget import ByteBudget
 
 
 @dataclass(frozen=True, slots=True)

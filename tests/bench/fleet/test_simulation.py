@@ -16,7 +16,7 @@ from convoy.bench.fleet.simulation import (
 from convoy.bench.report.clock import Deadline
 from convoy.errors import ConvoyError
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import RouteRequest
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
 
 
 @pytest.fixture(scope="module")

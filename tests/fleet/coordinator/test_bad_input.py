@@ -19,8 +19,8 @@ from websockets.sync.server import ServerConnection, serve
 
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestFacts, key_id_of, seal_request
-from convoy.fleet.asked import read_wanted
 from convoy.fleet.books.keys import Scope
+from convoy.fleet.consumer_request import read_consumer_request
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
 from convoy.fleet.coordinator.requests.attempt import serve_of
 from convoy.fleet.lease import Lease, facts_of
@@ -316,7 +316,7 @@ def lease_of(blind: Blind) -> Lease:
 
 def sealed_for(lease: Lease, other: Lease | None = None) -> bytes:
     """As a proxy seals it; for ``other``'s provider, if there is one."""
-    wanted, to = read_wanted(BODY, "chat", "", {}), other or lease
+    wanted, to = read_consumer_request(BODY, "chat", "", {}), other or lease
     facts = replace(facts_of(lease, wanted), provider=to.provider, key_id=key_id_of(to.request_key))
     return seal_request(to.request_key, facts, wanted.body)[0]
 
@@ -331,7 +331,7 @@ def refused_body(answer: httpx.Response) -> bool:
 
 def test_a_sealed_body_for_another_provider_is_refused(blind: Blind) -> None:
     before = blind.fleet.ledger.balance("ann")
-    # More than one provider has free seats.
+    # More than one provider has free slots.
     leases = [lease_of(blind) for _ in range(5)]
     by_name = {lease.provider: lease for lease in leases}
     assert set(by_name) == {"one", "two"}
@@ -354,7 +354,9 @@ def test_a_sealed_body_that_is_replayed_is_refused(blind: Blind) -> None:
 
 
 def _serve_of(registered: Register, request_id: str) -> Serve:
-    wanted = read_wanted(msgspec.json.encode(question(20, 22, stream=True, max_tokens=50)), "chat", "", {})
+    wanted = read_consumer_request(
+        msgspec.json.encode(question(20, 22, stream=True, max_tokens=50)), "chat", "", {}
+    )
     facts = RequestFacts(
         provider="replayed to",
         key_id=key_id_of(registered.request_key),

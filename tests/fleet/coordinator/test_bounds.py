@@ -17,13 +17,13 @@ from convoy.crypto.sealed.answer import AnswerSealer, most_chunk_bytes
 from convoy.crypto.sealed.request import most_body_bytes, sealed_size
 from convoy.errors import ProviderError
 from convoy.fleet.answer import AnswerHead
-from convoy.fleet.asked import ModelOptions, read_wanted
+from convoy.fleet.answer_text import MAX_LINE_BYTES, AnswerText
 from convoy.fleet.books.price import Price
 from convoy.fleet.books.tables import CHARGES
 from convoy.fleet.capacity import Capacity
+from convoy.fleet.consumer_request import ModelOptions, read_consumer_request
 from convoy.fleet.coordinator.bounds import BilledOutcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.seen import MAX_LINE_BYTES, SeenText
 from convoy.wire.fleet.messages import Began, Chunk, Done, FleetMessage, Offer, Registered, Serve
 from fleet.coordinator.providers.test_connection import HEAD, TOKEN, RawProvider, opened
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
@@ -33,7 +33,7 @@ MICRO = Price(1_000_000, 1_000_000)  # a token costs 1
 OPTIONS = CoordinatorOptions(instance="test", models={MODEL: ModelOptions(MICRO, 1024)})
 FULL = 10**12
 TOO_LONG = b'{"error":{"message":"long","code":"context_length_exceeded"}}'
-WANTED = read_wanted(msgspec.json.encode(question(1, 2, max_tokens=1000)), "chat", "", {})
+WANTED = read_consumer_request(msgspec.json.encode(question(1, 2, max_tokens=1000)), "chat", "", {})
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_an_answer_is_bounded_by_its_text_and_by_what_was_asked() -> None:
 
 
 def test_a_prompt_that_is_refused_as_too_long_costs_a_sixteenth_of_its_guess() -> None:
-    long = read_wanted(msgspec.json.encode(question(1, 2, user="x" * 64_000)), "chat", "", {})
+    long = read_consumer_request(msgspec.json.encode(question(1, 2, user="x" * 64_000)), "chat", "", {})
     most = most_billed(long, template_tokens=512, text_bytes=10**6, refusal=TOO_LONG)
     assert most == BilledOutcome(len(msgspec.json.encode(question(1, 2, user="x" * 64_000))) // 4 // 16, 0)
 
@@ -197,7 +197,7 @@ def test_what_is_sealed_is_bounded_by_its_length_less_what_sealing_adds() -> Non
 
 
 def seen(*pieces: bytes) -> int:
-    text = SeenText()
+    text = AnswerText()
     for piece in pieces:
         text.feed(piece)
     return text.bytes
@@ -232,7 +232,7 @@ def test_what_makes_no_sense_shows_no_text(data: bytes) -> None:
 
 
 def test_a_line_without_end_is_not_kept_and_counts_for_nothing() -> None:
-    text = SeenText()
+    text = AnswerText()
     text.feed(b'data: {"choices":[{"text":"')
     tracemalloc.start()
     try:
@@ -247,7 +247,7 @@ def test_a_line_without_end_is_not_kept_and_counts_for_nothing() -> None:
 
 
 def test_a_tiny_piece_of_a_long_line_copies_nothing_of_what_came_before() -> None:
-    text = SeenText()
+    text = AnswerText()
     text.feed(b"data: " + bytes(MAX_LINE_BYTES * 3 // 4))
     text.feed(b"x")
     tracemalloc.start()

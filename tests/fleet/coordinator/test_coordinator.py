@@ -14,9 +14,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from convoy.errors import RequestError
-from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions, read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.requests.routed_request import hold_of
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
@@ -263,7 +263,9 @@ def test_a_strangers_body_is_not_waited_for(served: FleetUnderTest) -> None:
 def test_a_request_that_could_cost_more_than_any_account_has_is_the_clients_mistake() -> None:
     priced = CoordinatorOptions(models={MODEL: ModelOptions(Price(0, 10**15))})
     coordinator: Any = SimpleNamespace(options=priced)
-    wanted = read_wanted(msgspec.json.encode(question(1, 2, max_tokens=1 << 20, n=128)), "chat", "ann", {})
+    wanted = read_consumer_request(
+        msgspec.json.encode(question(1, 2, max_tokens=1 << 20, n=128)), "chat", "ann", {}
+    )
     with pytest.raises(RequestError, match="would cost"):
         hold_of(coordinator, "ann", wanted, bytes(32), Headers())
 

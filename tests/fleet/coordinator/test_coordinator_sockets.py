@@ -22,9 +22,9 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers import connection as provider_socket
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
-from convoy.fleet.coordinator.server import Doors, run_coordinator
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
+from convoy.fleet.coordinator.server import ListenOptions, run_coordinator
 from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -261,4 +261,4 @@ def test_a_coordinator_for_which_no_time_passes_any_more_ends_and_says_why(
 
     monkeypatch.setattr(Coordinator, "run", broken)
     with closing(Store(f"sqlite:///{tmp_path}/fleet.db")) as store, pytest.raises(ArithmeticError):
-        run_coordinator(OPTIONS, Doors(LOCAL, LOCAL), store, Identity.generate())
+        run_coordinator(OPTIONS, ListenOptions(LOCAL, LOCAL), store, Identity.generate())

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from convoy.crypto.sealed.request import seal_request
-from convoy.fleet.asked import ModelOptions, read_wanted
+from convoy.fleet.consumer_request import ModelOptions, read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.lease import SEALED_TYPE, Lease, facts_of, read_lease
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
@@ -32,7 +32,7 @@ def test_a_coordinator_that_drains_says_so_and_answers_the_lease_that_it_gave(tm
     with engine_server(FakeEngine()) as url, fleet.client() as client, fleet.admin() as admin:
         fleet.add("one", url)
         lease = read_lease(client.post("/v1/leases", json=ASKED).content, Lease)
-        wanted = read_wanted(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})
+        wanted = read_consumer_request(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})
         sealed, _ = seal_request(lease.request_key, facts_of(lease, wanted), wanted.body)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(fleet.coordinator.stop)

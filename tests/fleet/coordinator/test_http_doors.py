@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from convoy.fleet.asked import Wanted, read_wanted
+from convoy.fleet.consumer_request import ConsumerRequest, read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.requests import consume
 from support.fleet import FakeEngine, FleetUnderTest, engine_server, question
@@ -59,13 +59,13 @@ def test_a_long_body_is_read_beside_other_requests(
 ) -> None:
     began, go = threading.Event(), threading.Event()
 
-    def read(data: bytes, *arguments: Any, **named: Any) -> Wanted:
+    def read(data: bytes, *arguments: Any, **named: Any) -> ConsumerRequest:
         if len(data) > 100_000:
             began.set()
             assert go.wait(60.0)
-        return read_wanted(data, *arguments, **named)
+        return read_consumer_request(data, *arguments, **named)
 
-    monkeypatch.setattr(consume, "read_wanted", read)
+    monkeypatch.setattr(consume, "read_consumer_request", read)
     long = json.dumps({**question(1, 2), "note": "x" * 300_000})
     with fleet.client() as client, ThreadPoolExecutor(1) as others:
         try:

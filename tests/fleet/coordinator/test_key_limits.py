@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from cli.transcript import run_here
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Grant, KeyTerms, Scope
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.callers import KeyUses
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits

@@ -18,19 +18,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from convoy.api.listen.options import ServeOptions
-from convoy.api.telemetry.otlp import OtlpTraces, traces_url
+from convoy.api.telemetry.otlp import OtlpTraces
 from convoy.api.traces import read_traceparent
-from convoy.errors import ConfigError
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.proxy.trust import Trust
 from convoy.fleet.timing import SEGMENTS
 from support.fake_service import serving
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
-from support.otlp import collecting
 from support.proxy import found_in, proxy
 from support.waiting import wait_until
 
@@ -289,41 +287,6 @@ def test_a_head_says_how_long_it_read_waited_ran_the_prompt_and_decoded() -> Non
     parts = [one.name for one in collector.spans("head") if one is not span]
     assert parts == ["read", "queue", "prefill", "decode"]
     assert found_in(collector.everything(), SECRET) == []
-
-
-def test_a_collector_gets_spans_by_otlp_over_http() -> None:
-    with collecting() as collector:
-        traces = OtlpTraces.to(collector.url, "convoy-test")
-        span = traces.begin("completion", "m", PARENT, ago_s=1.0)
-        span.part("first_token", 0.25, 0.75)
-        span.end("complete")
-        span.end("again")
-        traces.close()
-    ((path, _),) = collector.posted
-    assert path == "/v1/traces"
-    (_, part), (service, whole) = collector.spans()
-    assert service == "convoy-test"
-    assert (part.name, whole.name, whole.trace_id.hex()) == ("first_token", "text_completion m", TRACE)
-    assert part.end_time_unix_nano - part.start_time_unix_nano == 500_000_000
-    assert whole.end_time_unix_nano - whole.start_time_unix_nano >= 1_000_000_000
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("http://collector.example:4318", "without TLS"),
-        ("ftp://127.0.0.1", "no URL"),
-        ("127.0.0.1:4318", "no URL"),
-        ("http://user:hidden-word@127.0.0.1:4318", "no URL"),
-    ],
-)
-def test_a_collector_that_cannot_be_is_refused(url: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        traces_url(url)
-    assert "hidden-word" not in caught.value.message
-    assert (
-        traces_url("https://collector.example/otlp/v1/traces") == "https://collector.example/otlp/v1/traces"
-    )
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 
 from convoy.api.body.fields import HARMLESS
 from convoy.errors import RequestError
-from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.consumer_request import Kind, read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.provider.allowed import for_engine
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
@@ -22,7 +22,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/lates
 
 
 def passed_on(body: Body, kind: Kind = "chat", **options: bool) -> Body:
-    wanted = read_wanted(msgspec.json.encode(body), kind, "", {})
+    wanted = read_consumer_request(msgspec.json.encode(body), kind, "", {})
     found: Body = msgspec.json.decode(for_engine(wanted, shares_cache=options.get("shares_cache", False)))
     return found
 

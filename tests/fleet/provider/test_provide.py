@@ -12,7 +12,7 @@ from convoy.errors import ConfigError, ProviderError
 from convoy.fleet.capacity import Load
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.providers import ProviderTable
-from convoy.fleet.coordinator.server import Doors
+from convoy.fleet.coordinator.server import ListenOptions
 from convoy.fleet.provider.greeting import CoordinatorUnproved
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
@@ -34,11 +34,11 @@ def test_a_coordinator_is_dialled_over_tls_or_on_this_machine(url: str) -> None:
 def test_a_coordinator_listens_over_tls_or_on_this_machine(tmp_path: Path) -> None:
     away = ServeOptions(host="0.0.0.0", allow_unauthenticated=True)  # noqa: S104 - that is what is refused
     with pytest.raises(ConfigError, match="without TLS"):
-        Doors(away, HERE).check()
-    with pytest.raises(ConfigError, match="loopback alone"):
-        Doors(HERE, away).check()
-    Doors(away, HERE, tls=make_tls_files(tmp_path)).check()
-    Doors(away, HERE, behind_tls_proxy=True).check()
+        ListenOptions(away, HERE).check()
+    with pytest.raises(ConfigError, match="must be on loopback"):
+        ListenOptions(HERE, away).check()
+    ListenOptions(away, HERE, tls=make_tls_files(tmp_path)).check()
+    ListenOptions(away, HERE, behind_tls_proxy=True).check()
 
 
 def test_a_provider_that_drains_ends_what_it_runs_and_takes_nothing_new(tmp_path: Path) -> None:

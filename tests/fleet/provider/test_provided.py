@@ -12,7 +12,7 @@ import pytest
 
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, seal_request
 from convoy.errors import ConvoyError, ProviderError, SealError
-from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.consumer_request import Kind, read_consumer_request
 from convoy.fleet.provider import provided as provided_module
 from convoy.fleet.provider.provided import Provided, SeenRequests, Send
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
@@ -209,9 +209,9 @@ def test_a_long_body_holds_up_no_other_answer(monkeypatch: pytest.MonkeyPatch) -
     def read(*arguments: Any) -> Any:
         began.set()
         assert go.wait(60.0)
-        return read_wanted(*arguments)
+        return read_consumer_request(*arguments)
 
-    monkeypatch.setattr(provided_module, "read_wanted", read)
+    monkeypatch.setattr(provided_module, "read_consumer_request", read)
     body = BODY[:-1] + b', "note": "' + b"x" * 300_000 + b'"}'
 
     async def scene() -> bytes:

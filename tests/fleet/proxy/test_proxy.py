@@ -23,9 +23,9 @@ from convoy.api.listen.options import ServeOptions
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.crypto.sealed.request import RequestKey, seal_request, sealed_size
 from convoy.errors import ConfigError
-from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions, read_consumer_request
 from convoy.fleet.coordinator import server
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
@@ -197,7 +197,7 @@ def test_a_key_of_a_blind_request_is_no_key_to_larger_ones(blind: Blind) -> None
     """Seal another body each time: the tag does not bind it."""
     before, key = at_rest(blind), blind.fleet.key
     lease = read_lease(lease_of(blind, key, "one key").content, Lease)
-    wanted = read_wanted(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})
+    wanted = read_consumer_request(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})
     sealed, _ = seal_request(lease.request_key, facts_of(lease, wanted), wanted.body)
     headers = {"authorization": f"Bearer {key}", "content-type": "application/vnd.convoy.sealed"}
     url = f"{blind.fleet.url}/v1/leases/{lease.lease}"

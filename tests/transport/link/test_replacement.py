@@ -18,7 +18,7 @@ from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken, L
 from convoy.transport.dial import dial
 from convoy.transport.link.key_usage import KeyUsage
 from convoy.transport.link.link import Link, LinkOptions, ReceivedMessage, ReceivedTensor
-from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.listen.listener import Listener
 from convoy.transport.memory_link import memory_link_pair
@@ -232,7 +232,7 @@ def test_closing_while_connections_are_replaced_ends_both_ends(make: Make) -> No
 
 
 def switch_to(link_id: bytes) -> OutgoingFrame:
-    return message_parcel(FrameType.SWITCH, encode_message(Switch(link_id)), 0, 0)
+    return message_frame(FrameType.SWITCH, encode_message(Switch(link_id)), 0, 0)
 
 
 def test_a_switch_to_connections_that_nobody_made_ends_the_link(make: Make) -> None:

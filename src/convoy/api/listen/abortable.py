@@ -7,7 +7,7 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from convoy.api.listen.kept import PLACE
+from convoy.api.listen.keep_place import PLACE
 from convoy.transport.listen.places import ConnectionSlot
 
 # The name among a scope's extensions.

@@ -12,7 +12,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from convoy.api.listen.http_limits import HttpLimits
-from convoy.api.listen.kept import PLACE
+from convoy.api.listen.keep_place import PLACE
 from convoy.api.problem import answer_for, body_for, headers_for
 from convoy.api.refusals import HeaderTooLong, NotHttp
 from convoy.errors import ConvoyError

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import RouteRequest
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.errors import QueueFull
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher, QueueLimits
 from convoy.fleet.coordinator.routing.policy import FirstToFinish, RoutingPolicy
 from convoy.fleet.coordinator.routing.providers import ProviderTable
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
 from convoy.trust.evidence.level import Level
 
 MODEL = "simulated"
@@ -48,14 +48,14 @@ class AtRandom:
 
     def choose(
         self,
-        seats: ProviderTable,
+        providers: ProviderTable,
         ask: RouteRequest,
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
         """Choose a provider, as `RoutingPolicy` describes."""
-        found = np.flatnonzero(seats.allowed(ask, now_s))
-        return seats.name(int(self._random.choice(found))) if len(found) else None
+        found = np.flatnonzero(providers.allowed(ask, now_s))
+        return providers.name(int(self._random.choice(found))) if len(found) else None
 
 
 class LeastLoaded:
@@ -63,16 +63,16 @@ class LeastLoaded:
 
     def choose(
         self,
-        seats: ProviderTable,
+        providers: ProviderTable,
         ask: RouteRequest,
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
         """Choose a provider, as `RoutingPolicy` describes."""
-        found = np.flatnonzero(seats.allowed(ask, now_s))
+        found = np.flatnonzero(providers.allowed(ask, now_s))
         if not len(found):
             return None
-        return seats.name(int(found[seats.column("running")[found].argmin()]))
+        return providers.name(int(found[providers.column("running")[found].argmin()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +194,10 @@ class FleetSimulation:
         accounts = rand.choices(range(options.num_accounts), weights, k=options.num_requests)
         prompts = [min(8000, max(8, int(rand.lognormvariate(5.5, 1.0)))) for _ in accounts]
         outputs = [min(1024, max(2, int(rand.lognormvariate(4.6, 0.8)))) for _ in accounts]
-        seats = self._dispatcher.seats(MODEL)
-        assert seats is not None
+        providers = self._dispatcher.providers(MODEL)
+        assert providers is not None
         mean = [sum(values) / len(values) for values in (prompts, outputs)]
-        rate = options.load * seats.served_per_s(*mean)
+        rate = options.load * providers.served_per_s(*mean)
         at_s = 0.0
         for number, (account, prompt, output) in enumerate(zip(accounts, prompts, outputs, strict=True)):
             at_s += rand.expovariate(rate)

@@ -1,7 +1,7 @@
 """Send over TCP without any sealing, as the reference for links in the hop bench.
 
-The product has no plaintext mode. This stream carries random bytes of the bench over loopback, and nothing
-outside this package imports it; a test enforces that.
+The product has no plaintext mode, so this stream is apart. It carries random bytes
+of the bench over loopback, and nothing outside this package imports it; a test enforces that.
 """
 
 from __future__ import annotations

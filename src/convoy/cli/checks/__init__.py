@@ -1,1 +1,6 @@
-"""The parts of `doctor`, `plan` and `verify` that measure or examine."""
+"""The parts of `doctor`, `plan` and `verify` that measure, examine or print at length.
+
+The subject of `convoy doctor` is a member's files, read one after another. The printer of `convoy plan`
+shows stages, blocks and rules, beside the inputs of its predicted rates. The last part is the search of
+`convoy verify --leak`. Open the verb's own module in `cli` first; it names its part here.
+"""

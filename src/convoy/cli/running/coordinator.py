@@ -21,7 +21,7 @@ from convoy.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from convoy.fleet.books.store import Store
     from convoy.fleet.coordinator.options import CoordinatorOptions
-    from convoy.fleet.coordinator.server import Doors
+    from convoy.fleet.coordinator.server import ListenOptions
     from convoy.trust.audit import AuditLog
 
 DEFAULT_PORT, DEFAULT_ADMIN_PORT = 8780, 8781
@@ -102,17 +102,17 @@ class DoorFlags:
 
         return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
 
-    def doors(self) -> Doors:
+    def doors(self) -> ListenOptions:
         """Return the two listeners. Raises `ConfigError` for one that would be open in clear text."""
         from convoy.api.listen.options import ServeOptions
-        from convoy.fleet.coordinator.server import Doors
+        from convoy.fleet.coordinator.server import ListenOptions
 
         tls = None if self.tls_certificate is None else (str(self.tls_certificate), str(self.tls_key))
         names = tuple(filter(None, (urlsplit(f"//{one}").hostname for one in self.authorities)))
         hosts = (*names, *self._certificate_names())
         public = ServeOptions(host=self.host, port=self.port, allow_unauthenticated=True, allowed_hosts=hosts)
         admin = ServeOptions(port=self.admin_port, allow_unauthenticated=True)
-        made = Doors(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
+        made = ListenOptions(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
         made.check()
         return made
 

@@ -53,8 +53,8 @@ def load_fleet_config(path: Path | None, instance: str, authorities: tuple[str, 
     """Return the options of a file, or the defaults for None. Raises `ConfigError` naming the file and the
     key.
     """
-    from convoy.fleet.asked import ModelOptions
     from convoy.fleet.books.price import Price
+    from convoy.fleet.consumer_request import ModelOptions
     from convoy.fleet.coordinator.options import CoordinatorOptions
     from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 

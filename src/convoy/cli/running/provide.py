@@ -101,7 +101,7 @@ class Providing:
                 certificate=self.certificate,
                 events=lambda text: say("coordinator", text),
                 traces=listens.traces,
-                witness=witness_of(head, self.identity),
+                evidence_source=witness_of(head, self.identity),
             )
 
         say("key", f"this provider's key is {self.identity.public_key.hex()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convoy.fleet.answer import is_too_long
-from convoy.fleet.asked import Wanted, refused_prompt_tokens
+from convoy.fleet.consumer_request import ConsumerRequest, refused_prompt_tokens
 
 # Tokens that show no text: ends of turns, and tokens that are parts of a character.
 _FREE_TOKENS = 64
@@ -26,7 +26,7 @@ class BilledOutcome:
 
 
 def most_billed(
-    wanted: Wanted, *, template_tokens: int, text_bytes: int, refusal: bytes | None
+    wanted: ConsumerRequest, *, template_tokens: int, text_bytes: int, refusal: bytes | None
 ) -> BilledOutcome:
     """Return the largest outcome that may be billed for one answer.
 

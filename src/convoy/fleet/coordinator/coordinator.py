@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from convoy.api.lifecycle import Lifecycle
-from convoy.api.listen.kept import keep_place
+from convoy.api.listen.keep_place import keep_place
 from convoy.api.listen.options import is_loopback
 from convoy.cluster.metrics.families import Metric
 from convoy.errors import (
@@ -40,9 +40,9 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.approvals import Approvals
 from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
-from convoy.fleet.vetting import ProviderVetting
+from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
+from convoy.fleet.provider_verifier import ProviderVerifier
 from convoy.wire.fleet.messages import Refused
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Coordinator:
         self.lifecycle = Lifecycle()
         self.counts = FleetCounts()
         self.approvals = Approvals(options, self.directory.provider_name)
-        self._vetting = ProviderVetting(options.trust)
+        self._verifier = ProviderVerifier(options.trust)
         self._dispatcher = Dispatcher(options.queue)
         self._sockets: dict[str, ProviderSocket] = {}
         self._drained: set[str] = set()
@@ -189,18 +189,20 @@ class Coordinator:
 
     def free_slots(self, model: str) -> int:
         """Return the free slots of all providers of ``model``."""
-        seats = self._dispatcher.seats(model)
-        return 0 if seats is None else seats.free_slots()
+        providers = self._dispatcher.providers(model)
+        return 0 if providers is None else providers.free_slots()
 
     def num_providers(self, model: str) -> int:
         """Return the number of connected providers that serve ``model``."""
-        seats = self._dispatcher.seats(model)
-        return 0 if seats is None else len(seats)
+        providers = self._dispatcher.providers(model)
+        return 0 if providers is None else len(providers)
 
     def levels(self, model: str) -> dict[str, int]:
         """Return how many providers of ``model`` proved each level."""
-        seats = self._dispatcher.seats(model)
-        found = [self._sockets[name].verdict.level for name in (() if seats is None else seats.names())]
+        providers = self._dispatcher.providers(model)
+        found = [
+            self._sockets[name].verdict.level for name in (() if providers is None else providers.names())
+        ]
         return {level.text: found.count(level) for level in sorted(set(found))}
 
     # Providers.
@@ -211,7 +213,7 @@ class Coordinator:
         if self._is_crowded(address) or len(self._sockets) >= self.options.max_providers:
             await websocket.close(_TRY_AGAIN)
             return
-        socket = ProviderSocket(websocket, self.options, self.proof, self._vetting)
+        socket = ProviderSocket(websocket, self.options, self.proof, self._verifier)
         try:
             with self._greets(address):
                 await websocket.accept()
@@ -344,8 +346,8 @@ class Coordinator:
             assert registration is not None, "it registered"
             running, verdict = {}, socket.verdict
             for model in registration.offers:
-                seats = self._dispatcher.seats(model)
-                running[model] = 0 if seats is None else seats.running(name)
+                providers = self._dispatcher.providers(model)
+                running[model] = 0 if providers is None else providers.running(name)
             found.append(
                 ConnectedProvider(
                     *(name, registration.identity.hex(), registration.software),
@@ -390,8 +392,8 @@ class Coordinator:
         if future is None or future.done():
             return
         waited_s = ask.deadline_s - ask.arrived_s
-        seats = self._dispatcher.seats(ask.model)
-        if seats is None or not seats.num_open():
+        providers = self._dispatcher.providers(ask.model)
+        if providers is None or not providers.num_open():
             text = f"no provider of {ask.model} came within {waited_s:.0f} s"
             future.set_exception(NotReady(text, public=text))
             return

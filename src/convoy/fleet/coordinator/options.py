@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from convoy.api.traces import NO_TRACES, Traces
-from convoy.fleet.asked import ModelOptions
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.trust.audit import AuditLog

@@ -32,8 +32,8 @@ from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.store import Store
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -53,7 +53,7 @@ _ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kep
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class ListenOptions:
     """Hold the addresses where a coordinator listens.
 
     ``tls`` are certificate and key files. ``behind_tls_proxy``: a proxy in front has them instead.
@@ -74,7 +74,9 @@ class Doors:
         if self.tls is not None:
             check_certificate(self.tls)
         if not is_loopback(self.admin.host):
-            raise ConfigError(f"the administrators' door is on loopback alone, and not on {self.admin.host}")
+            raise ConfigError(
+                f"the administrators' listener must be on loopback, and not on {self.admin.host}"
+            )
         if not (is_loopback(self.public.host) or self.tls or self.behind_tls_proxy):
             raise ConfigError(
                 f"refusing to listen on {self.public.host} without TLS",
@@ -158,7 +160,7 @@ class _About:
 
 def run_coordinator(
     options: CoordinatorOptions,
-    doors: Doors,
+    listen: ListenOptions,
     store: Store,
     identity: Identity,
     *,
@@ -173,21 +175,21 @@ def run_coordinator(
     `ConfigError` before anything is served, also if another coordinator runs under this name on this
     database.
     """
-    doors.check()
+    listen.check()
     stop = stop or Stop()
     with (
         # The next port is the administrators' listener.
-        bind(doors.public, step=10) as public,
-        bind(doors.admin, option="--admin-port", step=10) as admin,
+        bind(listen.public, step=10) as public,
+        bind(listen.admin, option="--admin-port", step=10) as admin,
         signals(stop),
     ):
-        coordinator = Coordinator(options, store, doors.proof(identity))
+        coordinator = Coordinator(options, store, listen.proof(identity))
         store.claim(options.instance)
         released = coordinator.ledger.recover()
-        scheme = "https" if doors.tls else "http"
+        scheme = "https" if listen.tls else "http"
         urls = (
-            url_of(doors.public.host, public).replace("http", scheme, 1),
-            url_of(doors.admin.host, admin),
+            url_of(listen.public.host, public).replace("http", scheme, 1),
+            url_of(listen.admin.host, admin),
         )
 
         def ready() -> None:
@@ -199,13 +201,13 @@ def run_coordinator(
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
             return runner.run(
-                _serve(coordinator, doors, [public, admin], stop, on_ready=ready, on_drain=on_drain)
+                _serve(coordinator, listen, [public, admin], stop, on_ready=ready, on_drain=on_drain)
             )
 
 
 async def _serve(
     coordinator: Coordinator,
-    doors: Doors,
+    listen: ListenOptions,
     listeners: list[Any],
     stop: Stop,
     *,
@@ -214,17 +216,17 @@ async def _serve(
 ) -> int:
     lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS), FailedKeys()
     public = HttpServer(
-        counts.around(make_public_app(coordinator, doors.public, lifecycle, failed)),
+        counts.around(make_public_app(coordinator, listen.public, lifecycle, failed)),
         max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
-        tls=doors.tls,
-        limits=doors.public.limits,
+        tls=listen.tls,
+        limits=listen.public.limits,
     )
 
     def served() -> Iterator[Metric]:
         yield from counts.families()
         yield from failed.families()
 
-    admin = HttpServer(make_admin_app(coordinator, doors.admin, served, failed), limits=_ADMIN_LIMITS)
+    admin = HttpServer(make_admin_app(coordinator, listen.admin, served, failed), limits=_ADMIN_LIMITS)
 
     def drain(num_answers: int, drain_s: float) -> None:
         coordinator.drain()
@@ -236,7 +238,7 @@ async def _serve(
     try:
         cut = await serve_until_stopped(
             list(zip((public, admin), listeners, strict=True)),
-            *(lifecycle, stop, doors.public.drain_s),
+            *(lifecycle, stop, listen.public.drain_s),
             on_ready=on_ready,
             on_drain=drain,
         )

@@ -13,7 +13,7 @@ import msgspec
 
 from convoy.api.body.fields import HARMLESS, HARMLESS_OF
 from convoy.errors import RequestError
-from convoy.fleet.asked import Kind, Wanted, fields_of
+from convoy.fleet.consumer_request import ConsumerRequest, Kind, fields_of
 
 # Characters of a name or an id.
 _MAX_TEXT = 256
@@ -161,7 +161,7 @@ _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1
 _AT = re.compile(r" - at `(?:key in )?\$?(.*?)`$")
 
 
-def for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
+def for_engine(wanted: ConsumerRequest, *, shares_cache: bool) -> bytes:
     """Return the body for the engine. Raises `RequestError` naming a field that is not passed on.
 
     A stream always asks for the counts at its end. ``shares_cache``: the engine gets no salt.
@@ -192,7 +192,7 @@ def for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def wants_usage(wanted: Wanted) -> bool:
+def wants_usage(wanted: ConsumerRequest) -> bool:
     """Return whether a stream's client asked for the event with the counts."""
     raw = fields_of(wanted.body).get("stream_options")
     options = None if raw is None else msgspec.json.decode(raw)

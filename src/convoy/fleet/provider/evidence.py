@@ -1,4 +1,7 @@
-"""Show evidence of a provider and its members, anew for each challenge of its coordinator."""
+"""Show evidence of a provider and its members, anew for each challenge of its coordinator.
+
+It is apart from the connection so that everything a provider reveals about itself stands in one place.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class EvidenceSource(Protocol):
 class EvidencePresenter:
     """Sign the gathered evidence with the provider's identity, for its present key for requests."""
 
-    witness: EvidenceSource
+    source: EvidenceSource
     identity: Identity
     request_key: bytes
     expires_s: int
@@ -45,6 +48,6 @@ class EvidencePresenter:
 
     def _show(self, coordinator: bytes, nonce: bytes, registers: Sequence[int]) -> bytes:
         purpose = provider_purpose(coordinator, nonce, self.request_key, self.expires_s)
-        found = self.witness.gather(purpose, registers)
+        found = self.source.gather(purpose, registers)
         made = ProviderEvidence(coordinator, nonce, list(registers), found.roster, found.members)
         return sign_provider_evidence(made, self.request_key, self.expires_s, self.identity.sign)

@@ -22,12 +22,12 @@ from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.outward import verified_tls, why_unreachable
+from convoy.fleet.outgoing_tls import verified_tls, why_unreachable
 from convoy.fleet.provider.evidence import EvidencePresenter, EvidenceSource
 from convoy.fleet.provider.greeting import CoordinatorUnproved, Greeting, NotYet, after_approval, binary
-from convoy.fleet.provider.pace import StreamRates
 from convoy.fleet.provider.provided import Provided, SeenRequests
-from convoy.fleet.provider.provided_span import AnswerSpan
+from convoy.fleet.provider.stream_rates import StreamRates
+from convoy.fleet.provider.trace_span import AnswerSpan
 from convoy.fleet.provider.upstream import Upstream
 from convoy.wire.fleet.messages import (
     MAX_GREETING_BYTES,
@@ -83,7 +83,7 @@ class ProvideOptions:
     coordinator_key: bytes | None = None
     certificate: bytes = b""
     # The source of the evidence; None: no evidence is shown.
-    witness: EvidenceSource | None = None
+    evidence_source: EvidenceSource | None = None
     # Instead of the URL's own authority, if a proxy in front has another one.
     authorities: str | None = None
     events: Callable[[str], None] = field(default=lambda _text: None)
@@ -300,10 +300,10 @@ class Provider:
             _log.debug("a challenge was not answered: %s", type(error).__name__)
 
     async def _evidence(self, coordinator: bytes, asked: Challenge | Prove) -> bytes:
-        if self._options.witness is None:
+        if self._options.evidence_source is None:
             return b""
         expires_s = int(self._key_made_s) + _KEY_S
-        shower = EvidencePresenter(self._options.witness, self._identity, self._key.public, expires_s)
+        shower = EvidencePresenter(self._options.evidence_source, self._identity, self._key.public, expires_s)
         return await shower.show(coordinator, asked.nonce, asked.registers)
 
     def _serve(self, serve: Serve, name: str, window: int) -> None:

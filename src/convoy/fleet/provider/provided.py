@@ -23,10 +23,10 @@ from convoy.fleet.answer import (
     is_of_engine,
     is_too_long,
 )
-from convoy.fleet.asked import Kind, Wanted, read_wanted, refused_prompt_tokens
+from convoy.fleet.consumer_request import ConsumerRequest, Kind, read_consumer_request, refused_prompt_tokens
 from convoy.fleet.events import EventReader
 from convoy.fleet.provider.allowed import for_engine, wants_usage
-from convoy.fleet.provider.pace import StreamRates
+from convoy.fleet.provider.stream_rates import StreamRates
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
 from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
@@ -111,7 +111,9 @@ class Provided:
         self._tokens = 0
         self._begun = False
 
-    async def open(self, key: RequestKey, name: str, seen: SeenRequests) -> tuple[Wanted, AnswerSealer]:
+    async def open(
+        self, key: RequestKey, name: str, seen: SeenRequests
+    ) -> tuple[ConsumerRequest, AnswerSealer]:
         """Open the sealed body, and return the request and the sealer of its answer.
 
         Raises `SealError` or `ProviderError` for a body that was not sealed for this provider, time and
@@ -144,7 +146,7 @@ class Provided:
         """Send a `Failed` instead of an answer."""
         await self._send(Failed(self._serve.request_id, reason[:500], full=full, refused=refused))
 
-    async def run(self, wanted: Wanted, sealer: AnswerSealer, upstream: Upstream) -> None:
+    async def run(self, wanted: ConsumerRequest, sealer: AnswerSealer, upstream: Upstream) -> None:
         """Ask the engine and send the answer to its end, or a `Failed` with the reason."""
         try:
             body = for_engine(wanted, shares_cache=self.shares_cache)
@@ -281,11 +283,11 @@ async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:
     return start
 
 
-async def _read(body: bytes, kind: Kind) -> Wanted:
+async def _read(body: bytes, kind: Kind) -> ConsumerRequest:
     """Return the request. A long body is parsed on a thread, so that it holds up no other answer."""
     if len(body) <= _LONG_BYTES:
-        return read_wanted(body, kind, "", {})
-    return await asyncio.to_thread(read_wanted, body, kind, "", {})
+        return read_consumer_request(body, kind, "", {})
+    return await asyncio.to_thread(read_consumer_request, body, kind, "", {})
 
 
 async def _join(pieces: AsyncIterator[bytes]) -> bytes:

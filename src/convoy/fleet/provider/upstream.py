@@ -18,8 +18,8 @@ import msgspec
 from convoy.crypto.certificate import from_pem
 from convoy.errors import ConfigError, ConvoyError, ProviderError
 from convoy.fleet.answer import AnswerHead
-from convoy.fleet.asked import Kind
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS, Capacity
+from convoy.fleet.consumer_request import Kind
 from convoy.fleet.events import EventReader
 
 _log = logging.getLogger(__name__)

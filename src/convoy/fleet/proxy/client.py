@@ -14,7 +14,7 @@ import msgspec
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
-from convoy.fleet.asked import Kind
+from convoy.fleet.consumer_request import Kind
 from convoy.fleet.lease import (
     ANSWER_TYPE,
     MAX_LEASED_BYTES,
@@ -24,7 +24,7 @@ from convoy.fleet.lease import (
     Reseal,
     read_lease,
 )
-from convoy.fleet.outward import verified_tls, why_unreachable
+from convoy.fleet.outgoing_tls import verified_tls, why_unreachable
 from convoy.wire.text import plain_text
 
 PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

@@ -1,4 +1,7 @@
-"""Count a proxy's requests. No label is a model, because the model that a tool names is the tool's text."""
+"""Count a proxy's requests. No label is a model, because the model that a tool names is the tool's text.
+
+It is apart from the proxy so that all labels stand in one place, where a reader can check that none is text.
+"""
 
 from __future__ import annotations
 

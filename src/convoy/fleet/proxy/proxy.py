@@ -26,12 +26,12 @@ from convoy.api.traces import NO_TRACES, Traces
 from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, start
-from convoy.fleet.asked import Kind, ModelOptions, Wanted, read_wanted
+from convoy.fleet.consumer_request import ConsumerRequest, Kind, ModelOptions, read_consumer_request
 from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
 from convoy.fleet.proxy.client import CoordinatorClient, ProxyRefusal, SealedAnswer, pieces, suspect
 from convoy.fleet.proxy.metrics import ProxyCounts
-from convoy.fleet.proxy.span import ProxySpan, proxied
+from convoy.fleet.proxy.trace_span import ProxySpan, proxied
 from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,12 @@ class Proxy:
             await self._answer(data, wanted, idempotency_key, exchange, span)
 
     async def _answer(
-        self, data: bytes, wanted: Wanted, idempotency_key: str | None, exchange: Exchange, span: ProxySpan
+        self,
+        data: bytes,
+        wanted: ConsumerRequest,
+        idempotency_key: str | None,
+        exchange: Exchange,
+        span: ProxySpan,
     ) -> None:
         hidden = None
         if idempotency_key is not None:
@@ -127,11 +132,11 @@ class Proxy:
             headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
             await exchange.send_json(refusal.status, refusal.body, headers)
 
-    def _wanted(self, data: bytes, kind: Kind) -> Wanted:
+    def _wanted(self, data: bytes, kind: Kind) -> ConsumerRequest:
         default = ModelOptions(default_max_tokens=self.options.default_max_tokens)
-        return read_wanted(data, kind, "", _Always(default), self._cache_key)
+        return read_consumer_request(data, kind, "", _Always(default), self._cache_key)
 
-    def _asked(self, wanted: Wanted) -> LeaseAsked:
+    def _asked(self, wanted: ConsumerRequest) -> LeaseAsked:
         trust = self.options.trust
         return LeaseAsked(
             model=wanted.model,
@@ -147,7 +152,9 @@ class Proxy:
             level=trust.rules.minimum.text,
         )
 
-    async def _try(self, lease: Lease, wanted: Wanted, exchange: Exchange, span: ProxySpan) -> Lease | None:
+    async def _try(
+        self, lease: Lease, wanted: ConsumerRequest, exchange: Exchange, span: ProxySpan
+    ) -> Lease | None:
         """Return None once the request is answered, or the lease for another try."""
         try:
             verdict = self._leases.check(lease)
@@ -205,7 +212,9 @@ class Proxy:
             self.counts.usage_differs += 1
             _log.warning("usage differs request=%s: %s", exchange.id, reader.difference)
 
-    async def _plain(self, data: bytes, wanted: Wanted, hidden: str | None, exchange: Exchange) -> None:
+    async def _plain(
+        self, data: bytes, wanted: ConsumerRequest, hidden: str | None, exchange: Exchange
+    ) -> None:
         async with self.client.plain(wanted.kind, data, hidden) as response:
             kind = response.headers.get("content-type", "application/json")
             headers = {"content-type": kind, "cache-control": "no-store", SEALED_HEADER: "by-coordinator"}

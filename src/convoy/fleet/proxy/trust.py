@@ -14,7 +14,7 @@ from convoy.crypto.identity import verify
 from convoy.crypto.keys import prefixed
 from convoy.errors import AttestationError, ConvoyError, ProviderError, Unavailable
 from convoy.fleet.lease import Lease
-from convoy.fleet.vetting import ProviderVetting
+from convoy.fleet.provider_verifier import ProviderVerifier
 from convoy.trust.evidence.provider import Claimant, ProviderRules, ProviderVerdict
 from convoy.wire.fleet.certified import read_certificate
 from convoy.wire.fleet.messages import request_key_bytes
@@ -49,10 +49,10 @@ class LeaseCheck:
     now: Callable[[], float] = time.time
     _seen: dict[str, int] = field(default_factory=dict)
     _judged: dict[bytes, tuple[float, ProviderVerdict]] = field(default_factory=dict)
-    _vetting: ProviderVetting = field(init=False)
+    _verifier: ProviderVerifier = field(init=False)
 
     def __post_init__(self) -> None:
-        self._vetting = ProviderVetting(self.trust.rules)
+        self._verifier = ProviderVerifier(self.trust.rules)
 
     def check(self, lease: Lease) -> ProviderVerdict:
         """Return the verdict on the provider's evidence. Raises `Untrusted`."""
@@ -85,7 +85,7 @@ class LeaseCheck:
         if name in self._judged and now_s - self._judged[name][0] < _JUDGED_S:
             return self._judged[name][1]
         try:
-            verdict = self._vetting.judge(lease.evidence, claimant)
+            verdict = self._verifier.verify(lease.evidence, claimant)
         except AttestationError as error:
             raise _odd(error.message) from None
         if len(self._judged) >= _MAX_JUDGED:

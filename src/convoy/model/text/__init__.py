@@ -1,1 +1,6 @@
-"""Text of a model: tokeniser, chat templates in a child process, stop strings and control tokens."""
+"""Text of a model: tokeniser, chat templates in a child process, stop strings and control tokens.
+
+`Tokenizer` converts text and ids, over a `Vocabulary` in which only our own callers can write control
+tokens. `ChatTemplate` encodes messages, and its template runs in a process with bounded time and memory.
+`StopFilter` finds stop strings across tokens. Open the module of `Tokenizer` first.
+"""

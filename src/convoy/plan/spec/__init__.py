@@ -1,1 +1,7 @@
-"""A model's dimensions from its config.json: family, heads, tensors, cache groups and quantisation."""
+"""Read a model's dimensions from its config.json, without opening a weight.
+
+`model` has the facts that a plan needs, `family` the differences between families as data, `heads` and
+`cache` the K/V of each layer and its cache groups, and `tensors` and `weights` the names and sizes of a
+layer's tensors. `config` checks every value that it reads. `kernels` and `quantization` give the form of
+weights. Open `model` first, then `family`.
+"""

@@ -95,7 +95,7 @@ class Outgoing:
         self.num_frames = 0
         self.num_bytes = 0
 
-    def send(self, parcel: OutgoingFrame) -> None:
+    def send(self, frame: OutgoingFrame) -> None:
         """Send at once if nothing waits, otherwise queue; block while the queue is full.
 
         Raises `ConvoyError`; then the link has ended, or is being closed.
@@ -105,24 +105,24 @@ class Outgoing:
             idle = not self._busy and not self._queue
             if idle:
                 self._begin()
-            elif self._enqueue(parcel, None):
+            elif self._enqueue(frame, None):
                 return
         if not idle:
             stalled_s = self._options.stall_timeout_s
             self._fail(LinkBroken(f"the peer took nothing for {stalled_s:g} s"))
-        if not idle or not self._work((parcel,)):
+        if not idle or not self._work((frame,)):
             self._raise_if_over()
 
-    def post(self, parcel: OutgoingFrame, deadline_s: float) -> bool:
+    def post(self, frame: OutgoingFrame, deadline_s: float) -> bool:
         """Queue for the sender thread, so that a blocking write does not hold the caller.
 
         Return False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
         """
         with self._changed:
             self._raise_if_over()
-            return self._enqueue(parcel, deadline_s)
+            return self._enqueue(frame, deadline_s)
 
-    def post_pong(self, parcel: OutgoingFrame) -> None:
+    def post_pong(self, frame: OutgoingFrame) -> None:
         """Queue a PONG without ever waiting.
 
         Receivers must not wait for senders, or two ends could wait for each other. So the number of
@@ -131,11 +131,11 @@ class Outgoing:
         with self._changed:
             waiting = sum(item.type is FrameType.PONG for item in self._queue)
             if self._error is None and waiting < _MAX_PONGS:
-                self._queue.append(parcel)
-                self._queued_bytes += parcel.nbytes
+                self._queue.append(frame)
+                self._queued_bytes += frame.nbytes
                 self._changed.notify_all()
 
-    def post_switch(self, parcel: OutgoingFrame) -> None:
+    def post_switch(self, frame: OutgoingFrame) -> None:
         """Queue the last frame of this connection, regardless of the queue's limit, once the previous
         SWITCH has left.
 
@@ -150,11 +150,11 @@ class Outgoing:
             if not free:
                 raise LinkBroken(f"the peer did not take a SWITCH for {stalled_s:g} s, and sent another")
             self._switching = True
-            self._queue.append(parcel)
-            self._queued_bytes += parcel.nbytes
+            self._queue.append(frame)
+            self._queued_bytes += frame.nbytes
             self._changed.notify_all()
 
-    def post_roster(self, parcel: OutgoingFrame) -> None:
+    def post_roster(self, frame: OutgoingFrame) -> None:
         """Queue a roster regardless of the queue's limit, in place of an older one that waits.
 
         Do nothing if the link is over.
@@ -163,7 +163,7 @@ class Outgoing:
             if self._error is not None or self._closing:
                 return
             kept = [item for item in self._queue if item.type is not FrameType.ROSTER]
-            self._queue = deque([*kept, parcel])
+            self._queue = deque([*kept, frame])
             self._queued_bytes = sum(item.nbytes for item in self._queue)
             self._changed.notify_all()
 
@@ -225,30 +225,30 @@ class Outgoing:
         self._busy = True
         self._progress_s = time.monotonic()
 
-    def _enqueue(self, parcel: OutgoingFrame, deadline_s: float | None) -> bool:
+    def _enqueue(self, frame: OutgoingFrame, deadline_s: float | None) -> bool:
         """Queue a frame. Return False if there is no room by the deadline.
 
         Without a deadline, return False once the peer has taken nothing for the stall timeout. A queue
         that stays full is no stall as long as the writes before it complete.
         """
         began_s = time.monotonic()
-        while self._full(parcel):
+        while self._full(frame):
             stalled_s = max(began_s, self._progress_s) + self._options.stall_timeout_s
             left_s = (stalled_s if deadline_s is None else deadline_s) - time.monotonic()
             if left_s <= 0:
                 return False
             self._changed.wait(left_s)
             self._raise_if_over()
-        self._queue.append(parcel)
-        self._queued_bytes += parcel.nbytes
+        self._queue.append(frame)
+        self._queued_bytes += frame.nbytes
         self._changed.notify_all()
         return True
 
-    def _full(self, parcel: OutgoingFrame) -> bool:
+    def _full(self, frame: OutgoingFrame) -> bool:
         options = self._options
         too_many = len(self._queue) >= options.max_queued_frames
         return too_many or (
-            bool(self._queue) and self._queued_bytes + parcel.nbytes > options.max_queued_bytes
+            bool(self._queue) and self._queued_bytes + frame.nbytes > options.max_queued_bytes
         )
 
     def _raise_if_over(self) -> None:
@@ -260,13 +260,13 @@ class Outgoing:
 
     # Only the one thread that set `_busy` calls the methods below.
 
-    def _work(self, parcels: tuple[OutgoingFrame, ...]) -> bool:
-        """Seal and write ``parcels``. Return True if all of them left; later failures concern later calls."""
+    def _work(self, frames: tuple[OutgoingFrame, ...]) -> bool:
+        """Seal and write ``frames``. Return True if all of them left; later failures concern later calls."""
         try:
-            for parcel in parcels:
-                self._pack(parcel)
-                if parcel.onto is not None:
-                    self._move(parcel.onto)
+            for frame in frames:
+                self._pack(frame)
+                if frame.onto is not None:
+                    self._move(frame.onto)
             self._flush()
             return True
         except ConvoyError as error:
@@ -282,7 +282,7 @@ class Outgoing:
                 # `end` leaves the sealer to the thread that writes, which wipes it here.
                 if self._error is not None:
                     self._sealer.wipe()
-                    _end_unused(parcels, self._error)
+                    _end_unused(frames, self._error)
                 if self._queue or self._closing:
                     self._changed.notify_all()
 
@@ -306,30 +306,30 @@ class Outgoing:
         # Bytes that the old connection still has to send, SWITCH last, leave before it ends.
         old.close()
 
-    def _pack(self, parcel: OutgoingFrame) -> None:
-        if parcel.tensor is None:
-            if len(parcel.payload) <= RECORD_BYTES:
-                self._frame(parcel, parcel.payload, 0, FLAG_LAST)
+    def _pack(self, frame: OutgoingFrame) -> None:
+        if frame.tensor is None:
+            if len(frame.payload) <= RECORD_BYTES:
+                self._frame(frame, frame.payload, 0, FLAG_LAST)
             else:
-                self._frame(parcel, encode_size(len(parcel.payload)), 0, 0)
-                self._records(parcel, memoryview(parcel.payload))
+                self._frame(frame, encode_size(len(frame.payload)), 0, 0)
+                self._records(frame, memoryview(frame.payload))
             return
-        descriptor = encode_descriptor(parcel.tensor)
-        size = parcel.tensor.nbytes
+        descriptor = encode_descriptor(frame.tensor)
+        size = frame.tensor.nbytes
         if DESCRIPTOR_BYTES + size <= RECORD_BYTES:
-            self._frame(parcel, b"".join((descriptor, parcel.tensor.data)), 0, FLAG_LAST)
+            self._frame(frame, b"".join((descriptor, frame.tensor.data)), 0, FLAG_LAST)
             return
         # A large tensor's first record is the descriptor alone, so that the receiver can open the rest into
         # the tensor's final memory.
-        self._frame(parcel, descriptor, 0, 0)
-        self._records(parcel, memoryview(parcel.tensor.data).cast("B"))
+        self._frame(frame, descriptor, 0, 0)
+        self._records(frame, memoryview(frame.tensor.data).cast("B"))
 
-    def _records(self, parcel: OutgoingFrame, data: memoryview) -> None:
+    def _records(self, frame: OutgoingFrame, data: memoryview) -> None:
         for record, start in enumerate(range(0, len(data), RECORD_BYTES), start=1):
             end = start + RECORD_BYTES
-            self._frame(parcel, data[start:end], record, FLAG_LAST if end >= len(data) else 0)
+            self._frame(frame, data[start:end], record, FLAG_LAST if end >= len(data) else 0)
 
-    def _frame(self, parcel: OutgoingFrame, payload: bytes | memoryview, record: int, flags: int) -> None:
+    def _frame(self, frame: OutgoingFrame, payload: bytes | memoryview, record: int, flags: int) -> None:
         length = len(payload) + TAG_BYTES
         size = HEADER_BYTES + length
         if self._filled + size > len(self._buffer):
@@ -340,13 +340,13 @@ class Outgoing:
             view,
             start,
             (
-                parcel.type,
+                frame.type,
                 flags,
-                parcel.boundary,
+                frame.boundary,
                 length,
                 self._cluster,
-                parcel.generation,
-                parcel.step,
+                frame.generation,
+                frame.step,
                 self._sealer.sequence,
                 0,
                 record,
@@ -367,14 +367,14 @@ class Outgoing:
             self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 
-def _end_unused(parcels: Iterable[OutgoingFrame], error: ConvoyError) -> None:
+def _end_unused(frames: Iterable[OutgoingFrame], error: ConvoyError) -> None:
     """Wipe the keys of connections that were to follow these frames."""
-    for parcel in parcels:
-        if parcel.onto is not None:
-            parcel.onto.end(error)
+    for frame in frames:
+        if frame.onto is not None:
+            frame.onto.end(error)
 
 
-def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> OutgoingFrame:
+def message_frame(kind: FrameType, payload: bytes, generation: int, step: int) -> OutgoingFrame:
     """Return a message as an `OutgoingFrame`.
 
     Raises `FrameTooLong` in the caller's own thread, before anything is sealed.

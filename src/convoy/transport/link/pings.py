@@ -7,7 +7,7 @@ import threading
 import time
 
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
-from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_parcel
+from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_frame
 from convoy.wire.codec import encode_message
 from convoy.wire.messages.control import FrameType, Ping, Pong
 
@@ -94,8 +94,8 @@ class _Waiting:
 
 
 def _ping(token: int) -> OutgoingFrame:
-    return message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0)
+    return message_frame(FrameType.PING, encode_message(Ping(token)), 0, 0)
 
 
 def _pong(token: int) -> OutgoingFrame:
-    return message_parcel(FrameType.PONG, encode_message(Pong(token)), 0, 0)
+    return message_frame(FrameType.PONG, encode_message(Pong(token)), 0, 0)

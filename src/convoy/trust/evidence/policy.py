@@ -179,6 +179,10 @@ class _Table:
             raise ConfigError(f"{self.path(key)} is not a list of at most {MAX_ROWS} texts")
         return tuple(values)
 
+    def is_text(self, key: str) -> bool:
+        """Return whether the field ``key`` is given, and is a text."""
+        return type(self._left.get(key)) is str
+
     def names(self, key: str) -> tuple[str, ...]:
         given = key in self._left
         names = self.texts(key)
@@ -250,7 +254,7 @@ def _software(table: _Table) -> tuple[SoftwareRule, ...]:
     for claim in table.keys():  # noqa: SIM118 - a list that stays while fields are taken
         if claim not in SOFTWARE:
             raise ConfigError(f"{table.path(claim[:63])} is unknown", hint=f"known are {', '.join(SOFTWARE)}")
-        if type(table._left[claim]) is str:
+        if table.is_text(claim):
             if table.take(claim, str, "") != SAME:
                 raise ConfigError(f'{table.path(claim)} is a text, expected "{SAME}" or a list of texts')
             rules.append(SoftwareRule(claim, ()))

@@ -20,8 +20,8 @@ from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.answer import AnswerSealer
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ProviderError
-from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.price import Price
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.answering import Answering
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits

@@ -11,8 +11,8 @@ import pytest
 from convoy.crypto.sealed.answer import AnswerSealer
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ProviderError
-from convoy.fleet.asked import Wanted, read_wanted
 from convoy.fleet.capacity import Capacity
+from convoy.fleet.consumer_request import ConsumerRequest, read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.providers.connection import ProviderSocket, Registration
@@ -60,14 +60,14 @@ class Socket:
         return answer
 
 
-def wanted(prompt: str = "x", stream: bool = True) -> Wanted:
+def wanted(prompt: str = "x", stream: bool = True) -> ConsumerRequest:
     body = {
         "model": "m",
         "stream": stream,
         "max_tokens": 1,
         "messages": [{"role": "user", "content": prompt}],
     }
-    return read_wanted(msgspec.json.encode(body), "chat", "", {})
+    return read_consumer_request(msgspec.json.encode(body), "chat", "", {})
 
 
 def whole(pieces: list[tuple[bytes, int]]) -> bytes:
@@ -104,7 +104,7 @@ def test_a_content_type_that_no_header_may_have_is_refused_before_anything_is_ch
 
 
 def test_a_long_prompt_and_a_whole_answer_have_the_time_that_they_take() -> None:
-    def waits(asked: Wanted, prefill_rate: float) -> tuple[float, float]:
+    def waits(asked: ConsumerRequest, prefill_rate: float) -> tuple[float, float]:
         async def run() -> tuple[float, float]:
             socket = cast(ProviderSocket, Socket([], registered(prefill_rate)))
             attempt = Attempt(socket, OwnSeal(asked), "r1", OPTIONS)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from convoy.errors import NotReady, ProviderError, QueueFull
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest, Trusted
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher, QueueLimits
+from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
 SLOW = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)
@@ -272,10 +272,10 @@ def test_names_of_models_that_nobody_serves_or_wants_any_more_are_forgotten() ->
         dispatcher.leave("p")
     dispatcher.submit(ask(9, model="waited for", deadline_s=9.0), 0.0)
     dispatcher.tick(1.0)
-    assert dispatcher.seats("m0") is None
-    assert dispatcher.seats("waited for") is not None
+    assert dispatcher.providers("m0") is None
+    assert dispatcher.providers("waited for") is not None
     dispatcher.tick(9.0)
-    assert dispatcher.seats("waited for") is None
+    assert dispatcher.providers("waited for") is None
 
 
 def test_who_hangs_up_makes_room_at_once() -> None:

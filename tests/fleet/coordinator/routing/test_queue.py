@@ -8,9 +8,9 @@ import pytest
 from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.errors import QueueFull
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Dispatcher, QueueLimits
 from convoy.fleet.coordinator.routing.queue import FairQueue
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
 from convoy.trust.evidence.level import Level
 
 SLOW = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)

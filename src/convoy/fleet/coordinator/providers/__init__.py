@@ -1,1 +1,6 @@
-"""Hold the coordinator's end of a provider: approval, proof of identity, connection and answers."""
+"""Hold the coordinator's end of each provider.
+
+`connection` runs one provider's WebSocket: its identity, its offers and its answers in flight. `approvals`
+remembers providers that wait for approval, `proof` proves the coordinator to a provider, and `answering`
+queues one answer within its reader's window. Open `connection` first.
+"""

@@ -23,7 +23,7 @@ from convoy.fleet.coordinator.authority import authorities_of
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.vetting import ProviderVetting
+from convoy.fleet.provider_verifier import ProviderVerifier
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.provider import NO_EVIDENCE, Challenged, Claimant
 from convoy.wire.fleet.certified import read_certificate
@@ -118,10 +118,10 @@ class ProviderSocket:
         socket: WebSocket,
         options: CoordinatorOptions,
         proof: CoordinatorProof,
-        vetting: ProviderVetting,
+        verifier: ProviderVerifier,
     ) -> None:
         """Wrap ``socket``. ``proof`` is what this coordinator proves to a provider that dials."""
-        self._vetting = vetting
+        self._verifier = verifier
         self._socket = socket
         self._options = options
         self._own_proof = proof
@@ -148,7 +148,7 @@ class ProviderSocket:
         """
         async with asyncio.timeout(self._options.greeting_s):
             hello = await self._hello()
-            challenge = self._own_proof.challenge(hello, self._vetting.rules.registers)
+            challenge = self._own_proof.challenge(hello, self._verifier.rules.registers)
             await self.send(challenge)
             message = decode_from_provider(await self._socket.receive_bytes(), MAX_REGISTRATION_BYTES)
         if not isinstance(message, Register):
@@ -208,7 +208,7 @@ class ProviderSocket:
     async def _vet(self, evidence: bytes, registration: Registration, nonce: bytes) -> None:
         """Verify evidence and keep it. Raises `AttestationError` if it does not suffice."""
         challenged = Challenged(self._coordinator, nonce)
-        self.verdict = await self._vetting.judged(evidence, registration.claimant, challenged)
+        self.verdict = await self._verifier.verify_on_thread(evidence, registration.claimant, challenged)
         self.evidence = evidence
 
     async def _hello(self) -> Hello:
@@ -359,7 +359,7 @@ class ProviderSocket:
             if self._proof is not None:
                 self._count_failed_proof()
             self._proof = secrets.token_bytes(32)
-            await self.send(Prove(self._proof, self._vetting.rules.registers))
+            await self.send(Prove(self._proof, self._verifier.rules.registers))
 
     async def _check_approved(self) -> None:
         """Raise `ProviderError` if the provider is not approved any more.

@@ -1,1 +1,6 @@
-"""Follow a request on its way: lease, attempts, blind mode, and the charge."""
+"""Follow a request through the coordinator: hold its cost, route it, send it, pass the answer, charge.
+
+`consume` serves clients that send text, and `leases` serves proxies, whose bodies the coordinator cannot
+read; `blind` passes those answers on. Both use `RoutedRequest` for the whole path and `Attempt` for one
+try with one provider. `trace_span` reports the path as a span. Open `routed_request` first.
+"""

@@ -16,12 +16,12 @@ from convoy.crypto.sealed.answer import AnswerOpener
 from convoy.crypto.sealed.request import RequestFacts, request_hash, seal_request
 from convoy.errors import ProviderError
 from convoy.fleet.answer import MAX_REFUSAL_BYTES, MAX_WHOLE_BYTES, AnswerHead
-from convoy.fleet.asked import Wanted
+from convoy.fleet.answer_text import AnswerText
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.coordinator.bounds import BilledOutcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.providers.connection import ProviderSocket, Registration
-from convoy.fleet.seen import SeenText
 from convoy.fleet.timing import Timing
 from convoy.wire.fleet.messages import Began, Chunk, Done, Serve
 
@@ -38,7 +38,7 @@ class Seal(Protocol):
     """Seal a request to a provider and open its answer, for one try."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> ConsumerRequest:
         """Return the request."""
         ...
 
@@ -67,13 +67,13 @@ class Seal(Protocol):
 class OwnSeal:
     """Seal with the coordinator's own keys, for consumers that sent it their text."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ConsumerRequest) -> None:
         self.wanted = wanted
         self._secret = b""
         self._hash = b""
         self._opener: AnswerOpener | None = None
         self._has_head = False
-        self._seen = SeenText()
+        self._seen = AnswerText()
 
     @property
     def text_bytes(self) -> int:
@@ -117,7 +117,7 @@ class OwnSeal:
         return opened
 
 
-def serve_of(facts: RequestFacts, wanted: Wanted, sealed: bytes) -> Serve:
+def serve_of(facts: RequestFacts, wanted: ConsumerRequest, sealed: bytes) -> Serve:
     """Return a message with a sealed body, and beside it the facts that it is bound to."""
     return Serve(
         request_id=facts.request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from convoy.crypto.sealed.answer import most_chunk_bytes
 from convoy.errors import SealError
 from convoy.fleet.answer import AnswerHead
-from convoy.fleet.asked import Wanted
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.coordinator.providers.connection import Registration
 from convoy.fleet.coordinator.requests.attempt import serve_of
 from convoy.fleet.coordinator.requests.routed_request import RoutedRequest
@@ -17,7 +17,7 @@ from convoy.wire.fleet.records import Timed, encode_record
 class PassedOn:
     """Be the `Seal` of a request that a proxy sealed."""
 
-    def __init__(self, lease: Lease, wanted: Wanted, sealed: bytes) -> None:
+    def __init__(self, lease: Lease, wanted: ConsumerRequest, sealed: bytes) -> None:
         self._lease = lease
         self.wanted = wanted
         self._sealed = sealed
@@ -59,22 +59,22 @@ class AsRecords:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
-    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
+    def headers(self, routed: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         """Return the headers that every sealed answer has."""
         return {
             "content-type": head.content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",
-            **way.timing.header(),
+            **routed.timing.header(),
         }
 
     def broken(self) -> bytes:
         """Return the record of a provider that failed."""
         return encode_record(Failed(self._request_id, "the provider failed", full=False))
 
-    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `BodyForm`'s
+    def ending(self, routed: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `BodyForm`'s
         """Return the records of the billed counts and of the times."""
-        way.timing.reach("total_e2e")
-        billed = way.billed
+        routed.timing.reach("total_e2e")
+        billed = routed.billed
         done = Done(self._request_id, billed.prompt_tokens, billed.completion_tokens)
-        return encode_record(done) + encode_record(Timed(way.timing.us()))
+        return encode_record(done) + encode_record(Timed(routed.timing.us()))

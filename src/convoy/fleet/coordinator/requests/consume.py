@@ -19,7 +19,7 @@ from convoy.api.problem import body_for
 from convoy.api.refusals import UnknownModel
 from convoy.errors import Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
-from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.consumer_request import Kind, read_consumer_request
 from convoy.fleet.coordinator.callers import Consumer
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.requests.attempt import OwnSeal
@@ -80,7 +80,7 @@ class Consume:
         with timing.measure("parse"):
             options = self.coordinator.options
             read = partial(
-                read_wanted,
+                read_consumer_request,
                 kind=self.kind,
                 account=account,
                 models=options.models,
@@ -93,50 +93,50 @@ class Consume:
             hold = replace(hold, spends=consumer.grant.spends)
             use.hold(wanted.prompt_tokens, 0)
         parent = headers.get("traceparent", "")
-        way = RoutedRequest(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
-        await way.reserve()
+        routed = RoutedRequest(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
+        await routed.reserve()
         try:
-            await self._serve(way, exchange, mark)
+            await self._serve(routed, exchange, mark)
             exchange.outcome = exchange.outcome or "complete"
         except BaseException as error:
             exchange.outcome = outcome_of(exchange.cut or error)
             raise
         finally:
-            way.report(exchange.outcome)
+            routed.report(exchange.outcome)
 
-    async def _serve(self, way: RoutedRequest, exchange: Exchange, mark: bytes) -> None:
+    async def _serve(self, routed: RoutedRequest, exchange: Exchange, mark: bytes) -> None:
         begun: Begun | None = None
         try:
-            begun = await self._begin(way)
+            begun = await self._begin(routed)
             if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
                 self.repeats.failed(mark)
-            await pass_on(way, exchange, begun, _InClear())
+            await pass_on(routed, exchange, begun, _InClear())
         finally:
-            await way.end(None if begun is None else begun.attempt)
+            await routed.end(None if begun is None else begun.attempt)
 
-    async def _begin(self, way: RoutedRequest) -> Begun:
+    async def _begin(self, routed: RoutedRequest) -> Begun:
         """Try providers until one has its first token, or all of an answer that is not streamed."""
         while True:
-            await way.place()
-            attempt = await way.send(OwnSeal(way.wanted))
+            await routed.place()
+            attempt = await routed.send(OwnSeal(routed.wanted))
             try:
-                return await way.first_token(attempt)
+                return await routed.first_token(attempt)
             except GONE as error:
-                way.failed(error)
-                if not way.may_try_again:
+                routed.failed(error)
+                if not routed.may_try_again:
                     raise no_provider(error) from error
 
 
 class _InClear:
     """Write an answer as the provider's engine wrote it."""
 
-    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
+    def headers(self, routed: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         return {
             "content-type": head.content_type,
             "cache-control": "no-store",
             "x-accel-buffering": "no",
-            **way.timing.header(),
-            "x-convoy-provider": way.provider,
+            **routed.timing.header(),
+            "x-convoy-provider": routed.provider,
             SEALED_HEADER: "by-coordinator",
         }
 
@@ -144,10 +144,10 @@ class _InClear:
         text = "the provider failed before the answer was complete"
         return b"data: " + msgspec.json.encode(body_for(Unavailable(text, public=text))) + b"\n\n"
 
-    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:
-        if not (way.wanted.stream and head.content_type.startswith("text/event-stream")):
+    def ending(self, routed: RoutedRequest, head: AnswerHead) -> bytes:
+        if not (routed.wanted.stream and head.content_type.startswith("text/event-stream")):
             return b""
-        return b": timing " + msgspec.json.encode(way.timing.us()) + b"\n\n"
+        return b": timing " + msgspec.json.encode(routed.timing.us()) + b"\n\n"
 
 
 def check_known(coordinator: Coordinator, model: str) -> None:

@@ -36,7 +36,7 @@ from convoy.fleet.coordinator.requests.routed_request import (
     no_provider,
     pass_on,
 )
-from convoy.fleet.coordinator.routing.ask import Trusted
+from convoy.fleet.coordinator.routing.route_request import Trusted
 from convoy.fleet.lease import (
     MAX_LEASE_BYTES,
     SEALED_TYPE,
@@ -62,42 +62,42 @@ class Leases:
 
     def check_room(self, account: str) -> None:
         """Check that the account may have one more lease. Raises `QueueFull`."""
-        count = sum(way.account == account for way, _, _ in self._awaited.values())
+        count = sum(routed.account == account for routed, _, _ in self._awaited.values())
         if count >= self.coordinator.options.max_leases:
             text = f"{count} leases of this account wait for their bodies"
             raise QueueFull(text, public=text, retry_after_s=self.coordinator.options.lease_use_s)
 
-    async def offer(self, way: RoutedRequest) -> Lease:
+    async def offer(self, routed: RoutedRequest) -> Lease:
         """Return a lease of a provider that is free.
 
         Raises as `Coordinator.place`, and if all providers failed.
         """
         while True:
-            await way.place()
+            await routed.place()
             try:
-                socket = self.coordinator.socket(way.provider)
+                socket = self.coordinator.socket(routed.provider)
             except ProviderError as error:
-                way.failed(error)
-                if not way.may_try_again:
+                routed.failed(error)
+                if not routed.may_try_again:
                     raise no_provider(error) from error
                 continue
             registration = socket.registration
             assert registration is not None, "requests go to providers that registered"
             return Lease(
-                *(f"lease-{secrets.token_hex(16)}", way.try_id, int(time.time()) + LEASE_S),
+                *(f"lease-{secrets.token_hex(16)}", routed.try_id, int(time.time()) + LEASE_S),
                 *(registration.name, registration.identity, registration.request_key),
                 *(registration.request_key_expires_s, registration.key_signature, registration.certificate),
                 socket.evidence,
             )
 
-    def keep(self, way: RoutedRequest, lease: Lease) -> None:
+    def keep(self, routed: RoutedRequest, lease: Lease) -> None:
         """Hold a lease until `take`, or until its time is over."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.coordinator.options.lease_use_s, self._ran_out, lease.lease)
-        self._awaited[lease.lease] = way, lease, timer
+        self._awaited[lease.lease] = routed, lease, timer
         stack = self._kept[lease.lease] = contextlib.ExitStack()
         stack.enter_context(self.coordinator.lifecycle.answering(admitted=True))
-        way.is_leased = True
+        routed.is_leased = True
 
     def is_awaited(self, name: str) -> bool:
         """Return whether a body may come for the lease."""
@@ -108,28 +108,28 @@ class Leases:
 
         Raises `UnknownPath` for the lease of another account, as for an unknown one.
         """
-        way, lease, timer = self._awaited.get(name, (None, None, None))
-        if way is None or lease is None or timer is None or way.account != account:
+        routed, lease, timer = self._awaited.get(name, (None, None, None))
+        if routed is None or lease is None or timer is None or routed.account != account:
             raise UnknownPath("there is no such lease, or it was used, or its time is over")
         del self._awaited[name]
         timer.cancel()
         self._kept.pop(name).close()
-        way.is_leased = False
-        return way, lease
+        routed.is_leased = False
+        return routed, lease
 
     def _ran_out(self, name: str) -> None:
-        way, _, _ = self._awaited.pop(name)
+        routed, _, _ = self._awaited.pop(name)
         self._kept.pop(name).close()
-        task = asyncio.ensure_future(give_back(way, "lease not used"))
+        task = asyncio.ensure_future(give_back(routed, "lease not used"))
         # The event loop holds only weak references to tasks.
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
-async def give_back(way: RoutedRequest, outcome: str) -> None:
+async def give_back(routed: RoutedRequest, outcome: str) -> None:
     """Release what a request holds: it was never sent, or it failed."""
-    await way.end(None)
-    way.report(outcome)
+    await routed.end(None)
+    routed.report(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class MakeLease:
             use.hold(wanted.prompt_tokens, 0)
         self.leases.check_room(account)
         trusted = Trusted(frozenset(asked.providers), frozenset(asked.operators))
-        way = RoutedRequest(
+        routed = RoutedRequest(
             *(coordinator, account, wanted, timing, hold),
             trusted=trusted,
             level=Level.from_text(asked.level),
@@ -173,18 +173,18 @@ class MakeLease:
             sealed="end-to-end",
             use=use,
         )
-        await way.reserve()
+        await routed.reserve()
         # The lease keeps its place in the key's limits until the request is over.
-        way.at_end = consumer.at_end.pop_all()
+        routed.at_end = consumer.at_end.pop_all()
         try:
-            lease = await self.leases.offer(way)
+            lease = await self.leases.offer(routed)
             # Other leases of this account may have been made meanwhile.
             self.leases.check_room(account)
         except BaseException as error:
-            await give_back(way, outcome_of(error))
+            await give_back(routed, outcome_of(error))
             raise
         # If the answer reaches no proxy, the lease runs out by itself.
-        self.leases.keep(way, lease)
+        self.leases.keep(routed, lease)
         await exchange.send_json(200, lease)
 
 
@@ -202,55 +202,55 @@ class UseLease:
         awaited = self.leases.is_awaited(name)
         with self.lifecycle.answering(admitted=awaited), self.lifecycle.running(exchange):
             account = await account_of(self.leases.coordinator, headers)
-            way, lease = self.leases.take(name, account)
+            routed, lease = self.leases.take(name, account)
             try:
                 limits = replace(self.options, max_body_bytes=MAX_SEALED_BYTES)
                 sealed = await read_body(headers, receive, limits, SEALED_TYPE)
-                await exchange.while_connected(self._run(way, lease, sealed, exchange))
+                await exchange.while_connected(self._run(routed, lease, sealed, exchange))
             except BaseException as error:
                 exchange.outcome = outcome_of(error)
                 raise
             finally:
-                if not way.is_leased:
+                if not routed.is_leased:
                     # Does nothing if the request is over already.
-                    await way.end(None)
-                    way.report(exchange.outcome)
+                    await routed.end(None)
+                    routed.report(exchange.outcome)
 
-    async def _run(self, way: RoutedRequest, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
-        if len(sealed) > way.wanted.most_prompt_tokens:
+    async def _run(self, routed: RoutedRequest, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
+        if len(sealed) > routed.wanted.most_prompt_tokens:
             raise RequestError(
-                f"a sealed body of {len(sealed)} bytes for at most {way.wanted.most_prompt_tokens} tokens"
+                f"a sealed body of {len(sealed)} bytes for at most {routed.wanted.most_prompt_tokens} tokens"
             )
         # A client that leaves pays for the prompt too, and
         # for no fewer tokens than the sealed body must hold.
         least = least_prompt_tokens(len(sealed))
-        way.wanted = replace(
-            way.wanted,
-            prompt_tokens=max(way.wanted.prompt_tokens, least),
+        routed.wanted = replace(
+            routed.wanted,
+            prompt_tokens=max(routed.wanted.prompt_tokens, least),
             body_bytes=most_body_bytes(len(sealed)),
         )
         attempt: Attempt | None = None
         try:
-            attempt = await way.send(PassedOn(lease, way.wanted, sealed))
-            begun = await way.first_token(attempt)
+            attempt = await routed.send(PassedOn(lease, routed.wanted, sealed))
+            begun = await routed.first_token(attempt)
         except GONE as error:
             if isinstance(error, ProviderFailed) and error.refused:
                 # A proxy that seals nonsense must not make a provider look broken to all others.
                 text = "the provider does not take the sealed body"
                 raise RequestError(f"{text}: {error.message}", code="sealed_body_refused") from error
-            way.failed(error)
-            if not way.may_try_again:
+            routed.failed(error)
+            if not routed.may_try_again:
                 raise no_provider(error) from error
-            another = await self.leases.offer(way)
-            self.leases.keep(way, another)
+            another = await self.leases.offer(routed)
+            self.leases.keep(routed, another)
             exchange.outcome = "resealed"
             await exchange.send_json(409, Reseal(another))
             return
         try:
-            await pass_on(way, exchange, begun, AsRecords(lease.request_id))
+            await pass_on(routed, exchange, begun, AsRecords(lease.request_id))
             exchange.outcome = exchange.outcome or "complete"
         finally:
-            await way.end(begun.attempt)
+            await routed.end(begun.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class ReleaseLease:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         account = await account_of(self.leases.coordinator, Headers(scope=scope))
-        way, _ = self.leases.take(scope["path_params"]["lease"], account)
+        routed, _ = self.leases.take(scope["path_params"]["lease"], account)
         with contextlib.suppress(asyncio.CancelledError):
-            await give_back(way, "lease released")
+            await give_back(routed, "lease released")
         await exchange.send_json(200, {})

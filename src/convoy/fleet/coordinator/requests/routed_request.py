@@ -33,16 +33,16 @@ from convoy.errors import (
     Unavailable,
 )
 from convoy.fleet.answer import AnswerHead, is_of_engine, start
-from convoy.fleet.asked import ModelOptions, Wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
+from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.coordinator.callers import Consumer, caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.requests.attempt import Attempt, Seal
-from convoy.fleet.coordinator.requests.span import begin_span, end_span
-from convoy.fleet.coordinator.routing.ask import RouteRequest, Trusted
+from convoy.fleet.coordinator.requests.trace_span import begin_span, end_span
+from convoy.fleet.coordinator.routing.route_request import RouteRequest, Trusted
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.trust.evidence.level import Level
@@ -72,7 +72,7 @@ class RoutedRequest:
 
     coordinator: Coordinator
     account: str
-    wanted: Wanted
+    wanted: ConsumerRequest
     timing: Timing
     hold: Hold
     ask: RouteRequest | None = None
@@ -299,7 +299,7 @@ class RoutedRequest:
 class BodyForm(Protocol):
     """Write an answer in the client's form."""
 
-    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
+    def headers(self, routed: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         """Return the headers of an answer that begins."""
         ...
 
@@ -307,22 +307,22 @@ class BodyForm(Protocol):
         """Return the end of an answer that its provider did not end."""
         ...
 
-    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:
+    def ending(self, routed: RoutedRequest, head: AnswerHead) -> bytes:
         """Return the bytes after the last piece, once the request is settled."""
         ...
 
 
-async def pass_on(way: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
+async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
     """Send the answer to the client, and end the request before the answer's last byte."""
     attempt, head, whole = begun.attempt, begun.head, begun.whole
     if whole is not None:
-        await way.end(attempt)
+        await routed.end(attempt)
         # The whole answer is here, and its headers are the last place to tell how long it took.
-        way.timing.reach("total_e2e")
-    headers = form.headers(way, head)
+        routed.timing.reach("total_e2e")
+    headers = form.headers(routed, head)
     if whole is not None:
-        body = whole + form.ending(way, head)
-        async with way.delivering():
+        body = whole + form.ending(routed, head)
+        async with routed.delivering():
             await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
             await exchange.send({"type": "http.response.body", "body": body})
         return
@@ -332,23 +332,25 @@ async def pass_on(way: RoutedRequest, exchange: Exchange, begun: Begun, form: Bo
             if piece:
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
     except GONE as error:
-        _log.warning("an answer broke request=%s provider=%s", way.id, way.provider)
-        way.coordinator.counts.provider_failed(way.provider)
-        assert way.ask is not None, "it was placed"
-        way.coordinator.failed(way.ask)
-        way.is_broken = True
-        await way.end(attempt)
+        _log.warning("an answer broke request=%s provider=%s", routed.id, routed.provider)
+        routed.coordinator.counts.provider_failed(routed.provider)
+        assert routed.ask is not None, "it was placed"
+        routed.coordinator.failed(routed.ask)
+        routed.is_broken = True
+        await routed.end(attempt)
         exchange.outcome = type(error).__name__
         await exchange.send({"type": "http.response.body", "body": form.broken()})
         return
-    await way.end(attempt)
-    way.timing.reach("total_e2e")
-    async with way.delivering():
-        await exchange.send({"type": "http.response.body", "body": form.ending(way, head)})
+    await routed.end(attempt)
+    routed.timing.reach("total_e2e")
+    async with routed.delivering():
+        await exchange.send({"type": "http.response.body", "body": form.ending(routed, head)})
     exchange.outcome = "complete"
 
 
-def hold_of(coordinator: Coordinator, account: str, wanted: Wanted, said: bytes, headers: Headers) -> Hold:
+def hold_of(
+    coordinator: Coordinator, account: str, wanted: ConsumerRequest, said: bytes, headers: Headers
+) -> Hold:
     """Return the amount to hold for a request. ``said`` is the body, or stands for it.
 
     Raises `RequestError` for an invalid Idempotency-Key, or a request that could cost too much.

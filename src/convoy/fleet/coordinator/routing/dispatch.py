@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from convoy.errors import NotReady, QueueFull
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest
 from convoy.fleet.coordinator.routing.policy import FirstToFinish, RoutingPolicy
 from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.routing.queue import FairQueue
+from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.trust.evidence.level import Level
 
 # How long a provider that failed gets no requests, doubled with each failure.
@@ -47,7 +47,7 @@ class _Model:
     """Hold a model's providers and queue, and the mean length of its answers."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self.seats = ProviderTable()
+        self.providers = ProviderTable()
         self.queue = FairQueue(limits.max_waiting, limits.max_per_account)
         self.mean_output = 0.0
         self.mean_prompt = 0.0
@@ -64,7 +64,7 @@ class _Model:
     def wait_s(self, ask: RouteRequest, ahead: int) -> float:
         """Return the time until the request's turn behind ``ahead`` others; infinite without a provider."""
         prompt = self.mean_prompt or ask.prompt_tokens
-        rate = self.seats.served_per_s(prompt, self.mean_output or ask.max_tokens)
+        rate = self.providers.served_per_s(prompt, self.mean_output or ask.max_tokens)
         return (ahead + 1) / rate if rate else math.inf
 
 
@@ -97,14 +97,14 @@ class Dispatcher:
             capacity.check()
         self._failures.pop(provider, None)
         for model, capacity in offers.items():
-            self._model(model).seats.add(provider, capacity, level, owner)
+            self._model(model).providers.add(provider, capacity, level, owner)
         return [one for model in offers for one in self._place_waiting(model, now_s)]
 
     def leave(self, provider: str) -> list[RouteRequest]:
         """Remove a provider, and return the requests that ran there, with or without their first token."""
         for model in self._models.values():
             # `tick` forgets the models that have neither a provider nor a request afterwards.
-            model.seats.remove(provider)
+            model.providers.remove(provider)
         self._failures.pop(provider, None)
         lost = [one.ask for one in self._running.values() if one.provider == provider]
         for ask in lost:
@@ -114,15 +114,15 @@ class Dispatcher:
     def drain(self, provider: str) -> None:
         """Send a provider no new requests. It ends those that it runs."""
         for model in self._models.values():
-            if provider in model.seats:
-                model.seats.set_open(provider, False)
+            if provider in model.providers:
+                model.providers.set_open(provider, False)
 
     def set_level(self, provider: str, level: Level, now_s: float) -> list[Assignment]:
         """Note the level of a provider's newest evidence, and return the requests that may go on now."""
         found = []
         for name, model in self._models.items():
-            if provider in model.seats:
-                model.seats.set_level(provider, level)
+            if provider in model.providers:
+                model.providers.set_level(provider, level)
                 found += self._place_waiting(name, now_s)
         return found
 
@@ -134,8 +134,8 @@ class Dispatcher:
         found = []
         for model, load in loads.items():
             load.check()
-            if model in self._models and provider in self._models[model].seats:
-                self._models[model].seats.note_load(provider, load)
+            if model in self._models and provider in self._models[model].providers:
+                self._models[model].providers.note_load(provider, load)
                 found += self._place_waiting(model, now_s)
         return found
 
@@ -151,9 +151,9 @@ class Dispatcher:
         # No waiting request could be placed, so this one takes no other's turn.
         if (assignment := self._place(model, ask, now_s)) is not None:
             return assignment
-        if model.seats.num_open() and not model.seats.could_ever(ask):
+        if model.providers.num_open() and not model.providers.could_ever(ask):
             raise NotReady(
-                f"none of {model.seats.num_open()} providers of {ask.model} may take this request: level "
+                f"none of {model.providers.num_open()} providers of {ask.model} may take this request: level "
                 f"{ask.level.text}, {ask.prompt_tokens} tokens",
                 public="no provider may take this request: see its level and the length of its prompt",
             )
@@ -165,7 +165,7 @@ class Dispatcher:
         """Note that the provider has read the prompt."""
         if (one := self._running.get(number)) is not None and number not in self._read:
             self._read.add(number)
-            self._models[one.ask.model].seats.has_read(one.provider, one.ask)
+            self._models[one.ask.model].providers.has_read(one.provider, one.ask)
 
     def finished(
         self, number: int, now_s: float, *, first_s: float, output_tokens: int, decode_s: float
@@ -179,9 +179,9 @@ class Dispatcher:
             return []
         model = self._models[one.ask.model]
         self._failures.pop(one.provider, None)
-        if one.provider in model.seats:
-            running = model.seats.running(one.provider)
-            model.seats.learn(
+        if one.provider in model.providers:
+            running = model.providers.running(one.provider)
+            model.providers.learn(
                 *(one.provider, one.ask),
                 first_s=first_s,
                 output_tokens=output_tokens,
@@ -205,7 +205,7 @@ class Dispatcher:
         self._failures[one.provider] = count
         # A provider that keeps failing gets requests ever more rarely.
         shut_s = min(_MOST_SHUT_S, _FIRST_SHUT_S * 2.0 ** (count - 1))
-        self._models[one.ask.model].seats.close_until(one.provider, now_s + shut_s, shut_s)
+        self._models[one.ask.model].providers.close_until(one.provider, now_s + shut_s, shut_s)
         ask = replace(one.ask, excluded=one.ask.excluded | {one.provider})
         return ask, self._place_waiting(one.ask.model, now_s)
 
@@ -241,7 +241,9 @@ class Dispatcher:
 
     def _forget_models(self) -> None:
         """Forget the models without providers and requests. Their names are whatever providers offered."""
-        idle = {name for name, model in self._models.items() if not (len(model.seats) or len(model.queue))}
+        idle = {
+            name for name, model in self._models.items() if not (len(model.providers) or len(model.queue))
+        }
         if idle:
             for name in idle - {one.ask.model for one in self._running.values()}:
                 del self._models[name]
@@ -251,7 +253,7 @@ class Dispatcher:
         times = []
         for model in self._models.values():
             if len(model.queue):
-                times += [model.queue.next_deadline_s(), model.seats.reopens_s(now_s)]
+                times += [model.queue.next_deadline_s(), model.providers.reopens_s(now_s)]
         return min((time for time in times if time is not None), default=None)
 
     def waiting(self, model: str) -> int:
@@ -270,13 +272,13 @@ class Dispatcher:
         model = self._model(ask.model)
         return _retry_s(model.wait_s(ask, model.queue.ahead_of(ask.account)))
 
-    def seats(self, model: str) -> ProviderTable | None:
+    def providers(self, model: str) -> ProviderTable | None:
         """Return a model's providers, for pictures and metrics."""
-        return self._models[model].seats if model in self._models else None
+        return self._models[model].providers if model in self._models else None
 
     def models(self) -> list[str]:
         """Return the models that some connected provider serves."""
-        return sorted(name for name, model in self._models.items() if len(model.seats))
+        return sorted(name for name, model in self._models.items() if len(model.providers))
 
     def _model(self, name: str) -> _Model:
         return self._models.setdefault(name, _Model(self._limits))
@@ -289,7 +291,7 @@ class Dispatcher:
                 f"{len(queue)} requests wait for {ask.model}, {queue.waiting(ask.account)} of them of this "
                 f"account, and at most {queue.max_waiting} and {queue.max_per_account} may"
             )
-        elif model.mean_output and model.seats.num_open() and now_s + wait_s > ask.deadline_s:
+        elif model.mean_output and model.providers.num_open() and now_s + wait_s > ask.deadline_s:
             # Before a first answer, sizes are guesses from bytes,
             # and far too inaccurate to refuse a request for them.
             why = (
@@ -303,10 +305,10 @@ class Dispatcher:
         raise QueueFull(why, public=why, retry_after_s=_retry_s(late_s))
 
     def _place(self, model: _Model, ask: RouteRequest, now_s: float) -> Assignment | None:
-        provider = self._policy.choose(model.seats, ask, model.output_tokens(ask), now_s)
+        provider = self._policy.choose(model.providers, ask, model.output_tokens(ask), now_s)
         if provider is None:
             return None
-        model.seats.begin(provider, ask)
+        model.providers.begin(provider, ask)
         model.queue.started(ask)
         self._running[ask.number] = assignment = Assignment(ask, provider)
         return assignment
@@ -320,7 +322,7 @@ class Dispatcher:
                 placed.append(assignment)
             return assignment is not None
 
-        while len(model.queue) and model.seats.free_slots() and model.queue.take(place) is not None:
+        while len(model.queue) and model.providers.free_slots() and model.queue.take(place) is not None:
             pass
         return placed
 
@@ -328,9 +330,9 @@ class Dispatcher:
         one = self._running.pop(ask.number)
         model = self._models[ask.model]
         if ask.number not in self._read:
-            model.seats.has_read(one.provider, ask)
+            model.providers.has_read(one.provider, ask)
         self._read.discard(ask.number)
-        model.seats.end(one.provider)
+        model.providers.end(one.provider)
         model.queue.ended(ask)
 
 
@@ -339,7 +341,7 @@ def _not_hopeless(model: _Model, ask: RouteRequest) -> RouteRequest:
 
     A provider that failed a request is passed over only while another one may take it.
     """
-    if ask.excluded and model.seats.num_open() and not model.seats.could_ever(ask):
+    if ask.excluded and model.providers.num_open() and not model.providers.could_ever(ask):
         return replace(ask, excluded=frozenset())
     return ask
 

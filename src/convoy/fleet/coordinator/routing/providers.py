@@ -1,6 +1,6 @@
 """Hold all providers of one model as columns of numbers: 10,000 compare in a tenth of a millisecond.
 
-A seat is a provider's place for the model. The coordinator counts the requests that it sent there itself,
+Each provider of the model has a row. The coordinator counts the requests that it sent there itself,
 because a heartbeat is old when it arrives. It knows a provider's other load from the heartbeat alone.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest, Trusted
+from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
 Column = npt.NDArray[np.float64]
@@ -22,7 +22,7 @@ _GROWTH = 2
 _FIRST_ROOM = 16
 # Beginnings of prompts that are remembered for a model.
 _MAX_TAGS = 4096
-_MAX_SEATS_PER_TAG = 8
+_MAX_PROVIDERS_PER_TAG = 8
 # The weight of the newest measurement.
 _MEMORY = 0.2
 # Limits of the factor by which measurements correct the offered rates.
@@ -34,17 +34,17 @@ _COLUMNS = (
 
 
 class ProviderTable:
-    """Hold one column a figure and one row a seat. A seat keeps its index until `remove`."""
+    """Hold one column a figure and one row a provider. A row keeps its index until `remove`."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Column] = {name: np.zeros(_FIRST_ROOM) for name in _COLUMNS}
         self._names: list[str | None] = [None] * _FIRST_ROOM
         self._index: dict[str, int] = {}
         self._free = list(range(_FIRST_ROOM - 1, -1, -1))
-        # Seats and their prompt tokens, by tag.
+        # Rows and their prompt tokens, by tag.
         self._tags: OrderedDict[bytes, OrderedDict[int, int]] = OrderedDict()
         self._owners: dict[int, Owner] = {}
-        # Seats, by their provider's key and by their operator's key.
+        # Rows, by their provider's key and by their operator's key.
         self._of_key: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
@@ -59,12 +59,12 @@ class ProviderTable:
             self.remove(name)
         if not self._free:
             self._grow()
-        seat = self._free.pop()
-        self._index[name], self._names[seat] = seat, name
+        row = self._free.pop()
+        self._index[name], self._names[row] = row, name
         if owner is not None:
-            self._owners[seat] = owner
+            self._owners[row] = owner
             for key in _keys_of(owner):
-                self._of_key.setdefault(key, set()).add(seat)
+                self._of_key.setdefault(key, set()).add(row)
         alone = capacity.token_s(1)
         values = {
             "slots": capacity.slots,
@@ -77,36 +77,36 @@ class ProviderTable:
             "open": 1.0,
         }
         for column, array in self._columns.items():
-            array[seat] = values.get(column, 0.0)
+            array[row] = values.get(column, 0.0)
 
     def remove(self, name: str) -> None:
         """Remove a provider; does nothing for an unknown one."""
-        seat = self._index.pop(name, None)
-        if seat is None:
+        row = self._index.pop(name, None)
+        if row is None:
             return
-        self._names[seat] = None
-        if (owner := self._owners.pop(seat, None)) is not None:
+        self._names[row] = None
+        if (owner := self._owners.pop(row, None)) is not None:
             for key in _keys_of(owner):
-                self._of_key[key].discard(seat)
+                self._of_key[key].discard(row)
                 if not self._of_key[key]:
                     del self._of_key[key]
-        # Without slots, no policy chooses the seat until it is taken again.
-        self._columns["open"][seat] = self._columns["slots"][seat] = 0.0
-        for seats in self._tags.values():
-            seats.pop(seat, None)
-        self._free.append(seat)
+        # Without slots, no policy chooses the row until it is taken again.
+        self._columns["open"][row] = self._columns["slots"][row] = 0.0
+        for rows in self._tags.values():
+            rows.pop(row, None)
+        self._free.append(row)
 
     def note_load(self, name: str, load: Load) -> None:
         """Note a heartbeat: the provider's load from other sources, and its prompt tokens still to read."""
-        seat, columns = self._index[name], self._columns
-        slots, running = columns["slots"][seat], columns["running"][seat]
+        row, columns = self._index[name], self._columns
+        slots, running = columns["slots"][row], columns["running"][row]
         # Slots taken by others: all slots without those that this coordinator uses and those that are free.
-        columns["foreign"][seat] = max(0.0, slots - running - min(load.free_slots, slots))
-        columns["backlog"][seat] = load.queued_tokens
+        columns["foreign"][row] = max(0.0, slots - running - min(load.free_slots, slots))
+        columns["backlog"][row] = load.queued_tokens
         said = 0.0
         if load.decode_rate:
-            said = _bounded(1 / load.decode_rate / self._token_s(seat, load.streams))
-        columns["said_scale"][seat] = said
+            said = _bounded(1 / load.decode_rate / self._token_s(row, load.streams))
+        columns["said_scale"][row] = said
 
     def set_open(self, name: str, is_open: bool) -> None:
         """Set whether the provider takes new requests."""
@@ -118,39 +118,39 @@ class ProviderTable:
 
     def begin(self, name: str, ask: RouteRequest) -> None:
         """Count ``ask`` as running at the provider."""
-        seat = self._index[name]
-        self._columns["running"][seat] += 1
-        self._columns["backlog"][seat] += ask.prompt_tokens
+        row = self._index[name]
+        self._columns["running"][row] += 1
+        self._columns["backlog"][row] += ask.prompt_tokens
         if ask.tag:
-            seats = self._tags.setdefault(ask.tag, OrderedDict())
+            rows = self._tags.setdefault(ask.tag, OrderedDict())
             self._tags.move_to_end(ask.tag)
-            seats[seat] = ask.prompt_tokens
-            seats.move_to_end(seat)
-            if len(seats) > _MAX_SEATS_PER_TAG:
-                seats.popitem(last=False)
+            rows[row] = ask.prompt_tokens
+            rows.move_to_end(row)
+            if len(rows) > _MAX_PROVIDERS_PER_TAG:
+                rows.popitem(last=False)
             if len(self._tags) > _MAX_TAGS:
                 self._tags.popitem(last=False)
 
     def has_read(self, name: str, ask: RouteRequest) -> None:
         """Take the prompt of ``ask`` off the provider's backlog, because its first token is here."""
-        if (seat := self._index.get(name)) is not None:
+        if (row := self._index.get(name)) is not None:
             backlog = self._columns["backlog"]
-            backlog[seat] = max(0.0, backlog[seat] - ask.prompt_tokens)
+            backlog[row] = max(0.0, backlog[row] - ask.prompt_tokens)
 
     def end(self, name: str) -> None:
         """Count one request less as running at the provider."""
-        if (seat := self._index.get(name)) is not None:
+        if (row := self._index.get(name)) is not None:
             running = self._columns["running"]
-            running[seat] = max(0.0, running[seat] - 1)
+            running[row] = max(0.0, running[row] - 1)
 
     def close_until(self, name: str, until_s: float, penalty_s: float) -> None:
         """Send the provider nothing until ``until_s``, then one request at a time until one ends well.
 
         Its reported free slots do not count: a provider that refuses everything always has some.
         """
-        if (seat := self._index.get(name)) is not None:
-            self._columns["closed_until_s"][seat] = until_s
-            self._columns["penalty_s"][seat] = penalty_s
+        if (row := self._index.get(name)) is not None:
+            self._columns["closed_until_s"][row] = until_s
+            self._columns["penalty_s"][row] = penalty_s
 
     def learn(
         self,
@@ -166,21 +166,21 @@ class ProviderTable:
 
         ``first_s`` are the seconds to its first token, and ``decode_s`` those from there on.
         """
-        seat = self._index.get(name)
-        if seat is None:
+        row = self._index.get(name)
+        if row is None:
             return
         columns = self._columns
-        columns["penalty_s"][seat] = 0.0
-        expected_first = ask.prompt_tokens / columns["prefill_rate"][seat]
-        self._correct("prefill_scale", seat, first_s, expected_first)
-        self._correct("decode_scale", seat, decode_s, self._token_s(seat, running) * (output_tokens - 1))
+        columns["penalty_s"][row] = 0.0
+        expected_first = ask.prompt_tokens / columns["prefill_rate"][row]
+        self._correct("prefill_scale", row, first_s, expected_first)
+        self._correct("decode_scale", row, decode_s, self._token_s(row, running) * (output_tokens - 1))
 
     def num_open(self) -> int:
         """Return how many providers take new requests."""
         return int((self._columns["open"] > 0).sum())
 
     def free_slots(self) -> int:
-        """Return the free slots of all seats together."""
+        """Return the free slots of all providers together."""
         columns = self._columns
         free = columns["slots"] - columns["running"] - columns["foreign"]
         return int(np.maximum(free, 0.0)[columns["open"] > 0].sum())
@@ -190,13 +190,13 @@ class ProviderTable:
         return int(self._columns["running"][self._index[name]])
 
     def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
-        """Return the seconds in which each seat would finish ``output_tokens`` for ``ask``, if free."""
+        """Return the seconds in which each provider would finish ``output_tokens`` for ``ask``, if free."""
         columns = self._columns
         running = columns["running"] + columns["foreign"]
         prompt = np.full(len(running), float(ask.prompt_tokens))
-        for seat, tokens in self._tags.get(ask.tag, {}).items() if ask.tag else ():
+        for row, tokens in self._tags.get(ask.tag, {}).items() if ask.tag else ():
             # The provider has read this beginning of the prompt before, so it reads only the rest.
-            prompt[seat] = max(1.0, prompt[seat] - tokens)
+            prompt[row] = max(1.0, prompt[row] - tokens)
         with np.errstate(divide="ignore", invalid="ignore"):
             read_s = (columns["backlog"] + prompt) / columns["prefill_rate"] * columns["prefill_scale"]
         token_s = (columns["alone_s"] + columns["slope_s"] * running) * self._decode_scale()
@@ -204,37 +204,37 @@ class ProviderTable:
         return result
 
     def allowed(self, ask: RouteRequest, now_s: float) -> npt.NDArray[np.bool_]:
-        """Return a mask of the seats that may and can take ``ask`` at once."""
+        """Return a mask of the providers that may and can take ``ask`` at once."""
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["slots"] - columns["running"] - columns["foreign"] >= 1
         ok &= (columns["open"] > 0) & (columns["closed_until_s"] <= now_s)
-        # After a failure, a seat gets one request at a time until one ends well.
+        # After a failure, a provider gets one request at a time until one ends well.
         ok &= (columns["penalty_s"] == 0) | (columns["running"] == 0)
         return ok & self._suited(ask)
 
     def could_ever(self, ask: RouteRequest) -> bool:
-        """Return whether any seat may take ``ask`` once it is free."""
+        """Return whether any provider may take ``ask`` once it is free."""
         return bool((self._suited(ask) & (self._columns["open"] > 0)).any())
 
     def _suited(self, ask: RouteRequest) -> npt.NDArray[np.bool_]:
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["level"] >= float(ask.level)
         ok &= columns["slots"] > 0
-        # The length of a prompt is guessed from its bytes. If it seems too long for every seat, those with
-        # the longest context may take it, because their engine counts exactly.
+        # The length of a prompt is guessed from its bytes. If it seems too long for every provider, those
+        # with the longest context may take it, because their engine counts exactly.
         longest = columns["max_context"][ok].max(initial=0.0)
         ok &= columns["max_context"] >= min(ask.prompt_tokens + 1, longest)
         for name in ask.excluded:
-            if (seat := self._index.get(name)) is not None:
-                ok[seat] = False
-        if ask.trusted is not None and (seats := self._seats_of(ask.trusted)):
+            if (row := self._index.get(name)) is not None:
+                ok[row] = False
+        if ask.trusted is not None and (rows := self._rows_of(ask.trusted)):
             trusted = np.zeros(len(ok), dtype=np.bool_)
-            trusted[list(seats)] = True
+            trusted[list(rows)] = True
             ok &= trusted
         return ok
 
-    def _seats_of(self, trusted: Trusted) -> set[int]:
-        """Return the seats that a client trusts, so that it need not ask again.
+    def _rows_of(self, trusted: Trusted) -> set[int]:
+        """Return the rows that a client trusts, so that it need not ask again.
 
         A client that sends only to these verifies what it gets by itself.
         """
@@ -244,13 +244,13 @@ class ProviderTable:
         return set().union(*found)
 
     def reopens_s(self, now_s: float) -> float | None:
-        """Return when the next closed seat may be tried again, or None."""
+        """Return when the next closed provider may be tried again, or None."""
         until = self._columns["closed_until_s"]
         later = until[(until > now_s) & (self._columns["open"] > 0)]
         return float(later.min()) if len(later) else None
 
     def served_per_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the requests of this size that all seats finish in a second, with every slot taken."""
+        """Return the requests of this size that all providers finish in a second, with every slot taken."""
         columns = self._columns
         taken = (columns["open"] > 0) & (columns["slots"] > 0)
         if not taken.any():
@@ -262,10 +262,10 @@ class ProviderTable:
         # A provider reads one prompt after the other, while it decodes for all.
         return float((1 / np.maximum(read_s, (read_s + decode_s) / slots)).sum())
 
-    def name(self, seat: int) -> str:
-        """Return the name of the seat's provider."""
-        name = self._names[seat]
-        assert name is not None, "the seat is free"
+    def name(self, row: int) -> str:
+        """Return the name of the row's provider."""
+        name = self._names[row]
+        assert name is not None, "the row is free"
         return name
 
     def names(self) -> Collection[str]:
@@ -277,7 +277,7 @@ class ProviderTable:
         return self._columns[name]
 
     def _decode_scale(self) -> Column:
-        """Return, for each seat, the measured seconds of a token over the offered ones.
+        """Return, for each provider, the measured seconds of a token over the offered ones.
 
         The measure is the answers seen here. The provider's own heartbeats count only if they are slower, or
         if nothing was answered yet. So no report makes a provider look faster than it was.
@@ -285,18 +285,18 @@ class ProviderTable:
         scale = np.maximum(self._columns["decode_scale"], self._columns["said_scale"])
         return np.where(scale > 0, scale, 1.0)
 
-    def _token_s(self, seat: int, running: float) -> float:
+    def _token_s(self, row: int, running: float) -> float:
         columns = self._columns
-        found: float = columns["alone_s"][seat] + columns["slope_s"][seat] * (max(1.0, running) - 1)
+        found: float = columns["alone_s"][row] + columns["slope_s"][row] * (max(1.0, running) - 1)
         return found
 
-    def _correct(self, column: str, seat: int, seen_s: float, offered_s: float) -> None:
+    def _correct(self, column: str, row: int, seen_s: float, offered_s: float) -> None:
         if offered_s <= 0 or seen_s <= 0:
             return
         array = self._columns[column]
         # Before the first measurement, the offer stands.
-        before = array[seat] or 1.0
-        array[seat] = before + _MEMORY * (_bounded(seen_s / offered_s) - before)
+        before = array[row] or 1.0
+        array[row] = before + _MEMORY * (_bounded(seen_s / offered_s) - before)
 
     def _grow(self) -> None:
         size = len(self._names)

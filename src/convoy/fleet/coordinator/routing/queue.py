@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from convoy.fleet.coordinator.routing.ask import RouteRequest, Trusted
+from convoy.fleet.coordinator.routing.route_request import RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
 Demands = tuple[Level, Trusted | None, frozenset[str]]

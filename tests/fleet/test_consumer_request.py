@@ -6,29 +6,32 @@ import pytest
 from convoy.api.refusals import BodyTooLong
 from convoy.crypto.sealed.request import MAX_SEALED_BYTES
 from convoy.errors import RequestError
-from convoy.fleet.asked import read_wanted
+from convoy.fleet.consumer_request import read_consumer_request
 
 BODY = b'{"model":"m","messages":[],"x":[1e15, "\\u00e9"]%s}'
 
 
 def asked(more: bytes = b"", account: str = "ann", cache_key: bytes = b"") -> dict[str, object]:
     found: dict[str, object] = msgspec.json.decode(
-        read_wanted(BODY % more, "chat", account, {}, cache_key).body
+        read_consumer_request(BODY % more, "chat", account, {}, cache_key).body
     )
     return found
 
 
 def test_what_is_passed_on_is_as_it_was_written_and_so_no_longer() -> None:
-    assert b'"x":[1e15, "\\u00e9"]' in read_wanted(BODY % b"", "chat", "ann", {}).body
+    assert b'"x":[1e15, "\\u00e9"]' in read_consumer_request(BODY % b"", "chat", "ann", {}).body
     number = b"1e15," * 1_000_000
-    assert len(read_wanted(BODY % (b',"y":[' + number + b"1]"), "chat", "ann", {}).body) < len(number) + 200
+    assert (
+        len(read_consumer_request(BODY % (b',"y":[' + number + b"1]"), "chat", "ann", {}).body)
+        < len(number) + 200
+    )
 
 
 def test_a_body_that_no_seal_holds_is_refused_before_any_provider_hears_of_it() -> None:
     with pytest.raises(BodyTooLong):
         asked(b',"y":"' + b"x" * MAX_SEALED_BYTES + b'"')
     with pytest.raises(RequestError):
-        read_wanted(b'{"model":"m","y":"\xff"}', "chat", "ann", {})
+        read_consumer_request(b'{"model":"m","y":"\xff"}', "chat", "ann", {})
 
 
 OTHER_LIMITS = ("n_predict", "max_new_tokens", "num_predict", "max_output_tokens")
@@ -55,7 +58,7 @@ def test_max_tokens_of_minus_one_is_as_if_there_were_none() -> None:
 
 
 def test_a_byte_order_mark_is_accepted() -> None:
-    assert read_wanted(b"\xef\xbb\xbf" + BODY % b"", "chat", "ann", {}) == read_wanted(
+    assert read_consumer_request(b"\xef\xbb\xbf" + BODY % b"", "chat", "ann", {}) == read_consumer_request(
         BODY % b"", "chat", "ann", {}
     )
 
@@ -77,4 +80,4 @@ def test_accounts_have_cache_salts_that_others_cannot_ask_for() -> None:
 def test_a_body_of_very_many_lists_is_refused_before_they_are_made() -> None:
     data = b'{"model": "demo", "prompt": [' + b"[]," * 100_001 + b"[]]}"
     with pytest.raises(RequestError, match="more than 100000 lists, objects and fields"):
-        read_wanted(data, "completion", "account", {})
+        read_consumer_request(data, "completion", "account", {})

@@ -1,4 +1,7 @@
-"""Trace one answer of a provider from the messages that it sends: when, how much, and how it ended."""
+"""Trace one answer of a provider from the messages that it sends: when, how much, and how it ended.
+
+It is apart from the connection because tracing decides nothing, and only watches the messages that pass.
+"""
 
 from __future__ import annotations
 

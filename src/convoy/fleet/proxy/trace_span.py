@@ -1,4 +1,7 @@
-"""Trace a proxy's work on one request. The span names the model only once the coordinator knows it."""
+"""Trace a proxy's work on one request. The span names the model only once the coordinator knows it.
+
+It is apart from the proxy because tracing decides nothing: a reader of a request's path needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 
 from convoy.api.exchange import Exchange
 from convoy.api.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Traces, TraceSpan
-from convoy.fleet.asked import Wanted
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.outcomes import outcome_of
 
 
@@ -21,7 +24,7 @@ class ProxySpan:
         self._leased_s = self._first_s = 0.0
         self.traceparent = span.traceparent
 
-    def leased(self, wanted: Wanted) -> None:
+    def leased(self, wanted: ConsumerRequest) -> None:
         """Note that a provider is free for the request."""
         self._leased_s = self._now_s()
         self._span.note({MODEL: wanted.model, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})

@@ -183,7 +183,7 @@ def test_a_provider_that_drifts_is_out_at_the_next_challenge_and_hears_why(
 ) -> None:
     identity = Identity.generate()
     witness = Drifts(identity)
-    fleet.add("drifts", engine_url, identity=identity, witness=witness)
+    fleet.add("drifts", engine_url, identity=identity, evidence_source=witness)
     assert listed(fleet, "drifts")["level"] == "self_signed"
     wait_until(lambda: len(witness.asked) > 3)  # and each time for another challenge
     assert len(set(witness.asked)) == len(witness.asked)
@@ -240,7 +240,7 @@ def test_each_member_of_a_provider_proves_itself_to_the_coordinator_and_to_the_p
     identities: dict[str, Identity] = {}
     name = f"pair-{level}"
     with two_members(identities, hardware=level == "hardware") as witness:
-        fleet.add(name, engine_url, identity=identities["alpha"], witness=witness)
+        fleet.add(name, engine_url, identity=identities["alpha"], evidence_source=witness)
         found = listed(fleet, name)
         assert (found["level"], found["members"]) == (level, {"alpha": level, "beta": level})
         with fleet.client() as client:
@@ -272,7 +272,7 @@ def test_a_proxy_judges_by_its_own_rules_and_fails_closed(
     lenient: FleetUnderTest, engine_url: str, tmp_path: Path
 ) -> None:
     identity = Identity.generate()
-    lenient.add("one", engine_url, identity=identity, witness=own(identity))
+    lenient.add("one", engine_url, identity=identity, evidence_source=own(identity))
     assert listed(lenient, "one")["level"] == "self_signed"
     keys = frozenset({identity.public_key})
     hostile = HostileCoordinator(lenient.url)

@@ -10,7 +10,7 @@ MAX_LINE_BYTES = 1024 * 1024
 _NO_TEXT = frozenset({"role", "id", "type", "index", "finish_reason"})
 
 
-class SeenText:
+class AnswerText:
     """Count the bytes of text in an answer as it passes. Invalid data counts for nothing."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ConsumerRequest:
     """Hold a request as the coordinator counts it.
 
     ``body`` is the body for the provider. ``most_prompt_tokens`` is held for the prompt. ``body_bytes`` is
@@ -70,12 +70,12 @@ class Wanted:
 
     # Every formatted form leaves the prompt out.
     def __repr__(self) -> str:
-        return f"Wanted({self.kind}, {len(self.body)} bytes)"
+        return f"ConsumerRequest({self.kind}, {len(self.body)} bytes)"
 
 
-def read_wanted(
+def read_consumer_request(
     data: bytes, kind: Kind, account: str, models: Mapping[str, ModelOptions], cache_key: bytes = b""
-) -> Wanted:
+) -> ConsumerRequest:
     """Return the request. Raises `RequestError` naming the field; the provider judges all other fields.
 
     ``cache_key`` is a secret. From it ``account`` gets the salt under which an engine keeps its prefixes.
@@ -103,7 +103,7 @@ def read_wanted(
         fields["cache_salt"] = _salt(cache_key, account, body.get("cache_salt"))
     prompt = body.get("messages" if kind == "chat" else "prompt")
     beginning = msgspec.json.encode(prompt)[:_TAGGED_BYTES]
-    return Wanted(
+    return ConsumerRequest(
         kind=kind,
         model=model,
         stream=stream,

@@ -17,7 +17,7 @@ from convoy.trust.evidence.provider import (
 from convoy.wire.messages.claims import Claims
 
 
-class ProviderVetting:
+class ProviderVerifier:
     """Verify evidence. Threads may share it."""
 
     def __init__(self, rules: ProviderRules, own: Claims | None = None) -> None:
@@ -38,7 +38,7 @@ class ProviderVetting:
             return Claims("", {}, "", "", [])
         return self._known or own_claims()
 
-    def judge(
+    def verify(
         self, evidence: bytes, claimant: Claimant, challenged: Challenged | None = None
     ) -> ProviderVerdict:
         """Return a verdict that suffices. Raises `AttestationError` with the reason for one that does not."""
@@ -47,6 +47,8 @@ class ProviderVetting:
         self.rules.require(verdict)
         return verdict
 
-    async def judged(self, evidence: bytes, claimant: Claimant, challenged: Challenged) -> ProviderVerdict:
-        """Judge on a thread, because a large cluster's signatures take milliseconds; otherwise as `judge`."""
-        return await asyncio.to_thread(self.judge, evidence, claimant, challenged)
+    async def verify_on_thread(
+        self, evidence: bytes, claimant: Claimant, challenged: Challenged
+    ) -> ProviderVerdict:
+        """Verify on a thread, because a large cluster's signatures take milliseconds. See `verify`."""
+        return await asyncio.to_thread(self.verify, evidence, claimant, challenged)

@@ -7,7 +7,7 @@ import ssl
 import httpx
 import pytest
 
-from convoy.fleet.outward import why_unreachable
+from convoy.fleet.outgoing_tls import why_unreachable
 
 
 async def refused() -> BaseException:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Dispatcher
-from convoy.fleet.provider.pace import StreamRates
+from convoy.fleet.coordinator.routing.route_request import RouteRequest
+from convoy.fleet.provider.stream_rates import StreamRates
 from convoy.trust.evidence.level import Level
 
 BOTH = Capacity(slots=4, decode_rate=100, batch_rate=200, prefill_rate=5000, max_context=4096)

@@ -1,4 +1,7 @@
-"""A shared amount of bytes: memory for messages that peers have begun to send and not finished."""
+"""A shared amount of bytes: memory for messages that peers have begun to send and not finished.
+
+It is apart from the options that name it because those are frozen values, and this has a lock and a state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Write a request's way into its span: counts, times and the provider; no account, text or key."""
+"""Write a request's path into its span: counts, times and the provider; no account, text or key.
+
+It is apart from the request because tracing decides nothing: a reader of the path needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from convoy.api.traces import (
     TraceSpan,
     Value,
 )
-from convoy.fleet.asked import Wanted
+from convoy.fleet.consumer_request import ConsumerRequest
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.timing import Timing
 
 
-def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> TraceSpan:
+def begin_span(
+    traces: Traces, wanted: ConsumerRequest, timing: Timing, request_id: str, parent: str
+) -> TraceSpan:
     """Begin the span of a request for a known model. ``parent`` is the traceparent that the client sent."""
     span = traces.begin(wanted.kind, wanted.model, parent, timing.age_s)
     if traces.is_on:
