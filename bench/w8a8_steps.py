@@ -20,17 +20,18 @@ import time
 import torch
 
 from convoy.model.backends.host.checks.selfcheck import EXACT, W8A8
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 CONTEXT = 64
 BLOCK = 16
 
 
-def make_stage(source: ModelSource, kernel: str, most_rows: int) -> Stage:
+def make_stage(source: ModelSource, kernel: str, most_rows: int) -> HostStage:
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
-    stage = Stage.load(source, assignment, StageOptions(kernel=kernel, require_tags=False))
+    stage = HostStage.load(source, assignment, StageOptions(kernel=kernel, require_tags=False))
     blocks = CONTEXT // BLOCK + 1
     stage.make_pools(most_rows * blocks)
     grants = [BlockGrant(s, 0, list(range(s * blocks, (s + 1) * blocks))) for s in range(most_rows)]
@@ -39,7 +40,7 @@ def make_stage(source: ModelSource, kernel: str, most_rows: int) -> Stage:
     return stage
 
 
-def step(stage: Stage, rows: int) -> tuple[float, float]:
+def step(stage: HostStage, rows: int) -> tuple[float, float]:
     asked = Step(1, [], [], [Row(s, CONTEXT, 1, 1) for s in range(rows)], b"")
     wall, cpu = time.perf_counter(), time.process_time()
     stage.output(stage.run(asked, None, torch.arange(rows)))

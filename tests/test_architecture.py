@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture import imports, shape
+from architecture import imports, interfaces, shape
 from architecture.source import Module, load_modules, load_scripts
 
 Rule = Callable[[list[Module]], list[str]]
@@ -45,6 +45,9 @@ def listed(violations: list[str]) -> str:
         imports.reserved_imports,
         imports.reserved_codecs,
         imports.impure_modules,
+        interfaces.casts_to_own_classes,
+        interfaces.concrete_checks,
+        interfaces.incomplete_classes,
         shape.crowded_packages,
         shape.silent_packages,
         shape.stale_package_names,

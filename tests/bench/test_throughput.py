@@ -34,8 +34,9 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import ConvoyError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from support.synthetic import write_config
@@ -47,7 +48,7 @@ OPTIONS = DecodeOptions((1, 2, 4), context=20, num_windows=3, window_tokens=4)
 def engine_of(tmp_path: Path, num_blocks: int) -> Iterator[Engine]:
     source = ModelSource.resolve(f"synthetic:{write_config(tmp_path)}")
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
-    stage = Stage.load(source, assignment, StageOptions(num_threads=1, kernel="plain-f32"))
+    stage = HostStage.load(source, assignment, StageOptions(num_threads=1, kernel="plain-f32"))
     stage.make_pools(num_blocks)
     limits = SchedulerLimits((GroupLimits(num_blocks),), BLOCK_SIZE)
     options = EngineOptions(max_context=source.spec.max_context)

@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from cli.transcript import run_convoy, run_here
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import packed_available
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 
 CONFIG = {
@@ -128,7 +129,7 @@ def test_a_plans_weights_are_those_of_the_stages_that_are_loaded(
     source = ModelSource.resolve("demo")
     for stage in planned:
         assignment = StageAssignment(*(stage[key] for key in ("member", "start", "end", "embed", "output")))
-        loaded = Stage.load(source, assignment, StageOptions(kernel=kernel))
+        loaded = HostStage.load(source, assignment, StageOptions(kernel=kernel))
         assert loaded.weight_bytes == stage["weight_bytes"]
 
 

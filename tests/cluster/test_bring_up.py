@@ -21,7 +21,7 @@ from convoy.errors import (
     PlanError,
     StepError,
 )
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
 from convoy.trust.evidence.policy import OfferRule, Policy
@@ -31,9 +31,9 @@ from support.waiting import wait_until
 
 def dies_once_while_it_loads(monkeypatch: pytest.MonkeyPatch, peers: dict[str, PeerThread]) -> None:
     """As with beta's machine: its connections end without a word."""
-    load, died = Stage.load, list[str]()
+    load, died = HostStage.load, list[str]()
 
-    def load_or_die(source: object, mine: object, *args: object, **kept: object) -> Stage:
+    def load_or_die(source: object, mine: object, *args: object, **kept: object) -> HostStage:
         if mine.member == "beta" and not died:  # type: ignore[attr-defined]
             died.append("beta")
             head = peers["beta"].peer._head
@@ -43,7 +43,7 @@ def dies_once_while_it_loads(monkeypatch: pytest.MonkeyPatch, peers: dict[str, P
             raise StepError("this machine is gone")
         return load(source, mine, *args, **kept)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Stage, "load", load_or_die)
+    monkeypatch.setattr(HostStage, "load", load_or_die)
 
 
 def test_a_peer_that_dies_while_it_loads_for_the_first_plan_is_planned_around(

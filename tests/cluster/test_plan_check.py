@@ -8,7 +8,7 @@ import pytest
 
 from convoy.cluster.peer.loaded_plan import LoadedPlan, check_plan
 from convoy.errors import StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Activate, Plan, StageAssignment
 
@@ -81,6 +81,6 @@ def test_a_plan_that_is_no_whole_model_is_refused_by_name(plan: Plan, told: str)
     ],
 )
 def test_a_ring_that_does_not_begin_or_end_with_its_head_is_not_activated(plan: Plan, told: str) -> None:
-    loaded = LoadedPlan(plan, b"", cast(Stage, None), 0, room_bytes=8)
+    loaded = LoadedPlan(plan, b"", cast(HostStage, None), 0, room_bytes=8)
     with pytest.raises(StepError, match=told):
         loaded.activate(Activate(1, b"", [4]), "alpha", cast(Link, None))

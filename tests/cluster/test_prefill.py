@@ -13,7 +13,7 @@ from convoy.engine.completion import generate
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.pipeline import PipelineExecutor
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kv.pools import BlockTables
 from convoy.model.sampling.params import SamplingParams
@@ -79,9 +79,9 @@ class Tables:
         self.of: dict[str, BlockTables] = {}
         self.lengths: dict[str, list[int]] = {}
         self.changed = threading.Condition()
-        real = Stage.run
+        real = HostStage.run
 
-        def run(stage: Stage, step: Step, hidden: object, tokens: object) -> object:
+        def run(stage: HostStage, step: Step, hidden: object, tokens: object) -> object:
             out = real(stage, step, hidden, tokens)  # type: ignore[arg-type]
             with self.changed:
                 self.of[stage.assignment.member] = stage._kv.tables
@@ -89,7 +89,7 @@ class Tables:
                 self.changed.notify_all()
             return out
 
-        monkeypatch.setattr(Stage, "run", run)
+        monkeypatch.setattr(HostStage, "run", run)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         with self.changed:

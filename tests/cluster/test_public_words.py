@@ -12,7 +12,7 @@ from convoy.api.problem import body_for
 from convoy.cluster.peer.peer import Peer
 from convoy.engine.completion import generate
 from convoy.errors import StageLost, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.wire.messages.control import Step, StepFailed
 from support.waiting import wait_until
 
@@ -20,15 +20,15 @@ SECRET = "tokens 17 23 42 of alice at 10.1.2.3:7000"
 
 
 def fail_with_the_secret(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Stage.run
+    run = HostStage.run
 
-    def refuse(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+    def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
         loaded = peer._loaded
         if loaded is not None and loaded.stage is stage and any(row.num_tokens > 20 for row in step.rows):
             raise StepError(SECRET)
         return run(stage, step, hidden, tokens)
 
-    monkeypatch.setattr(Stage, "run", refuse)
+    monkeypatch.setattr(HostStage, "run", refuse)
 
 
 @pytest.mark.long

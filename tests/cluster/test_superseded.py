@@ -16,7 +16,7 @@ from convoy.cluster.head.head import Head
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer.successor import SuccessorDial
 from convoy.errors import StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link
@@ -94,14 +94,14 @@ def test_queued_steps_of_a_plan_that_is_over_do_not_run_before_the_next_is_loade
     ran: list[int] = []
     runs, go_on = threading.Event(), threading.Event()
 
-    def slow(_stage: Stage, step: Step, *, hidden: torch.Tensor, tokens: object) -> torch.Tensor:
+    def slow(_stage: HostStage, step: Step, *, hidden: torch.Tensor, tokens: object) -> torch.Tensor:
         ran.append(step.number)
         runs.set()
         assert go_on.wait(20)
         return hidden
 
-    monkeypatch.setattr(Stage, "run", slow)
-    monkeypatch.setattr(Stage, "select", lambda _stage, _step, hidden: hidden)
+    monkeypatch.setattr(HostStage, "run", slow)
+    monkeypatch.setattr(HostStage, "select", lambda _stage, _step, hidden: hidden)
     old = talk.plan("alpha", "beta")
     talk.hear(Ready)
     talk.activate(old)

@@ -16,7 +16,7 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import LinkBroken
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.transport.link.link import Link
@@ -132,7 +132,7 @@ def test_a_link_of_a_plan_that_is_over_leads_nobody_and_its_end_is_not_that_of_t
     stage = StageAssignment("beta", 0, 4, True, True, ["beta", "gamma"])
     plan = Plan(2, "demo-mini", "0" * 64, [stage], "exact-f32", "float32", 16, 64)
     group = RankPeers(plan, b"", 0, "gamma", 2)
-    loaded = LoadedPlan(plan, b"", cast("Stage", None), 0, 0, group=group)
+    loaded = LoadedPlan(plan, b"", cast("HostStage", None), 0, 0, group=group)
     assert not loaded.is_led_by(old, 1)
     assert loaded.is_led_by(new, 2)
     assert not loaded.is_led_by(old, 2)

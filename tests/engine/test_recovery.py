@@ -44,11 +44,17 @@ class FakeRecovery:
 
     answers: list[NewStages | ConvoyError | None]
     gate: threading.Event = field(default_factory=threading.Event)
-    losses: list[StageLost] = field(default_factory=list)
+    losses: list[StageLost | Replan] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def recover(self, error: StageLost) -> NewStages | None:
-        self.losses.append(error)
+        return self._answer(error)
+
+    def replan(self, request: Replan) -> NewStages | None:
+        return self._answer(request)
+
+    def _answer(self, cause: StageLost | Replan) -> NewStages | None:
+        self.losses.append(cause)
         while not (self.gate.wait(0.01) and self.answers):
             if self.cancelled.wait(0.01):
                 raise LinkClosed("the engine is being closed")
@@ -182,7 +188,13 @@ class TooLateRecovery(FakeRecovery):
     """Finds other stages just when the engine is closed."""
 
     def recover(self, error: StageLost) -> NewStages | None:
-        self.losses.append(error)
+        return self._answer(error)
+
+    def replan(self, request: Replan) -> NewStages | None:
+        return self._answer(request)
+
+    def _answer(self, cause: StageLost | Replan) -> NewStages | None:
+        self.losses.append(cause)
         assert self.cancelled.wait(WAIT_S)
         return recovered()
 
@@ -340,7 +352,7 @@ def test_better_stages_are_taken_once_nothing_runs_and_are_no_recovery() -> None
     engine = start(FakeExecutor(), recovery)
     engine.renew("beta is here again")
     wait_until(lambda: recovery.losses)
-    assert isinstance(recovery.losses[0], Replan)
+    assert recovery.losses == [Replan("beta is here again")]
     assert list(generate(engine, request([1], 20)).token_ids) == expected([1], 20)
     assert engine.stats().recoveries == 0
     engine.close()
@@ -371,8 +383,8 @@ def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
 class PoisonedExecutor(FakeExecutor):
     """Fails at every step that has the token 1, which this model never says."""
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
-        super().submit(step, draws)
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
+        super().submit(step, jobs)
         if 1 in np.frombuffer(step.tokens, dtype="<u4"):
             self._results[-1] = StageLost("the fake stage cannot run it")
 

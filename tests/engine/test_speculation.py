@@ -43,9 +43,9 @@ class CheckingExecutor(FakeExecutor):
         super().__init__(depth)
         self._stage = BlockTables([GroupBlocks(num_blocks)], block_size=4, max_context=CONTEXT)
 
-    def submit(self, step: Step, draws: SequenceOf[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: SequenceOf[SampleJob]) -> None:
         self._stage.commit(self._stage.stage(step))
-        super().submit(step, draws)
+        super().submit(step, jobs)
 
 
 class Fortune:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from convoy.evaluate.chain import load_stage
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.wire.messages.control import StageAssignment
 
 LAYER = 2
-Loader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]
+Loader = Callable[[ModelSource, StageAssignment, StageOptions, LoadedStage | None], LoadedStage]
 
 
 class Loop(dict[int, nn.Module]):
@@ -43,59 +44,61 @@ class ShiftedRotations:
         return self._rotations.look_up(ropes, positions + 1, last + 1)
 
 
-def split_only(change: Callable[[Stage], None]) -> Loader:
+def split_only(change: Callable[[HostStage], None]) -> Loader:
     """``change`` befalls stages that hold `LAYER` and are not the whole model."""
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
-    ) -> Stage:
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+    ) -> LoadedStage:
         stage = load_stage(source, assignment, options, None)
         whole = assignment.end - assignment.start == source.spec.num_layers
         if not whole and assignment.start <= LAYER < assignment.end:
+            assert isinstance(stage, HostStage)
             change(stage)
         return stage
 
     return load
 
 
-def everywhere(change: Callable[[Stage], None]) -> Loader:
+def everywhere(change: Callable[[HostStage], None]) -> Loader:
     """``change`` befalls the whole model as well: only the library can tell."""
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
-    ) -> Stage:
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+    ) -> LoadedStage:
         stage = load_stage(source, assignment, options, None)
         if assignment.start <= LAYER < assignment.end:
+            assert isinstance(stage, HostStage)
             change(stage)
         return stage
 
     return load
 
 
-def skip(stage: Stage) -> None:
+def skip(stage: HostStage) -> None:
     layers = dict(stage.layers)
     stage._modules = replace(stage._modules, layers=Loop(layers, [i for i in layers if i != LAYER]))
 
 
-def run_twice(stage: Stage) -> None:
+def run_twice(stage: HostStage) -> None:
     layers = dict(stage.layers)
     order = [i for layer in layers for i in [layer] * (1 + (layer == LAYER))]
     stage._modules = replace(stage._modules, layers=Loop(layers, order))
 
 
-def shift_positions(stage: Stage) -> None:
+def shift_positions(stage: HostStage) -> None:
     stage._rotations = ShiftedRotations(stage._rotations)  # type: ignore[assignment]
 
 
-def perturb(stage: Stage) -> None:
+def perturb(stage: HostStage) -> None:
     """One number of one norm, by a thousandth."""
     with torch.no_grad():
         next(stage.layers[LAYER].parameters())[0] += 1e-3
 
 
 def drop_last_of_the_first(
-    source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
-) -> Stage:
+    source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+) -> LoadedStage:
     """As a project does that gives each of two members half of 61 layers, rounded down."""
     if assignment.start == 0 and assignment.end < source.spec.num_layers:
         assignment = msgspec.structs.replace(assignment, end=assignment.end - 1)

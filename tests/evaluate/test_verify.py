@@ -21,9 +21,10 @@ from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, who
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
 from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W8A8, check_exact
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from evaluate import broken_stages as broken
@@ -183,14 +184,14 @@ def test_what_is_broken_in_the_whole_too_is_seen_by_the_library(models: Models, 
 
 
 def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_checked(models: Models) -> None:
-    class Refusing(Stage):
+    class Refusing(HostStage):
         def run(self, *_: Any) -> torch.Tensor:
             raise StepError("no")
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, before: Stage | None
-    ) -> Stage:
-        kind = Refusing if assignment.start == 2 else Stage
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, before: LoadedStage | None
+    ) -> LoadedStage:
+        kind = Refusing if assignment.start == 2 else HostStage
         return kind.load(source, assignment, options, before=before)
 
     found = certify(models.source("odd"), load=load)

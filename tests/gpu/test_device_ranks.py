@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from convoy.errors import CollectiveError, StepError
-from convoy.model.backends.host.stage import StageOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import Row, StageAssignment, Step
 from support.kernels import error_of, why_not
 
@@ -19,7 +19,7 @@ if why_not() is not None or torch.cuda.device_count() < 2:
     pytest.skip(why_not() or "fewer than two CUDA devices", allow_module_level=True)
 
 from convoy.engine.ranks.device_ranks import DeviceRankStages
-from convoy.engine.ranks.load_stage import load_stage
+from convoy.engine.ranks.load import load_member_stage
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.sampling.output_rows import GREEDY
 from support.tiny_models import Chain, build_model
@@ -46,7 +46,7 @@ class Loaded:
         source = ModelSource.resolve(str(path))
         whole = StageAssignment("m", 0, source.spec.num_layers, embed=True, output=True)
         options = StageOptions(kernel=kernel, device=device, require_tags=False)
-        return load_stage(source, whole, options)
+        return load_member_stage(source, whole, options)
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         if key not in self._stages:
@@ -100,7 +100,7 @@ def test_draws_on_the_device_are_those_of_its_logits(loaded: Loaded) -> None:
     both = loaded["even", "cuda:0+cuda:1"]
     logits = Chain([both]).run((0, PROMPT))[0]
     hidden = torch.randn(3, both.hidden_size).bfloat16()
-    found = [outcome.sampled.token_id for outcome in both.draw(hidden, [GREEDY] * 3).outcomes()]
+    found = [outcome.sampled.token_id for outcome in both.sample(hidden, [GREEDY] * 3).outcomes()]
     assert found == both.output(hidden).argmax(-1).tolist()
     assert logits.shape == (len(PROMPT), both.vocab_size)
 
@@ -127,21 +127,21 @@ def test_room_and_kv_are_those_of_all_ranks(loaded: Loaded) -> None:
     assert both.weight_share < 0.6 or both.weight_bytes < 1 << 20
 
 
-def test_a_sum_that_was_given_up_ends_the_group(loaded: Loaded) -> None:
+def test_a_sum_that_was_given_up_ends_the_ranks(loaded: Loaded) -> None:
     both = cast("DeviceRankStages", loaded.stage("even", "cuda:0+cuda:1"))
     one = Chain([cast("Any", both)])
     one.run((0, PROMPT))
-    for end in both._devices.ends:
+    for end in both._ranks.ends:
         # Kernels no longer wait for other ranks, so a late part counts as missing.
         end._count[1] = 1
     with pytest.raises(CollectiveError, match="did not come to a sum"):
-        both._devices.check_sums()
+        both._ranks.check_sums()
     with pytest.raises(CollectiveError):
         one.run((0, [1]))
     both.release()
 
 
-def test_a_rank_that_fails_ends_the_group_and_nobody_waits(
+def test_a_rank_that_fails_ends_the_other_ranks_and_none_waits(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = cast("DeviceRankStages", loaded.stage("even", "cuda:0+cuda:1"))

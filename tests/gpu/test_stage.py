@@ -12,7 +12,7 @@ import torch
 
 from convoy.errors import ModelError, StepError
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import GREEDY, SampleJob, draw_all
+from convoy.model.sampling.output_rows import GREEDY, SampleJob, sample_all
 from convoy.model.sampling.params import SamplingParams
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.kernels import error_of, why_not
@@ -24,10 +24,11 @@ import transformers
 
 from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.options import CHECK_KERNEL, KERNEL
-from convoy.model.backends.cuda.several import SeveralStages
+from convoy.model.backends.cuda.several_stages import SeveralStages
 from convoy.model.backends.cuda.stage import CudaStage
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.device import check_device
+from convoy.model.stage import StageOptions
 from support.tiny_models import Chain, build_model
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +72,7 @@ def chain(
         device = devices[i % len(devices)]
         chosen = kernel if device != "cpu" else "plain-f32"
         options = StageOptions(kernel=chosen, device=device, require_tags=False)
-        stage = Stage.load(source, assignment, options)
+        stage = HostStage.load(source, assignment, options)
         if not captured:
             device_stage(stage).captured = False
         stages.append(stage)
@@ -79,7 +80,7 @@ def chain(
 
 
 def device_stage(stage: Any) -> CudaStage:
-    """What `Stage.load` gave, as what it is."""
+    """What `HostStage.load` gave, as what it is."""
     assert isinstance(stage, CudaStage)
     return stage
 
@@ -230,12 +231,12 @@ def test_greedy_rows_are_drawn_on_the_device_and_others_from_their_logits(direct
     hidden = torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(3))
     warm = SamplingParams(temperature=0.8, seed=7)
     draws = [GREEDY, SampleJob(warm, 0, 9), GREEDY, SampleJob(warm, 1, 9, score=4), GREEDY]
-    found = stage.draw(hidden, draws)
+    found = stage.sample(hidden, draws)
     assert found.greedy == (0, 2, 4)
-    assert found.outcomes() == draw_all(stage.output(hidden).numpy(), draws)
+    assert found.outcomes() == sample_all(stage.output(hidden).numpy(), draws)
     broken = hidden.clone()
     broken[2] = float("nan")
-    errors = [outcome.error for outcome in stage.draw(broken, [GREEDY] * 5).outcomes()]
+    errors = [outcome.error for outcome in stage.sample(broken, [GREEDY] * 5).outcomes()]
     assert [error is not None for error in errors] == [False, False, True, False, False]
 
 

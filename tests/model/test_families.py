@@ -10,7 +10,8 @@ import torch
 
 from convoy.errors import ModelError, SelfCheckError, StepError
 from convoy.model.backends.host.checks.selfcheck import check_rows
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.family import FAMILIES
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Chain, Models, Prompt
@@ -114,7 +115,7 @@ def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -
         for start, end in [(0, num_layers), *itertools.pairwise(limits)]:
             ends = {"embed": start == 0, "output": end == num_layers}
             assignment = StageAssignment("a", start, end, embed=ends["embed"], output=ends["output"])
-            stage = Stage.load(source, assignment, StageOptions(kernel=kernel))
+            stage = HostStage.load(source, assignment, StageOptions(kernel=kernel))
             assert stage.bytes_read == source.spec.weight_bytes(start, end, **ends, dtype="float32")
             assert stage.weight_bytes == source.spec.weight_bytes(start, end, **ends, dtype=kernel)
 
@@ -134,12 +135,12 @@ def test_layers_with_other_heads_than_planned_are_refused_with_both(models: Mode
     (group,) = source.spec.cache_groups
     spec = replace(source.spec, cache_groups=(replace(group, head_dim=16, value_dim=16),))
     with pytest.raises(ModelError, match="layer 0 has heads of 12, 2 to a K/V head, expected 16 and 2"):
-        Stage.load(replace(source, spec=spec), StageAssignment("a", 0, 1, False, False), StageOptions())
+        HostStage.load(replace(source, spec=spec), StageAssignment("a", 0, 1, False, False), StageOptions())
 
 
 def test_layers_that_take_token_ids_are_not_run_without(models: Models) -> None:
     source = models.source("gemma4 e")
-    stage = Stage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions(require_tags=False))
+    stage = HostStage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions(require_tags=False))
     stage.make_pools(4)
     step = Step(0, [], [BlockGrant(0, group, [0]) for group in range(2)], [Row(0, 0, 3, 0)], b"")
     assert stage.takes_tokens

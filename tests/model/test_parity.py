@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models, Prompt
 
@@ -43,7 +44,7 @@ def test_long_contexts_agree_beyond_one_chunk_of_pairs(models: Models, prompt: P
 
 def test_weights_stored_in_bfloat16_are_computed_in_float32(models: Models, prompt: Prompt) -> None:
     source = models.source("odd", dtype=torch.bfloat16)
-    stage = Stage.load(source, StageAssignment("a", 0, 5, True, True), StageOptions(require_tags=False))
+    stage = HostStage.load(source, StageAssignment("a", 0, 5, True, True), StageOptions(require_tags=False))
     stage.make_pools(4)
     tokens = prompt(50)
     step = Step(0, [], [BlockGrant(0, 0, [3, 1, 2, 0])], [Row(0, 0, 50, 50)], b"")

@@ -19,9 +19,10 @@ from convoy.engine.run.executor import Executor
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import StageAssignment
@@ -54,7 +55,7 @@ def prompts_for(source: ModelSource, lengths: Sequence[int] = LENGTHS) -> Prompt
 
 def whole(source: ModelSource) -> Executor:
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
-    stage = Stage.load(source, assignment, StageOptions(num_threads=1))
+    stage = HostStage.load(source, assignment, StageOptions(num_threads=1))
     stage.make_pools(NUM_BLOCKS)
     return LocalExecutor(stage)
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.sharding import Experts, Shard
 from convoy.wire.messages.control import StageAssignment
 from support.thread_collective import RankStages
@@ -58,7 +59,7 @@ def ranks_of(
     return [
         RankStages(
             [
-                Stage.load(source, mine, options, shard=Shard(rank, world_size, experts))
+                HostStage.load(source, mine, options, shard=Shard(rank, world_size, experts))
                 for rank in range(world_size)
             ]
         )

@@ -13,9 +13,10 @@ from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from parity.test_sessions import running
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
@@ -48,7 +49,7 @@ def limits(*rings: int | None, **changes: int) -> SchedulerLimits:
 
 
 def driver(source: ModelSource, chosen: SchedulerLimits) -> Driver:
-    stage = Stage.load(source, StageAssignment("alone", 0, 5, True, True), StageOptions(num_threads=1))
+    stage = HostStage.load(source, StageAssignment("alone", 0, 5, True, True), StageOptions(num_threads=1))
     stage.make_pools([group.num_blocks for group in chosen.groups])
     return Driver(LocalExecutor(stage), chosen)
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from convoy.model.backends.host.checks.selfcheck import PLAIN
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import BACKENDS, Backend
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.device import HOST
+from convoy.model.device import CUDA, HOST
 from convoy.model.sampling.output_rows import SampleJob, SampleTask
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.wire.messages.control import StageAssignment, Step
 
 DEVICE = "cuda:0"
@@ -34,12 +36,12 @@ class Later:
 
 
 class FakeDeviceStage:
-    """Mimic `model.backends.cuda.stage.CudaStage` over a host `Stage`."""
+    """Mimic `model.backends.cuda.stage.CudaStage` over a host `HostStage`."""
 
     overlaps = True
     num_devices = 1
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: HostStage) -> None:
         self._stage = stage
         self.waited_on: set[str] = set()
         self.broken = False
@@ -61,8 +63,8 @@ class FakeDeviceStage:
         out = self.run(step, hidden, tokens)
         return Later(self, self._stage.select(step, out) if selects else out)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
-        return self._stage.draw(hidden, draws)
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> SampleTask:
+        return self._stage.sample(hidden, jobs)
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
@@ -73,10 +75,14 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
         return (DEVICE,) if wish.startswith("cuda") else (HOST,)
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, *_: object, **__: object
-    ) -> FakeDeviceStage:
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        progress: object,
+        before: object,
+    ) -> LoadedStage:
         assert options.kernel == "cuda-bf16"
-        stage = Stage.load(source, assignment, replace(options, device=HOST, kernel=PLAIN))
+        stage = HostStage.load(source, assignment, replace(options, device=HOST, kernel=PLAIN))
         made.append(FakeDeviceStage(stage))
         return made[-1]
 
@@ -84,7 +90,8 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
     monkeypatch.setattr("convoy.model.device.choose_devices", choose)
     monkeypatch.setattr("convoy.cluster.offer.device_memory_bytes", lambda _devices: 1 << 32)
     monkeypatch.setattr("convoy.cluster.offer.describe_devices", _describe)
-    monkeypatch.setattr("convoy.model.backends.host.stage.load_on_device", load)
+    backends = {**BACKENDS, CUDA: Backend(load, None)}
+    monkeypatch.setattr("convoy.model.backends.registry.BACKENDS", backends)
     return made
 
 

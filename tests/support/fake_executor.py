@@ -11,7 +11,8 @@ import numpy as np
 
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.sampling.output_rows import SampleJob, draw_all
+from convoy.model.sampling.output_rows import SampleJob, sample_all
+from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
 
 VOCAB = 64
@@ -45,7 +46,15 @@ class FakeExecutor:
         self._tokens: dict[tuple[int, int], int] = {}
         self._results: deque[StepResult | ConvoyError] = deque()
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    @property
+    def oldest(self) -> int | None:
+        return self.steps[-len(self._results)].number if self._results else None
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        return ()
+
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self.steps.append(step)
         assert len(self.steps) < _MAX_STEPS, "the engine runs in circles"
         for released in step.released:
@@ -68,7 +77,7 @@ class FakeExecutor:
             self._results.append(StageLost("the fake stage went away"))
         else:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
-            self._results.append(StepResult(step.number, draw_all(stacked, draws)))
+            self._results.append(StepResult(step.number, sample_all(stacked, jobs)))
 
     def collect(self) -> StepResult:
         result = self._results.popleft()
@@ -89,6 +98,12 @@ class FakeExecutor:
         assert not held.intersection(blocks), "a block that a sequence holds is written"
         for place, number in zip(places, kv[0, 0, :, 0, 0].tolist(), strict=True):
             self._tokens[place] = int(number)
+
+    def deliver(self, link: Link, received: Received) -> None:
+        raise AssertionError("no member sends anything to a fake")
+
+    def lost(self, link: Link, error: ConvoyError) -> None:
+        raise AssertionError("a fake has no links")
 
     def close(self) -> None:
         self.closed = True

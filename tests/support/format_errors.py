@@ -17,9 +17,10 @@ import torch
 import transformers
 
 from convoy.evaluate.prompts import TEXTS
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import CUDA_KERNELS
+from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
@@ -96,7 +97,7 @@ def _logits_and_bytes(
     source: ModelSource, texts: list[list[int]], options: StageOptions
 ) -> tuple[torch.Tensor, int]:
     assignment = StageAssignment("m", 0, source.spec.num_layers, True, True)
-    stage = Stage.load(source, assignment, options)
+    stage = HostStage.load(source, assignment, options)
     parts = (Chain([stage]).run((number, text)) for number, text in enumerate(texts))
     return torch.cat(list(itertools.chain.from_iterable(parts))), stage.weight_bytes
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from convoy.engine.ranks.executor import GroupExecutor
+from convoy.engine.ranks.executor import RanksExecutor
 from convoy.engine.ranks.follower import FollowerLoop, Order
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.transport.memory_link import memory_link_pair
 from convoy.wire.messages.control import FrameType, StepFailed
@@ -41,7 +41,7 @@ class RankPair:
     """Hold both ranks. ``orders`` feeds the follower; None ends its thread, after the earlier orders."""
 
     leader: LeaderStage
-    executor: GroupExecutor
+    executor: RanksExecutor
     follower: FollowerLoop
     collectives: list[SealedCollective]
     links: tuple[Link, Link]
@@ -71,7 +71,7 @@ class RankPair:
 
 @contextmanager
 def rank_pair(
-    stages: Sequence[Stage], *, num_kv_heads: int, num_blocks: int = 32, deadline_s: float = WAIT_S
+    stages: Sequence[HostStage], *, num_kv_heads: int, num_blocks: int = 32, deadline_s: float = WAIT_S
 ) -> Iterator[RankPair]:
     """Join two stages, rank 0's and rank 1's, which may be joined again later. No follower runs yet."""
     links = memory_link_pair(*make_local_members(["alpha", "beta"]))
@@ -88,7 +88,7 @@ def rank_pair(
         timeout_s=WAIT_S,
     )
     follower = FollowerLoop(stages[1], sums[1], GENERATION)
-    pair = RankPair(leader, GroupExecutor(leader, GENERATION), follower, sums, links)
+    pair = RankPair(leader, RanksExecutor(leader, GENERATION), follower, sums, links)
     _start(pair)
     try:
         yield pair

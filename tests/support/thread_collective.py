@@ -82,9 +82,9 @@ class RankStages:
     """Mimic one stage over its ranks, as far as `support.tiny_models.Chain` needs it."""
 
     def __init__(self, stages: Sequence[object]) -> None:
-        from convoy.model.backends.host.stage import Stage
+        from convoy.model.backends.host.stage import HostStage
 
-        self.stages = [stage for stage in stages if isinstance(stage, Stage)]
+        self.stages = [stage for stage in stages if isinstance(stage, HostStage)]
         self.group = ThreadGroup(len(self.stages))
         for stage, member in zip(self.stages, self.group.members, strict=True):
             stage.join(member)

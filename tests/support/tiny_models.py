@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import transformers
 
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 Prompt = Callable[..., list[int]]
@@ -369,7 +370,8 @@ class Chain:
     ``rings``: the most blocks of a table, by cache group; None: no bound.
     """
 
-    stages: Sequence[Stage]
+    # Each is a `Stage`, or has as much of one as this class uses.
+    stages: Sequence[Any]
     num_blocks: int = 128
     rings: Sequence[int | None] = ()
     lengths: dict[int, int] = field(default_factory=dict)
@@ -431,7 +433,7 @@ class Models:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._references: dict[tuple[str, torch.dtype], Any] = {}
-        self._stages: dict[tuple[str, str, tuple[int, ...]], list[Stage]] = {}
+        self._stages: dict[tuple[str, str, tuple[int, ...]], list[HostStage]] = {}
 
     def directory(self, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
         path = self._root / f"{kind}-{str(dtype).removeprefix('torch.')}"
@@ -483,7 +485,7 @@ class Models:
             source = self.source(kind)
             limits = [0, *cuts, source.spec.num_layers]
             self._stages[key] = [
-                Stage.load(
+                HostStage.load(
                     source,
                     StageAssignment(f"m{i}", start, end, i == 0, i == len(limits) - 2),
                     StageOptions(kernel=kernel, require_tags=False),

@@ -22,9 +22,10 @@ from convoy.bench.report.report import STAGE, DecodeRow, StepRow
 from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.run.executor import StepResult
 from convoy.model.backends.host.checks.selfcheck import choose_kernel
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import GREEDY, SampleJob, draw_all
+from convoy.model.sampling.output_rows import GREEDY, SampleJob, sample_all
+from convoy.model.stage import StageOptions
 from convoy.model.tensors import tokens_from_bytes
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
@@ -35,7 +36,7 @@ _CHUNK = 256
 class Steps(Protocol):
     """Declare the part of an `Executor` that a bare decode needs."""
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None: ...
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None: ...
 
     def collect(self) -> StepResult: ...
 
@@ -43,19 +44,19 @@ class Steps(Protocol):
 class InTurn:
     """Run the stages of a plan one after the other in this process, without links."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[HostStage]) -> None:
         self._stages = list(stages)
         self._owner = next(stage for stage in stages if stage.assignment.output)
         self.kernel = self._owner.options.kernel
         self._results: deque[StepResult] = deque()
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         first, *others = self._stages
         hidden = first.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
         for stage in others:
             hidden = stage.run(step, hidden=hidden, tokens=None)
         logits = self._owner.output(first.select(step, hidden))
-        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+        outcomes = sample_all(logits.numpy().astype(np.float32, copy=False), jobs)
         self._results.append(StepResult(step.number, outcomes))
 
     def collect(self) -> StepResult:
@@ -72,7 +73,7 @@ def load_in_turn(
     """Load every stage of a plan into this process, with room for one sequence."""
     chosen = choose_kernel(kernel, num_threads)
     options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads)
-    stages = [Stage.load(source, assignment, options) for assignment in assignments]
+    stages = [HostStage.load(source, assignment, options) for assignment in assignments]
     for stage in stages:
         stage.make_pools(num_blocks(max_tokens))
     return InTurn(stages)

@@ -23,6 +23,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import Executor, Kv, StepResult
 from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import SampleJob
+from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
 
 _POLL_S = 0.2
@@ -94,9 +95,17 @@ class TimedExecutor:
     def depth(self) -> int:
         return self._executor.depth
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    @property
+    def oldest(self) -> int | None:
+        return self._executor.oldest
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        return self._executor.blamed
+
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self._submitted.append((time.monotonic(), step))
-        self._executor.submit(step, draws)
+        self._executor.submit(step, jobs)
 
     def collect(self) -> StepResult:
         result = self._executor.collect()
@@ -111,6 +120,12 @@ class TimedExecutor:
 
     def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
         self._executor.write_blocks(start, blocks, tags, kv)
+
+    def deliver(self, link: Link, received: Received) -> None:
+        self._executor.deliver(link, received)
+
+    def lost(self, link: Link, error: ConvoyError) -> None:
+        self._executor.lost(link, error)
 
     def close(self) -> None:
         self._executor.close()

@@ -18,10 +18,11 @@ import torch
 from convoy.bench.bare import BLOCK_SIZE, num_blocks, whole
 from convoy.bench.report.clock import Deadline
 from convoy.model.backends.host.checks.selfcheck import choose_kernel
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import PackedLinear, padded_count
-from convoy.model.sampling.output_rows import GREEDY, draw_all
+from convoy.model.sampling.output_rows import GREEDY, sample_all
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, Step
 
 READ_BYTES = 256 << 20
@@ -100,7 +101,7 @@ class MemoryRead:
 class Decodes:
     """Decode sequences side by side, greedily, on a stage that holds the whole model."""
 
-    def __init__(self, stage: Stage, options: FloorOptions) -> None:
+    def __init__(self, stage: HostStage, options: FloorOptions) -> None:
         self._stage, self._number = stage, 0
         per_sequence, most = num_blocks(options.max_tokens), max(options.concurrent)
         stage.make_pools(per_sequence * most)
@@ -129,26 +130,26 @@ class Decodes:
         step = Step(self._number, [], self._grants, rows, encoded)
         hidden = self._stage.run(step, hidden=None, tokens=tokens)
         logits = self._stage.output(self._stage.select(step, hidden))
-        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), [GREEDY] * len(rows))
+        outcomes = sample_all(logits.numpy().astype(np.float32, copy=False), [GREEDY] * len(rows))
         for sequence, outcome in zip(sequences, outcomes, strict=True):
             self._tokens[sequence] = outcome.sampled.token_id
             self.lengths[sequence] += each
         self._number, self._grants = self._number + 1, []
 
 
-def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> Stage:
-    """Load the model as one stage that needs no prefix tags. Raises as `Stage.load`."""
+def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> HostStage:
+    """Load the model as one stage that needs no prefix tags. Raises as `HostStage.load`."""
     options = StageOptions(
         kernel=choose_kernel(kernel, num_threads),
         block_size=BLOCK_SIZE,
         num_threads=num_threads,
         require_tags=False,
     )
-    return Stage.load(source, whole(source)[0], options)
+    return HostStage.load(source, whole(source)[0], options)
 
 
 def measure_floor(
-    stage: Stage, options: FloorOptions, read: MemoryRead, say: Callable[[str], None]
+    stage: HostStage, options: FloorOptions, read: MemoryRead, say: Callable[[str], None]
 ) -> tuple[list[FloorRow], list[LinearRow]]:
     """Measure steps of each count, then the linears of every shape. Raises ConvoyError at the deadline."""
     decodes = Decodes(stage, options)
@@ -171,7 +172,7 @@ def measure_floor(
 
 
 @torch.inference_mode()
-def _steps(stage: Stage, decodes: Decodes, count: int, steps: int, read: MemoryRead) -> FloorRow:
+def _steps(stage: HostStage, decodes: Decodes, count: int, steps: int, read: MemoryRead) -> FloorRow:
     for _ in range(_WARM_STEPS):
         decodes.step(count)
     seconds, rates = read.beside(lambda: decodes.step(count), steps)

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from convoy.engine.continuation import SequenceOwner
+from convoy.engine.recovery import Replan
 from convoy.engine.requests.near_tie import NEAR_TIE
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence
+from convoy.engine.sequence_owner import SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
 
-# The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed.
+# The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed. A result
+# that is a `Replan` asks the engine for other stages.
 Between = Callable[[Executor, Scheduler, threading.Condition], Any]
 
 
@@ -49,22 +51,25 @@ class PausedWork:
         self._waiting = deque(one for one in self._waiting if one[1] is not future)
         return len(self._waiting) < before
 
-    def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
-        """Run the first piece of work.
+    def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> Replan | None:
+        """Run the first piece of work, and return the request for other stages that it returns, if any.
 
-        Its caller gets any error through the future. A lost stage or a bug is raised here too, so that the
-        engine's loop recovers or stops.
+        Its caller gets the result or any error through the future. A lost stage or a bug is raised here too,
+        so that the engine's loop recovers or stops.
         """
         with lock:
             if not self._waiting:
-                return
+                return None
             work, future = self._waiting.popleft()
         try:
-            future.set_result(work(executor, scheduler, lock))
+            result = work(executor, scheduler, lock)
+            future.set_result(result)
+            return result if isinstance(result, Replan) else None
         except BaseException as error:
             future.set_exception(error)
             if isinstance(error, StageLost) or not isinstance(error, ConvoyError):
                 raise
+            return None
 
     def refuse(self, error: ConvoyError) -> None:
         """End all waiting work with ``error``."""
@@ -83,26 +88,26 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._continuations: dict[Sequence, SequenceOwner] = {}
+        self._owners: dict[Sequence, SequenceOwner] = {}
         self.num_near_ties = 0
 
     def __getitem__(self, sequence: Sequence) -> SequenceOwner:
-        return self._continuations[sequence]
+        return self._owners[sequence]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._continuations)
+        return iter(self._owners)
 
     def __len__(self) -> int:
-        return len(self._continuations)
+        return len(self._owners)
 
-    def add(self, continuations: Iterable[SequenceOwner]) -> None:
+    def add(self, owners: Iterable[SequenceOwner]) -> None:
         """Activate sequences that the scheduler has queued already."""
-        self._continuations.update((one.sequence, one) for one in continuations)
+        self._owners.update((one.sequence, one) for one in owners)
 
-    def draws(self, scheduled: Scheduled) -> list[SampleJob]:
+    def sample_jobs(self, scheduled: Scheduled) -> list[SampleJob]:
         """Return one sampling job for each output of a step's rows, in row order."""
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
-        return [draw for row, sequence, drafts in parts for draw in self[sequence].draws(row, drafts)]
+        return [job for row, sequence, drafts in parts for job in self[sequence].sample_jobs(row, drafts)]
 
     def advance(self, scheduled: Scheduled, outcomes: tuple[SampleResult, ...]) -> int:
         """Pass a step's sampling results to the owners; return the number of generated tokens."""
@@ -111,78 +116,78 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         for row, sequence, drafts in parts:
             of_row = outcomes[offset : offset + row.num_outputs]
             offset += row.num_outputs
-            continuation = self._continuations.get(sequence)
-            if continuation is not None:
-                num_generated += self._advance(continuation, row, drafts, of_row)
+            owner = self._owners.get(sequence)
+            if owner is not None:
+                num_generated += self._advance(owner, row, drafts, of_row)
         return num_generated
 
-    def shake(self) -> None:
+    def mark_replayed_inexact(self) -> None:
         """Mark sequences with generated tokens as replayed on stages that are not bit-exact.
 
         Near-ties are logged from now on.
         """
-        spoken = [sequence for sequence in self._continuations if sequence.num_generated]
+        spoken = [sequence for sequence in self._owners if sequence.num_generated]
         for sequence in spoken:
-            sequence.shaken = True
+            sequence.replayed_inexact = True
         if spoken:
             _log.warning(
                 "%d running texts continue on stages that are not bit-exact with the previous ones",
                 len(spoken),
             )
 
-    def retire(self, continuation: SequenceOwner) -> None:
+    def retire(self, owner: SequenceOwner) -> None:
         """Finish an active sequence."""
-        self._scheduler.finish(continuation.sequence)
-        del self._continuations[continuation.sequence]
+        self._scheduler.finish(owner.sequence)
+        del self._owners[owner.sequence]
 
-    def release(self, continuation: SequenceOwner) -> None:
+    def release(self, owner: SequenceOwner) -> None:
         """Finish a sequence in any state: running, waiting or idle."""
-        self._scheduler.finish(continuation.sequence)
-        self._continuations.pop(continuation.sequence, None)
+        self._scheduler.finish(owner.sequence)
+        self._owners.pop(owner.sequence, None)
 
     def end_group(self, group: object, error: ConvoyError) -> None:
         """Fail every sequence of ``group``; only the first owner gets ``error``, for the client to get it
         once.
         """
         told: ConvoyError | None = error
-        for continuation in [c for c in self._continuations.values() if c.group is group]:
-            self.retire(continuation)
-            continuation.fail(told)
+        for owner in [c for c in self._owners.values() if c.group is group]:
+            self.retire(owner)
+            owner.fail(told)
             told = None
 
     def end_all(self, error: ConvoyError) -> None:
         """Fail every group with ``error``."""
-        for group in {id(c.group): c.group for c in self._continuations.values()}.values():
+        for group in {id(c.group): c.group for c in self._owners.values()}.values():
             self.end_group(group, error)
 
     def _advance(
         self,
-        continuation: SequenceOwner,
+        owner: SequenceOwner,
         row: Row,
         drafts: tuple[int, ...],
         outcomes: tuple[SampleResult, ...],
     ) -> int:
-        sequence = continuation.sequence
+        sequence = owner.sequence
         before, num_near_ties = sequence.num_generated, sequence.num_near_ties
         try:
-            advance = continuation.advance(row, drafts, outcomes)
+            advance = owner.advance(row, drafts, outcomes)
         except ConvoyError as error:
             # Logits that cannot be sampled from are the fault of this request: the others go on.
-            self.end_group(continuation.group, error)
+            self.end_group(owner.group, error)
             return 0
         num_generated = sequence.num_generated - before
         self._tell(sequence, sequence.num_near_ties - num_near_ties)
         # The callback may have aborted it already.
-        if sequence not in self._continuations:
+        if sequence not in self._owners:
             return num_generated
         if drafts:
             # The scheduler has counted only the known tokens as run: tell it how many drafts are tokens now.
             self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
         if advance.complete:
-            self.retire(continuation)
+            self.retire(owner)
         elif advance.rests:
             self._scheduler.rest(sequence)
-            del self._continuations[sequence]
+            del self._owners[sequence]
         return num_generated
 
     def _tell(self, sequence: Sequence, num_near_ties: int) -> None:

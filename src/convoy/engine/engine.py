@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy.engine.active import ActiveSequences, Between, PausedWork
-from convoy.engine.continuation import SequenceOwner
 from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
@@ -28,6 +27,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import Executor, StepResult
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import SequenceState
+from convoy.engine.sequence_owner import SequenceOwner
 from convoy.engine.stats import EngineProgress
 from convoy.errors import ConvoyError, Draining, NotReady, StageLost, Unavailable
 from convoy.model.sampling.output_rows import SampleJob
@@ -66,7 +66,7 @@ _CLOSED = "the engine is closed"
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     scheduled: Scheduled
-    draws: list[SampleJob]
+    jobs: list[SampleJob]
     submitted_s: float
 
 
@@ -99,7 +99,7 @@ class Engine:
         self._recovering = False
         # Pass an empty step now, instead of when the next probe is due.
         self._woken = False
-        self._renewal: Replan | None = None
+        self._replan: Replan | None = None
         self._relapses = RepeatedFailures()
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
@@ -156,13 +156,13 @@ class Engine:
                     choice.finish("abort")
             self._changed.notify()
 
-    def resume(self, continuation: SequenceOwner, tokens: SequenceOf[int]) -> bool:
+    def resume(self, owner: SequenceOwner, tokens: SequenceOf[int]) -> bool:
         """Run ``tokens`` after those of a resting sequence, or all tokens of a new one.
 
         Return False if the sequence lost its blocks: the caller then makes it anew. Raises as `submit` does;
         nothing runs then.
         """
-        sequence = continuation.sequence
+        sequence = owner.sequence
         with self._changed:
             self._raise_if_over()
             if sequence.state is SequenceState.FINISHED:
@@ -172,15 +172,15 @@ class Engine:
             if sequence.state is SequenceState.WAITING:
                 self._scheduler.add([sequence])
             sequence.tokens.extend(tokens)
-            self._live.add([continuation])
+            self._live.add([owner])
             self._progress.session_tokens += sequence.num_pending
             self._changed.notify()
             return True
 
-    def release(self, continuation: SequenceOwner) -> None:
+    def release(self, owner: SequenceOwner) -> None:
         """Drop a sequence without telling its owner; its blocks are free for the next step."""
         with self._changed:
-            self._live.release(continuation)
+            self._live.release(owner)
             self._changed.notify()
 
     def between_steps(self, work: Between, timeout_s: float | None = None) -> Any:
@@ -255,7 +255,7 @@ class Engine:
     def renew(self, why: str) -> None:
         """Ask for other stages once nothing runs, because better ones may exist; ``why`` is the reason."""
         with self._changed:
-            self._renewal = Replan(why)
+            self._replan = Replan(why)
             self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -300,10 +300,15 @@ class Engine:
         try:
             # A late step leaves the ring full. Then nothing new may enter, and only that step is waited for.
             full = len(self._in_flight) >= self._executor.depth
+            ready: _InFlight | Replan | None = None
             if self._between and not self._in_flight:
                 # Paused work may read or change the K/V of every stage, so no step may be writing it.
-                self._between.do_one(self._executor, self._scheduler, self._changed)
-            ready = None if full or (self._between and self._in_flight) else self._schedule()
+                ready = self._between.do_one(self._executor, self._scheduler, self._changed)
+            if ready is None and not full and not (self._between and self._in_flight):
+                ready = self._schedule()
+            if isinstance(ready, Replan):
+                self._recover(ready)
+                return True
             if ready is None and not self._in_flight:
                 return bool(self._between)
             if ready is not None:
@@ -315,10 +320,10 @@ class Engine:
         except StageLost as error:
             if self._recovery is None:
                 raise
-            self._recover(self._recovery, error)
+            self._recover(error)
         return True
 
-    def _recover(self, recovery: Recovery, error: StageLost) -> None:
+    def _recover(self, cause: StageLost | Replan) -> None:
         """Continue on other stages: running sequences wait again, and their known tokens run once more."""
         with self._changed:
             self._recovering = self._failed is None
@@ -328,7 +333,7 @@ class Engine:
             self._in_flight.clear()
             return
         try:
-            recovered = self._ask(recovery, error)
+            recovered = self._ask(cause)
         finally:
             with self._changed:
                 self._recovering = False
@@ -346,10 +351,10 @@ class Engine:
             # The new stages hold no K/V, so every sequence starts again from its known tokens.
             self._scheduler.reset(recovered.limits)
             over = []
-            if recovered.relapse:
+            if recovered.relapse and not isinstance(cause, Replan):
                 # No member was lost, so a request in flight may make the stages fail: end those that fail
                 # again and again.
-                over = self._relapses.hopeless(self._live, ran, error, recovered.failed_at)
+                over = self._relapses.hopeless(self._live, ran, cause, recovered.failed_at)
             # The new stages may hold fewer tokens than some sequences have already.
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pools))
             for group, reason in over:
@@ -358,28 +363,33 @@ class Engine:
                 # Suspects run one at a time, so that the next failure tells which one causes it.
                 self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
             if not recovered.same_bits:
-                self._live.shake()
-            self._progress.recoveries += not isinstance(error, Replan)
+                self._live.mark_replayed_inexact()
+            self._progress.recoveries += not isinstance(cause, Replan)
             self._progress.other_stages()
             self._woken = True
 
-    def _ask(self, recovery: Recovery, error: StageLost) -> NewStages | None:
-        """Ask for other stages until there are some; None if nothing was lost.
+    def _ask(self, cause: StageLost | Replan) -> NewStages | None:
+        """Ask for other stages until there are some; None if the present ones go on.
 
         If no stages are found in time, all requests fail and new ones are refused until stages are found.
         """
+        recovery = self._recovery
+        assert recovery is not None, "without a recovery no stage is replaced"
         while True:
             try:
-                return recovery.recover(error)
+                return recovery.replan(cause) if isinstance(cause, Replan) else recovery.recover(cause)
             except StageLost as gone:
                 with self._changed:
                     if self._failed is None:
                         _log.error("nothing can run now: %s", gone.message)
                     self._fail(gone)
-                error = gone
+                cause = gone
 
-    def _schedule(self) -> _InFlight | None:
-        """Return the next step; None if there is only something to collect, or the engine is closed."""
+    def _schedule(self) -> _InFlight | Replan | None:
+        """Return the next step, or a request for other stages if nothing runs.
+
+        Return None if there is only something to collect, or the engine is closed.
+        """
         with self._changed:
             while self._failed is None:
                 scheduled = self._scheduler.schedule()
@@ -391,9 +401,9 @@ class Engine:
                     return None
                 # Idle: a cheap check of the blocks that changed since the last one.
                 self._scheduler.check_changed()
-                if self._renewal is not None:
-                    renewal, self._renewal = self._renewal, None
-                    raise renewal
+                if self._replan is not None:
+                    replan, self._replan = self._replan, None
+                    return replan
                 if self._woken or not self._changed.wait(timeout=self._options.probe_s):
                     self._woken = False
                     # The check visits the whole pool, so it runs with each probe and not after every token of
@@ -404,11 +414,11 @@ class Engine:
             return None
 
     def _ready(self, scheduled: Scheduled) -> _InFlight:
-        return _InFlight(scheduled, self._live.draws(scheduled), time.monotonic())
+        return _InFlight(scheduled, self._live.sample_jobs(scheduled), time.monotonic())
 
     def _submit(self, ready: _InFlight) -> None:
         self._in_flight.append(ready)
-        self._executor.submit(ready.scheduled.step, ready.draws)
+        self._executor.submit(ready.scheduled.step, ready.jobs)
 
     def _commit(self, result: StepResult) -> None:
         done = self._in_flight.popleft()

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from convoy.engine.continuation import SequenceOwner
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sequence import Sequence
+from convoy.engine.sequence_owner import SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 
 MAX_FAILURES = 8
@@ -102,11 +102,14 @@ class NewStages:
     same_bits: bool = True
 
 
-class Replan(StageLost):
-    """Ask for new stages although nothing is lost: nothing runs, and there may be better stages now."""
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Ask for new stages although nothing is lost: nothing runs, and there may be better stages now.
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why, public=why)
+    ``why`` is the reason. Clients may read it.
+    """
+
+    why: str
 
 
 class Recovery(Protocol):
@@ -118,6 +121,12 @@ class Recovery(Protocol):
         The call may take as long as members may be waited for. Raises `StageLost` if no stages were found in
         that time; the engine then asks again at once with that error, and the next call pauses before it
         answers. Any other `ConvoyError` is final.
+        """
+
+    def replan(self, request: Replan) -> NewStages | None:
+        """Return better stages, or None if there are none; the present ones go on then.
+
+        Raises as `recover` does, once the present stages are given up.
         """
 
     def state(self) -> str:

@@ -33,7 +33,7 @@ class Sequence:
     # The most tokens that there is room for after a loss.
     wall: int = field(init=False, default=sys.maxsize)
     # Whether it was replayed by stages that compute other bits.
-    shaken: bool = field(init=False, default=False)
+    replayed_inexact: bool = field(init=False, default=False)
     # Near-ties since then; see `engine.requests.near_tie`.
     num_near_ties: int = field(init=False, default=0)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)

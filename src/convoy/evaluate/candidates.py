@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import LoadedStage
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
@@ -26,7 +26,7 @@ class Candidates(Protocol):
         ...
 
 
-def candidates_of(spec: ModelSpec, stage: Stage, num_tokens: int) -> Candidates:
+def candidates_of(spec: ModelSpec, stage: LoadedStage, num_tokens: int) -> Candidates:
     """Return candidates for prompts of at most ``num_tokens``.
 
     They share the prefix's K/V if the model's cache allows that. Otherwise they run the prefix again.
@@ -40,7 +40,7 @@ def candidates_of(spec: ModelSpec, stage: Stage, num_tokens: int) -> Candidates:
 class _Runner:
     """Run steps on one stage. Released sequences end with the next step."""
 
-    def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, stage: LoadedStage, num_tokens: int) -> None:
         self._spec = spec
         self._stage = stage
         self._num_tokens = num_tokens
@@ -67,7 +67,7 @@ class CachedPrefix(_Runner):
     its own.
     """
 
-    def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, stage: LoadedStage, num_tokens: int) -> None:
         super().__init__(spec, stage, num_tokens)
         self._batch = min(_ROWS, spec.vocab_size)
         stage.make_pools([num_tokens + max(self._batch, num_tokens)])
@@ -117,7 +117,7 @@ class CachedPrefix(_Runner):
 class RepeatedPrefix(_Runner):
     """Run each candidate as a sequence with all known tokens, for windows, states and compressed K/V."""
 
-    def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, stage: LoadedStage, num_tokens: int) -> None:
         super().__init__(spec, stage, num_tokens)
         self._batch = max(1, min(_ROWS // num_tokens, spec.vocab_size))
         stage.make_pools([self._batch * self._each(index) for index in range(len(spec.cache_groups))])
@@ -146,7 +146,7 @@ class RepeatedPrefix(_Runner):
 
     def _each(self, index: int) -> int:
         """Return the blocks of one sequence; a window's ring has at most as many as its longest row needs."""
-        group, size = self._spec.cache_groups[index], self._stage.options.block_size
+        group, size = self._spec.cache_groups[index], self._stage.block_size
         wanted = max(1, group.num_blocks(self._num_tokens, size))
         ring = group.ring_blocks(size, self._num_tokens)
         return wanted if ring is None else min(wanted, ring)

@@ -10,32 +10,32 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from convoy.engine.ranks.load_stage import load_stage as load_ranks
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.engine.ranks.load import load_member_stage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
-StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]
+StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, LoadedStage | None], LoadedStage]
 
 
 def load_stage(
-    source: ModelSource, assignment: StageAssignment, options: StageOptions, before: Stage | None
-) -> Stage:
+    source: ModelSource, assignment: StageAssignment, options: StageOptions, before: LoadedStage | None
+) -> LoadedStage:
     """Return a stage as a member loads it, reusing the layers of ``before``; several ranks for cpu+cpu."""
-    return load_ranks(source, assignment, options, before=before)
+    return load_member_stage(source, assignment, options, before=before)
 
 
 class StageChain:
     """Run the stages of one layout. Grant K/V blocks as a head would, and count the layers that run."""
 
-    def __init__(self, spec: ModelSpec, stages: Sequence[Stage], lengths: Sequence[int]) -> None:
+    def __init__(self, spec: ModelSpec, stages: Sequence[LoadedStage], lengths: Sequence[int]) -> None:
         """Make pools for sequences that live at once. ``lengths`` are their final lengths, in tokens."""
         self.stages = list(stages)
         # By layer that did not run exactly once in a step: how often it ran.
         self.wrong_layers: dict[int, int] = {}
         self._spec = spec
-        self._block_size = self.stages[0].options.block_size
+        self._block_size = self.stages[0].block_size
         in_full = sum(-(-length // self._block_size) for length in lengths)
         num_blocks = [len(lengths) if g.kind == "recurrent" else in_full for g in spec.cache_groups]
         self._free = [list(range(count)) for count in num_blocks]

@@ -18,8 +18,8 @@ from convoy.errors import InputError
 from convoy.evaluate.candidates import Candidates, candidates_of
 from convoy.evaluate.chain import StageLoader, load_stage
 from convoy.evaluate.cuts import allowed_cuts, spread
-from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.plan.placement.route import READS_ACTIVATIONS, READS_TOKENS
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment
@@ -112,7 +112,7 @@ def leak(
     depths = sorted(set(options.depths))
     total = len(depths) * len(prompt)
     found: list[DepthLeak] = []
-    stage: Stage | None = None
+    stage: LoadedStage | None = None
     for depth in depths:
         done = len(found) * len(prompt)
         if spec.needs_token_ids(depth, spec.num_layers):
@@ -166,8 +166,8 @@ def _distances(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _load(
-    source: ModelSource, depth: int, options: LeakOptions, load: StageLoader, before: Stage | None
-) -> Stage:
+    source: ModelSource, depth: int, options: LeakOptions, load: StageLoader, before: LoadedStage | None
+) -> LoadedStage:
     assignment = StageAssignment("attacker", 0, depth, embed=True, output=False)
     stage_options = StageOptions(
         kernel=options.kernel,

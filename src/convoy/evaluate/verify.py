@@ -26,8 +26,8 @@ from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
 from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN
-from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, StageOptions
 
 # Below, at and above the size of a block.
 CHUNKS = (7, 16, 50)
@@ -118,7 +118,7 @@ class _Bench:
             require_tags=False,
         )
         self._load = load
-        self._stages: list[Stage] = []
+        self._stages: list[LoadedStage] = []
 
     def expect(self, layout: Layout) -> Expected:
         """Return the unsplit stage's results for each prompt by itself. Nothing stays loaded."""
@@ -173,7 +173,7 @@ class _Bench:
         Stages that only give layers away go first, to free memory.
         """
         old, self._stages = dict(enumerate(self._stages[: len(layout)])), []
-        ready: dict[int, Stage] = {}
+        ready: dict[int, LoadedStage] = {}
         for index in sorted(range(len(layout)), key=lambda index: _num_new(layout, old, index)):
             ready[index] = self._load(self._source, layout[index], self._stage_options, old.pop(index, None))
         self._stages = [ready[index] for index in range(len(layout))]
@@ -181,7 +181,7 @@ class _Bench:
         return StageChain(self._source.spec, self._stages, lengths)
 
 
-def _num_new(layout: Layout, old: dict[int, Stage], index: int) -> int:
+def _num_new(layout: Layout, old: dict[int, LoadedStage], index: int) -> int:
     wanted = layout[index]
     if index not in old:
         return wanted.end - wanted.start

@@ -11,6 +11,7 @@ import torch
 from convoy.errors import ModelError, UsageError
 
 HOST = "cpu"
+CUDA = "cuda"
 AUTO = "auto"
 # separates the devices of one member's ranks, which share every layer
 RANKS = "+"

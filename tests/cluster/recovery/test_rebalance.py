@@ -23,7 +23,7 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StageLost
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.wire.messages.control import StepFailed
@@ -119,14 +119,16 @@ def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes(
 
 def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
     """From now on peers read on for ever, until ``over``."""
-    load: Callable[..., Stage] = Stage.load
+    load: Callable[..., HostStage] = HostStage.load
 
-    def slowly(source: ModelSource, mine: object, options: object, progress: object, **kept: object) -> Stage:
+    def slowly(
+        source: ModelSource, mine: object, options: object, progress: object, **kept: object
+    ) -> HostStage:
         while mine.member != "alpha" and not over.wait(0.02):  # type: ignore[attr-defined]
             progress(1, 2)  # type: ignore[operator]
         return load(source, mine, options, progress, **kept)
 
-    monkeypatch.setattr(Stage, "load", slowly)
+    monkeypatch.setattr(HostStage, "load", slowly)
 
 
 def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
@@ -253,14 +255,14 @@ def test_a_defect_in_the_heads_own_stage_stops_the_engine(monkeypatch: pytest.Mo
     with scene("beta") as s:
         s.join("beta")
         cluster = s.serve()
-        own, run = cluster.head._stage, Stage.run
+        own, run = cluster.head._stage, HostStage.run
 
-        def fail(stage: Stage, *args: object, **names: object) -> object:
+        def fail(stage: HostStage, *args: object, **names: object) -> object:
             if stage is own:
                 raise RuntimeError("out of memory")
             return run(stage, *args, **names)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Stage, "run", fail)
+        monkeypatch.setattr(HostStage, "run", fail)
         for _ in range(2):
             with pytest.raises(StageLost, match="the engine met an internal error"):
                 ask(cluster)

@@ -18,7 +18,7 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StageLost, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.plan.memory.memory import stage_bytes
@@ -95,13 +95,13 @@ def test_who_stays_reads_only_the_layers_that_it_lacks() -> None:
         cluster = s.serve()
         loaded = s.peers["beta"].peer._loaded
         assert loaded is not None
-        held = set(loaded.stage._modules.layers.values())
+        held = set(loaded.stage.layers.values())
         gone.stop()
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         assert ask(cluster) == ANSWER
         loaded = s.peers["beta"].peer._loaded
         assert loaded is not None
-        assert held & set(loaded.stage._modules.layers.values()), "modules that it had are used again"
+        assert held & set(loaded.stage.layers.values()), "modules that it had are used again"
         assert loaded.stage.bytes_read < loaded.stage.weight_bytes
 
 
@@ -264,15 +264,15 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
 
 def refuse_long_rows(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
     """From now on none of these peers' stages can run a row of more than 20 tokens."""
-    run = Stage.run
+    run = HostStage.run
 
-    def refuse(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+    def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
         is_theirs = any(peer._loaded is not None and peer._loaded.stage is stage for peer in peers)
         if is_theirs and any(row.num_tokens > 20 for row in step.rows):
             raise StepError("there is no memory for a row of that size")
         return run(stage, step, hidden, tokens)
 
-    monkeypatch.setattr(Stage, "run", refuse)
+    monkeypatch.setattr(HostStage, "run", refuse)
 
 
 @pytest.mark.long
@@ -310,14 +310,14 @@ def test_a_member_whose_hidden_states_fit_nothing_is_left_out_and_not_the_one_th
         undisturbed = generate(cluster.engine, LONG).token_ids
         first = next(name for name in stages(cluster) if name != "alpha")
         other = next(name for name in stages(cluster) if name not in ("alpha", first))
-        run = Stage.run
+        run = HostStage.run
 
-        def cut(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+        def cut(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
             loaded = s.peers[first].peer._loaded
             out = run(stage, step, hidden, tokens)
             return out[:-1] if loaded is not None and loaded.stage is stage and len(out) > 1 else out
 
-        monkeypatch.setattr(Stage, "run", cut)
+        monkeypatch.setattr(HostStage, "run", cut)
         longer = replace(LONG, cache_salt=b"nobody's")
         assert generate(cluster.engine, longer).token_ids == undisturbed
         assert stages(cluster) == ["alpha", other]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from convoy.engine.ranks.watched import WatchedDraws, WatchedResult
+from convoy.engine.ranks.watched import WatchedResult, WatchedSamples
 from convoy.errors import CollectiveError, StepError
-from convoy.model.backends.host.stage import Computed
 from convoy.model.sampling.output_rows import SampleResult, SampleTask
 from convoy.model.sampling.sample import Sampled
+from convoy.model.stage import Computed
 
 
 @dataclass
@@ -39,7 +39,7 @@ def hidden(value: float) -> Computed:
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_devices_are_not_asked_while_all_are_numbers(gave_up: bool) -> None:
     devices = Devices(gave_up)
-    assert len(WatchedDraws(drawn(failed=False), devices.check).outcomes()) == 2
+    assert len(WatchedSamples(drawn(failed=False), devices.check).outcomes()) == 2
     assert WatchedResult(hidden(1.0), devices.check).wait().shape == (3, 1024)
     assert devices.asked == 0
 
@@ -47,13 +47,13 @@ def test_devices_are_not_asked_while_all_are_numbers(gave_up: bool) -> None:
 def test_what_is_no_number_for_want_of_a_rank_loses_the_stage() -> None:
     devices = Devices(gave_up=True)
     with pytest.raises(CollectiveError):
-        WatchedDraws(drawn(failed=True), devices.check).outcomes()
+        WatchedSamples(drawn(failed=True), devices.check).outcomes()
     with pytest.raises(CollectiveError):
         WatchedResult(hidden(float("nan")), devices.check).wait()
 
 
 def test_what_is_no_number_by_itself_is_that_requests_misfortune() -> None:
     devices = Devices(gave_up=False)
-    assert WatchedDraws(drawn(failed=True), devices.check).outcomes()[1].error is not None
+    assert WatchedSamples(drawn(failed=True), devices.check).outcomes()[1].error is not None
     assert WatchedResult(hidden(float("inf")), devices.check).wait().isinf().any()
     assert devices.asked == 2

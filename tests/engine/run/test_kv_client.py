@@ -16,8 +16,9 @@ from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.kv_server import KvServer
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.streams.stream import Stream
@@ -45,8 +46,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return ModelSource.resolve(f"synthetic:{write_config(tmp_path_factory.mktemp('model'))}@5")
 
 
-def make_stage(source: ModelSource, assignment: StageAssignment) -> Stage:
-    stage = Stage.load(source, assignment, StageOptions(kernel="plain-f32"))
+def make_stage(source: ModelSource, assignment: StageAssignment) -> HostStage:
+    stage = HostStage.load(source, assignment, StageOptions(kernel="plain-f32"))
     stage.make_pools(NUM_BLOCKS)
     return stage
 

@@ -11,7 +11,7 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import FrameTooLong, StageLost, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.transport.link.link import Link
@@ -27,14 +27,14 @@ HEAD_LAST = {"beta": "0:1", "alpha": "2:output"}
 
 def refuse_long_rows(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """From now on the head's own stage, whatever its layers, can run no row of more than 20 tokens."""
-    run = Stage.run
+    run = HostStage.run
 
-    def refuse(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+    def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
         if stage is cluster.head._stage and any(row.num_tokens > 20 for row in step.rows):
             raise error
         return run(stage, step, hidden, tokens)
 
-    monkeypatch.setattr(Stage, "run", refuse)
+    monkeypatch.setattr(HostStage, "run", refuse)
 
 
 def stages(cluster: RunningCluster) -> list[str]:

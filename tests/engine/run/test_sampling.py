@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.requests.choice import make_choices
 from convoy.engine.requests.request import GenerationRequest
-from convoy.engine.run.sampling import answer_of, draw_of, outcome_of, request_of
+from convoy.engine.run.sampling import answer_of, job_of, outcome_of, request_of
 from convoy.errors import PeerError, StepError
-from convoy.model.sampling.output_rows import SampleJob, SampleResult, distinct, draw
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, distinct, sample_row
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.codec import encode_message
@@ -58,7 +58,7 @@ draws = st.builds(
 
 def over_the_wire(asked: SampleJob, logits: np.ndarray[Any, Any]) -> SampleResult:
     request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=SampleRequest)
-    answer = answer_of(draw(logits, draw_of(request, VOCAB)))
+    answer = answer_of(sample_row(logits, job_of(request, VOCAB)))
     return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=SampleReply), asked, VOCAB)
 
 
@@ -74,7 +74,7 @@ def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() 
 @settings(derandomize=True, max_examples=400)
 @given(draws)
 def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: SampleJob) -> None:
-    here, there = draw(LOGITS, asked), over_the_wire(asked, LOGITS)
+    here, there = sample_row(LOGITS, asked), over_the_wire(asked, LOGITS)
     assert here.sampled.token_id == there.sampled.token_id
     assert here.sampled.top == there.sampled.top
     assert here.sampled.rank == there.sampled.rank
@@ -103,7 +103,7 @@ def test_a_prompt_is_gone_through_once_for_a_request_however_often_is_drawn() ->
     for _ in range(3):
         for choice in choices:
             row = Row(0, len(choice.sequence.tokens) - 1, 1, 1, b"", b"")
-            found += choice.draws(row, ())
+            found += choice.sample_jobs(row, ())
             choice.sequence.tokens.append(4)
     assert [list(one.prompt_ids) for one in found] == [[3, 7, 9]] * 6
     assert len({id(one.prompt_ids) for one in found}) == 1
@@ -137,7 +137,7 @@ def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:
 )
 def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], expected: str) -> None:
     asked = SampleJob(SamplingParams(logprobs=2), 0, 5, wants_logits=True)
-    answer = answer_of(draw(LOGITS, asked))
+    answer = answer_of(sample_row(LOGITS, asked))
     outcome_of(answer, asked, VOCAB)
     with pytest.raises(PeerError, match=expected):
         outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB)
@@ -146,7 +146,7 @@ def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], exp
 @pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}])
 def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str, Any]) -> None:
     asked = SampleJob(SamplingParams(), 0, 5, **rules)
-    answer = answer_of(draw(LOGITS, asked))
+    answer = answer_of(sample_row(LOGITS, asked))
     outcome_of(answer, asked, VOCAB)
     with pytest.raises(PeerError, match="a token that was not allowed"):
         outcome_of(msgspec.structs.replace(answer, token_id=7), asked, VOCAB)
@@ -155,14 +155,14 @@ def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str,
 @pytest.mark.parametrize(("score", "rank"), [(7, 0), (7, VOCAB + 1), (7, -1), (None, 1)])
 def test_an_answer_with_a_rank_that_no_token_has_is_refused(score: int | None, rank: int) -> None:
     asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=score)
-    answer = answer_of(draw(LOGITS, asked))
+    answer = answer_of(sample_row(LOGITS, asked))
     with pytest.raises(PeerError, match=f"has the rank {rank}, expected"):
         outcome_of(msgspec.structs.replace(answer, rank=rank), asked, VOCAB)
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
     asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=7)
-    answer = answer_of(draw(LOGITS, asked))
+    answer = answer_of(sample_row(LOGITS, asked))
     with pytest.raises(PeerError, match="scores another token"):
         outcome_of(answer, replace(asked, score=8), VOCAB)
     unasked = msgspec.structs.replace(answer, logits=bytes(4 * VOCAB))
@@ -187,4 +187,4 @@ def test_an_answer_to_another_question_is_refused() -> None:
 def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], expected: str) -> None:
     request = msgspec.structs.replace(request_of(SampleJob(SamplingParams(), 0, 5)), **changes)
     with pytest.raises(StepError, match=expected):
-        draw_of(request, VOCAB)
+        job_of(request, VOCAB)

@@ -16,8 +16,9 @@ from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.kv_server import KvServer
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import LinkBroken, StageLost, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.model.tensors import to_wire, tokens_from_bytes
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.messages.control import (
@@ -70,14 +71,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return ModelSource.resolve(f"synthetic:{write_config(tmp_path_factory.mktemp('model'))}@5")
 
 
-def make_stage(source: ModelSource, assignment: StageAssignment) -> Stage:
-    stage = Stage.load(source, assignment, StageOptions(kernel="plain-f32"))
+def make_stage(source: ModelSource, assignment: StageAssignment) -> HostStage:
+    stage = HostStage.load(source, assignment, StageOptions(kernel="plain-f32"))
     stage.make_pools(8)
     return stage
 
 
 @pytest.fixture
-def stage(source: ModelSource) -> Stage:
+def stage(source: ModelSource) -> HostStage:
     return make_stage(source, STAGES[1])
 
 
@@ -87,7 +88,7 @@ def said() -> queue.SimpleQueue[Received]:
 
 
 @pytest.fixture
-def keeper(stage: Stage, said: queue.SimpleQueue[Received]) -> KvServer:
+def keeper(stage: HostStage, said: queue.SimpleQueue[Received]) -> KvServer:
     return KvServer(stage, cast(Link, Wire("alpha", said.put)), GENERATION)
 
 
@@ -110,7 +111,7 @@ def write_blocks(digest: str, blocks: Sequence[int] = (3, 1), tags: bytes = b"".
 
 
 def test_what_is_written_is_read_and_may_be_shared_under_its_tags(
-    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
+    stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
     keeper.accept(write_blocks(stage.model_digest), GENERATION)
@@ -145,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("asked", "sent", "error"), [row[1:] for row in REFUSED], ids=[r[0] for r in REFUSED]
 )
 def test_a_stage_refuses_and_changes_nothing(
-    stage: Stage,
+    stage: HostStage,
     keeper: KvServer,
     said: queue.SimpleQueue[Received],
     asked: dict[str, Any],
@@ -165,7 +166,7 @@ def test_a_stage_refuses_and_changes_nothing(
 
 
 def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
-    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
+    stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
     grant = BlockGrant(0, 0, [3, 1], b"".join(TAGS))
@@ -181,7 +182,7 @@ def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
 
 
 def test_a_block_that_a_sequence_holds_is_not_written(
-    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
+    stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     stage.apply(Step(0, [], [BlockGrant(0, 0, [1])], [], b""))
     keeper.accept(write_blocks(stage.model_digest), GENERATION)
@@ -191,21 +192,21 @@ def test_a_block_that_a_sequence_holds_is_not_written(
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (3, 5), (3, 3), (4, 3), (-1, 3)])
 def test_layers_that_are_not_its_own_are_not_read(
-    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received], start: int, end: int
+    stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received], start: int, end: int
 ) -> None:
     keeper.accept(ReadBlocks(1, stage.model_digest, start, end, [0]), GENERATION)
     assert "are asked for, and this stage has [2, 4)" in answer(said).error
 
 
 def test_too_much_at_once_is_refused_before_it_is_allocated(source: ModelSource) -> None:
-    stage = Stage.load(source, STAGES[1], StageOptions(kernel="plain-f32"))
+    stage = HostStage.load(source, STAGES[1], StageOptions(kernel="plain-f32"))
     stage.make_pools(30_000)
     with pytest.raises(StepError, match="are over 67108864 bytes"):
         stage.read_blocks(2, 4, range(20_000))
 
 
 def test_a_tensor_that_was_not_announced_or_is_of_another_plan_does_nothing(
-    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
+    stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     keeper.accept_tensor(tensor_of(kv_of(2)))
     keeper.accept(write_blocks(stage.model_digest), GENERATION - 1)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.manifest import Manifest, TensorEntry
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.checkpoints.store.received import ReceivedModel
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import mlx, write
 from support.tiny_models import Models
@@ -58,7 +59,7 @@ def test_an_output_that_is_not_the_embedding_is_refused_by_who_loads_it_and_by_w
     source = with_output(models, tmp_path, change)
     first = 0 if embed else 2
     with pytest.raises(ModelError, match=REFUSAL.format(said)) as caught:
-        Stage.load(source, StageAssignment("a", first, 5, embed, True), PLAIN)
+        HostStage.load(source, StageAssignment("a", first, 5, embed, True), PLAIN)
     assert caught.value.hint is not None
     assert "tie_word_embeddings to false" in caught.value.hint
     with pytest.raises(ModelError, match=REFUSAL.format(said)):
@@ -68,7 +69,7 @@ def test_an_output_that_is_not_the_embedding_is_refused_by_who_loads_it_and_by_w
 def test_an_output_that_is_the_embedding_changes_nothing(models: Models, tmp_path: Path) -> None:
     source = with_output(models, tmp_path, lambda t: t)
     whole = StageAssignment("a", 0, 5, True, True)
-    stage, expected = (Stage.load(one, whole, PLAIN) for one in (source, models.source("odd")))
+    stage, expected = (HostStage.load(one, whole, PLAIN) for one in (source, models.source("odd")))
     assert stage.bytes_read == expected.bytes_read
     assert stage.weight_bytes == expected.weight_bytes
     assert make_manifest(source, Hashing(num_threads=1)).tensors[OUTPUT].num_bytes == 105 * 40 * 4
@@ -83,8 +84,8 @@ def test_who_owns_no_output_reads_neither(
         raise AssertionError(stored)
 
     monkeypatch.setattr("convoy.model.checkpoints.tied.map_tensor", read)
-    Stage.load(source, StageAssignment("a", 0, 3, True, False), PLAIN)
-    Stage.load(source, StageAssignment("a", 1, 3, False, False), PLAIN)
+    HostStage.load(source, StageAssignment("a", 0, 3, True, False), PLAIN)
+    HostStage.load(source, StageAssignment("a", 1, 3, False, False), PLAIN)
 
 
 def received(source: ModelSource, manifest: Manifest, cache: Path) -> ModelSource:
@@ -122,9 +123,9 @@ def test_of_a_quantised_output_every_part_is_that_of_the_embedding(tmp_path: Pat
     save_file(tensors | copies, file, metadata={"format": "pt"})
     source = ModelSource.resolve(str(file.parent))
     if part is None:
-        Stage.load(source, StageAssignment("a", 0, 3, True, True), PLAIN)
+        HostStage.load(source, StageAssignment("a", 0, 3, True, True), PLAIN)
         return
     with pytest.raises(
         ModelError, match=rf"lm_head\.{part} has other values than model\.embed_tokens\.{part}"
     ):
-        Stage.load(source, StageAssignment("a", 0, 3, True, True), PLAIN)
+        HostStage.load(source, StageAssignment("a", 0, 3, True, True), PLAIN)

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.checkpoint import StoredTensor, map_tensor
 from convoy.model.checkpoints.source import BUNDLED, ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Chain, Models, Prompt, Threads
 
@@ -27,8 +28,10 @@ def copy_of(directory: Path, to: Path) -> Path:
     return to
 
 
-def load(path: Path, assignment: StageAssignment = WHOLE, **options: Any) -> Stage:
-    return Stage.load(ModelSource.resolve(str(path)), assignment, StageOptions(require_tags=False, **options))
+def load(path: Path, assignment: StageAssignment = WHOLE, **options: Any) -> HostStage:
+    return HostStage.load(
+        ModelSource.resolve(str(path)), assignment, StageOptions(require_tags=False, **options)
+    )
 
 
 def edit_config(path: Path, **changes: object) -> None:
@@ -61,14 +64,14 @@ def test_a_stage_reads_its_own_tensors_and_no_others(
     models: Models, kind: str, start: int, end: int, embed: bool, output: bool
 ) -> None:
     source = models.source(kind)
-    stage = Stage.load(source, StageAssignment("a", start, end, embed, output), StageOptions())
+    stage = HostStage.load(source, StageAssignment("a", start, end, embed, output), StageOptions())
     spec = source.spec
     own = spec.weight_bytes(start, end, embed=embed, output=output, dtype="float32")
     assert stage.bytes_read == own
     # an exact stage that both embeds and puts out holds a tied matrix twice: packed, and to look rows up in
     twice = spec.embed_bytes("float32") if embed and output and spec.tied_embeddings else 0
     assert stage.weight_bytes == own + twice
-    plain = Stage.load(
+    plain = HostStage.load(
         source, StageAssignment("a", start, end, embed, output), StageOptions(kernel="plain-f32")
     )
     assert plain.weight_bytes == own
@@ -127,7 +130,7 @@ def test_terabytes_of_other_layers_are_never_touched(models: Models, tmp_path: P
 
 def test_loading_reports_progress_up_to_all_bytes(models: Models) -> None:
     calls: list[tuple[int, int]] = []
-    stage = Stage.load(
+    stage = HostStage.load(
         models.source("odd"), WHOLE, StageOptions(), lambda done, total: calls.append((done, total))
     )
     assert calls == sorted(calls)
@@ -141,7 +144,7 @@ def test_nothing_is_printed_while_loading(models: Models, capfd: pytest.CaptureF
 
 def test_two_byte_weights_are_read_as_two_bytes_and_held_as_four(models: Models) -> None:
     source = models.source("odd", dtype=torch.bfloat16)
-    stage = Stage.load(source, StageAssignment("a", 1, 3, False, False), StageOptions())
+    stage = HostStage.load(source, StageAssignment("a", 1, 3, False, False), StageOptions())
     assert stage.bytes_read == source.spec.weight_bytes(1, 3, embed=False, output=False, dtype="bfloat16")
     assert stage.weight_bytes == 2 * stage.bytes_read
 
@@ -368,7 +371,9 @@ def test_a_stage_built_layer_by_layer_is_the_one_built_at_once(
     monkeypatch.setattr("convoy.model.loading.load._PORTION_BYTES", 1)
     assignment = StageAssignment("a", 0, source.spec.num_layers, True, True)
     seen: list[tuple[int, int]] = []
-    stage = Stage.load(source, assignment, StageOptions(require_tags=False), lambda *done: seen.append(done))
+    stage = HostStage.load(
+        source, assignment, StageOptions(require_tags=False), lambda *done: seen.append(done)
+    )
     (by_layer,) = Chain([stage]).run((0, prompt(40)))
     assert torch.equal(by_layer, at_once)
     assert seen == sorted(seen)

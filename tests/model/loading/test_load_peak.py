@@ -52,12 +52,13 @@ def anonymous():
     return int(fields["RssAnon"].split()[0]) * 1024
 from convoy.model.kernels.linear import packed_available, w8a8_available
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment
 options, path, end = StageOptions(kernel=sys.argv[1]), sys.argv[2], int(sys.argv[3])
 shard = Shard(1, int(sys.argv[4])) if sys.argv[4:] else None
-Stage.load(ModelSource.resolve("demo-mini"), StageAssignment("a", 0, 1, True, False), options)
+HostStage.load(ModelSource.resolve("demo-mini"), StageAssignment("a", 0, 1, True, False), options)
 before, most, over = anonymous(), 0, threading.Event()
 def watch():
     global most
@@ -65,7 +66,8 @@ def watch():
         most = max(most, anonymous())
 watcher = threading.Thread(target=watch)
 watcher.start()
-stage = Stage.load(ModelSource.resolve(path), StageAssignment("a", 0, end, True, True), options, shard=shard)
+whole = StageAssignment("a", 0, end, True, True)
+stage = HostStage.load(ModelSource.resolve(path), whole, options, shard=shard)
 over.set()
 watcher.join()
 print(json.dumps([before, most, stage.weight_bytes]))

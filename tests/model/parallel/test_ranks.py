@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError, PlanError, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Alone
+from convoy.model.stage import StageOptions
 from convoy.plan.span import Span
 from convoy.plan.spec.sharding import Experts, Shard, rank_bytes
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
@@ -29,10 +30,10 @@ def assignment_of(source: ModelSource) -> StageAssignment:
     return StageAssignment("a", 0, source.spec.num_layers, True, True)
 
 
-def ranks_of(source: ModelSource, world_size: int, experts: Experts = "split") -> list[Stage]:
+def ranks_of(source: ModelSource, world_size: int, experts: Experts = "split") -> list[HostStage]:
     mine = assignment_of(source)
     shards = [Shard(rank, world_size, experts) for rank in range(world_size)]
-    return [Stage.load(source, mine, EXACT, shard=shard) for shard in shards]
+    return [HostStage.load(source, mine, EXACT, shard=shard) for shard in shards]
 
 
 def chain_of(stages: Any) -> Chain:
@@ -45,16 +46,16 @@ def test_a_rank_reads_and_holds_its_slices_and_no_more(models: Models, kind: str
     source = models.source(kind)
     span = Span(0, source.spec.num_layers, output=True)
     for rank in range(2):
-        stage = Stage.load(source, assignment_of(source), EXACT, shard=Shard(rank, 2))
+        stage = HostStage.load(source, assignment_of(source), EXACT, shard=Shard(rank, 2))
         assert stage.weight_bytes == rank_bytes(source.spec, span, "exact-f32", 2)
         assert stage.bytes_read == rank_bytes(source.spec, span, "plain-f32", 2)  # stored as float32
         assert stage.weight_share < 0.6
-    assert Stage.load(source, assignment_of(source), EXACT).weight_share == 1.0
+    assert HostStage.load(source, assignment_of(source), EXACT).weight_share == 1.0
 
 
 def test_progress_ends_at_what_is_read(models: Models) -> None:
     source, told = models.source("odd"), []
-    stage = Stage.load(
+    stage = HostStage.load(
         source, assignment_of(source), EXACT, lambda *seen: told.append(seen), shard=Shard(1, 4)
     )
     assert told[-1] == (stage.bytes_read, stage.bytes_read)
@@ -130,10 +131,10 @@ def test_a_whole_stage_joins_nobody_but_itself(models: Models) -> None:
 def test_a_rank_made_of_another_reads_what_it_lacks_and_joins_anew(models: Models, prompt: Prompt) -> None:
     source, tokens = models.source("odd"), prompt(20)
     part = StageAssignment("a", 0, 3, True, True)
-    before = [Stage.load(source, part, EXACT, shard=Shard(rank, 2)) for rank in range(2)]
+    before = [HostStage.load(source, part, EXACT, shard=Shard(rank, 2)) for rank in range(2)]
     RankStages(before)
     mine = assignment_of(source)
-    after = [Stage.load(source, mine, EXACT, before=old, shard=old.shard) for old in before]
+    after = [HostStage.load(source, mine, EXACT, before=old, shard=old.shard) for old in before]
     fresh = ranks_of(source, 2)
     after[0].make_pools(4)
     step = Step(0, [], [BlockGrant(0, 0, [0])], [Row(0, 0, 1, 1)], b"")
@@ -146,17 +147,19 @@ def test_a_rank_made_of_another_reads_what_it_lacks_and_joins_anew(models: Model
 
 def test_a_stage_of_another_shape_is_no_start_for_a_rank(models: Models) -> None:
     source = models.source("odd")
-    whole = Stage.load(source, assignment_of(source), EXACT)
-    stage = Stage.load(source, assignment_of(source), EXACT, before=whole, shard=Shard(0, 2))
-    assert stage.bytes_read == Stage.load(source, assignment_of(source), EXACT, shard=Shard(0, 2)).bytes_read
+    whole = HostStage.load(source, assignment_of(source), EXACT)
+    stage = HostStage.load(source, assignment_of(source), EXACT, before=whole, shard=Shard(0, 2))
+    assert (
+        stage.bytes_read == HostStage.load(source, assignment_of(source), EXACT, shard=Shard(0, 2)).bytes_read
+    )
 
 
 def test_ranks_that_cannot_share_a_layer_are_refused_before_anything_is_read(models: Models) -> None:
     source = models.source("odd")
     with pytest.raises(PlanError, match="4 heads in layers of full, which 3 ranks"):
-        Stage.load(source, assignment_of(source), EXACT, shard=Shard(0, 3))
+        HostStage.load(source, assignment_of(source), EXACT, shard=Shard(0, 3))
     with pytest.raises(ModelError, match="the layers of a stage on cpu, not on cuda:0"):
-        Stage.load(source, assignment_of(source), StageOptions(device="cuda:0"), shard=Shard(0, 2))
+        HostStage.load(source, assignment_of(source), StageOptions(device="cuda:0"), shard=Shard(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_its_file(
     save_file(tensors | {name: torch.ones(shape)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = ModelSource.resolve(str(tmp_path))
     with pytest.raises(ModelError) as caught:
-        Stage.load(source, assignment_of(source), EXACT, shard=Shard(1, 2))
+        HostStage.load(source, assignment_of(source), EXACT, shard=Shard(1, 2))
     assert str(tmp_path / "model.safetensors") in caught.value.message
     assert name in caught.value.message
     assert said in caught.value.message
@@ -207,7 +210,7 @@ def test_a_quantised_checkpoint_is_unpacked_and_then_sliced(
 def test_the_experts_of_others_are_not_read(models: Models) -> None:
     source = models.source("qwen3_moe")
     split, whole = (
-        Stage.load(source, assignment_of(source), EXACT, shard=Shard(0, 2, experts))
+        HostStage.load(source, assignment_of(source), EXACT, shard=Shard(0, 2, experts))
         for experts in ("split", "whole")
     )
     assert whole.bytes_read == split.bytes_read

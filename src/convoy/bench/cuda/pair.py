@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     floor_ms = stage.weight_bytes / float(str(machine["copy_gb_per_s"])) / 1e6
     alone = measure_decode(stage, chosen.batch, floor_ms, 60)
     findings.add("alone", alone)
-    stage.give_up(source, None)
+    stage.give_up()
     rows: list[dict[str, object]] = []
     for count in (2, 3, 4):
         rows.append(measure_pair(source, chosen.batch, count, float(str(alone["tokens_per_s"]))))

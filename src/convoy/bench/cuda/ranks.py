@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_machine
-from convoy.engine.ranks.load_stage import load_stage
-from convoy.model.backends.cuda.kernels.sums import DeviceGroup, DeviceSums
+from convoy.engine.ranks.load import load_member_stage
+from convoy.model.backends.cuda.kernels.sums import DeviceRanks, DeviceSums
 from convoy.model.backends.cuda.options import KERNEL
-from convoy.model.backends.host.stage import StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import CONFIGS
 from convoy.model.sampling.output_rows import GREEDY
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 ONE, BOTH = "cuda:0", "cuda:0+cuda:1"
@@ -57,7 +57,7 @@ def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
         nonlocal number
         number += 1
         hidden = stage.start(Step(number, [], grants, rows, b""), None, tokens, selects=True).wait()
-        outcomes = stage.draw(hidden, [GREEDY] * len(rows)).outcomes()
+        outcomes = stage.sample(hidden, [GREEDY] * len(rows)).outcomes()
         return torch.tensor([outcome.sampled.token_id for outcome in outcomes])
 
     read = []
@@ -84,11 +84,11 @@ def loaded(source: ModelSource, device: str) -> Iterator[Any]:
     """Load the whole model as one stage on ``device``, and free it at the end of the block."""
     whole = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
     options = StageOptions(kernel=KERNEL, block_size=BLOCK_SIZE, device=device, require_tags=False)
-    stage = load_stage(source, whole, options)
+    stage = load_member_stage(source, whole, options)
     try:
         yield stage
     finally:
-        stage.give_up(source, options)
+        stage.give_up()
 
 
 def measure_model(model: str, name: str) -> list[dict[str, object]]:
@@ -119,7 +119,7 @@ def measure_model(model: str, name: str) -> list[dict[str, object]]:
 def measure_sums() -> list[dict[str, object]]:
     """Return the microseconds of a sum of two ranks, by size, one sum after the other in a captured run."""
     devices = [torch.device(name) for name in BOTH.split("+")]
-    group = DeviceGroup(devices)
+    group = DeviceRanks(devices)
     found: list[dict[str, object]] = []
 
     def work(end: DeviceSums, device: torch.device) -> None:

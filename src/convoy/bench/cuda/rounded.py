@@ -18,10 +18,10 @@ import torch
 from torch.nn.functional import linear
 
 from convoy.bench.cuda.single import Findings, measure_machine, replayed_ms
-from convoy.model.backends.cuda.kernels.few import FEW_TILES
+from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES
 from convoy.model.backends.cuda.kernels.linears import multiply
-from convoy.model.backends.cuda.kernels.lone import INT4_TILES, INT8_TILES, lone_linear
 from convoy.model.backends.cuda.kernels.rounded import round_matrix
+from convoy.model.backends.cuda.kernels.single_row import INT4_TILES, INT8_TILES, lone_linear
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 # Bytes of all copies of a matrix: several times the size of a cache.

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from convoy.model.backends.cuda.decoder import DeviceDecoder
-from convoy.model.backends.cuda.kernels.lone import TILES, Tile, lone_linear
+from convoy.model.backends.cuda.kernels.single_row import TILES, Tile, lone_linear
 from convoy.model.backends.cuda.memory.weights import DeviceLayerWeights, StageWeights
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.stage import CudaStage

@@ -27,7 +27,7 @@ from convoy.bench.ranks.rank import sealed_rank, sums
 from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.cluster.children import Started, end
-from convoy.engine.ranks.sums.local import GLOO, NCCL, LocalGroup
+from convoy.engine.ranks.sums.local import GLOO, NCCL, LocalRanks
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
 from convoy.model.collective import Collective
@@ -160,7 +160,7 @@ def _rows(
 
 def _among_threads(way: str, options: AllReduceOptions, deadline: Deadline) -> list[AllReduceRow]:
     devices = [f"cuda:{rank}" if way == NCCL else "cpu" for rank in range(2)]
-    group = LocalGroup(way, [HOME, HOME])
+    group = LocalRanks(way, [HOME, HOME])
     failed: list[ConvoyError] = []
 
     def follow() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.options import HeadOptions
-from convoy.engine.ranks.executor import GroupExecutor, GroupPipeline
+from convoy.engine.ranks.executor import RanksExecutor, RanksPipeline
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Executor
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.run.pipeline import PipelineExecutor, PipelineOptions
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import Stage
 from convoy.transport.link.link import Link
 
 
@@ -32,7 +32,7 @@ def make_executor(
     options = options.for_kernels(granted.kernels)
     if len(plan.stages) == 1:
         return (
-            LocalExecutor(stage, depth) if leader is None else GroupExecutor(leader, plan.generation, depth)
+            LocalExecutor(stage, depth) if leader is None else RanksExecutor(leader, plan.generation, depth)
         )
     chosen = PipelineOptions(
         generation=plan.generation,
@@ -44,4 +44,4 @@ def make_executor(
     )
     if leader is None:
         return PipelineExecutor(stage, plan.stages, head, links, chosen, clock=clock)
-    return GroupPipeline(leader, plan.stages, head, links, chosen, clock=clock)
+    return RanksPipeline(leader, plan.stages, head, links, chosen, clock=clock)

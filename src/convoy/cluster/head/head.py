@@ -29,19 +29,17 @@ from convoy.cluster.presence.peers import Peers
 from convoy.cluster.status import StageStatus, StandbyStatus
 from convoy.cluster.weights.head_server import HeadWeightServer, doing
 from convoy.cluster.weights.head_weights import HeadWeights
-from convoy.engine.ranks.executor import GroupExecutor
-from convoy.engine.ranks.load_stage import load_stage
+from convoy.engine.ranks.load import load_member_stage
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Executor
-from convoy.engine.run.pipeline import PipelineExecutor
 from convoy.errors import (
     ConvoyError,
     LinkClosed,
     PeerError,
     PlanError,
 )
-from convoy.model.backends.host.stage import Stage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, Stage
 from convoy.plan.memory.blocks import Room
 from convoy.plan.placement.route import Route
 from convoy.transport.link.link import Link, Received
@@ -97,11 +95,11 @@ class Head:
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         # The head's own stage.
-        self._stage: Stage | None = None
+        self._stage: LoadedStage | None = None
         # The ranks of that stage, if others hold it too.
         self._group: RankPeers | None = None
         self._members: set[str] = set()
-        self._receiver: PlanMailbox | PipelineExecutor | GroupExecutor | None = None
+        self._receiver: PlanMailbox | Executor | None = None
         self._closed = False
         self.failed: str | None = None
         self.executor: Executor | None = None
@@ -262,7 +260,7 @@ class Head:
 
     # 3. load
 
-    def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> Stage:
+    def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> LoadedStage:
         position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
         options = stage_options(plan, position, self._options.member)
         self._group = group = group_of(plan, plan_digest(plan), position, self.name, self._source.spec)
@@ -276,8 +274,9 @@ class Head:
             mine, watch, lambda what, *far: None if on_load is None else on_load(doing(self.name, what), *far)
         )
         before, self._stage = self._stage, None
-        shard = None if group is None else group.shard
-        return load_stage(self._source, mine, options, progress, before=before, shard=shard)
+        if group is not None:
+            return group.load(self._source, mine, options, progress, before=before)
+        return load_member_stage(self._source, mine, options, progress, before=before)
 
     def _gather_ready(
         self, mailbox: PlanMailbox, links: dict[str, Link], on_load: LoadProgress | None
@@ -320,7 +319,7 @@ class Head:
             links[name].send(activate, generation=plan.generation)
         try:
             if self._group is not None:
-                self._group.join_here(stage, links)
+                self._group.join_here(links)
             mailbox.gather(readies, Activated, self._options.answer_s)
         except (PeerError, LinkClosed) as error:
             self._note_failed_ranks(proposal, error)
@@ -350,8 +349,7 @@ class Head:
         self.executor = executor = make_executor(
             granted, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
         )
-        if isinstance(executor, PipelineExecutor | GroupExecutor):
-            self._receiver = executor
+        self._receiver = executor
         if self.granted is not None:
             self.company.idle.begin(self.granted.members - granted.members)
         self.granted = granted

@@ -14,14 +14,14 @@ from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.peer.ranks import RankPeers, Reach
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.ranks.follower import FollowerLoop, Order
-from convoy.engine.ranks.load_stage import load_stage
+from convoy.engine.ranks.load import load_member_stage
 from convoy.engine.run.device_sender import Failed
 from convoy.engine.run.kv_server import MAX_REASON, KvServer
 from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.engine.stats import Histogram
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatible, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.device import stage_device
+from convoy.model.stage import LoadedStage, Stage, StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Activate, Hello, Plan, StageAssignment, StepFailed
@@ -40,7 +40,7 @@ class LoadedPlan:
 
     plan: Plan
     digest: bytes
-    stage: Stage
+    stage: LoadedStage
     position: int
     room_bytes: int
     loop: StageWorker | None = None
@@ -94,9 +94,9 @@ class LoadedPlan:
         # The head dialled this member, so the ring reuses its link instead of a second one.
         found = {} if following == head.peer else reach({following: frozenset()})
         self.successor = successor = found.get(following, head)
-        stage = self.stage
+        stage: Stage = self.stage
         if self.group is not None:
-            stage = self.group.join(self.stage, {}, reach)
+            stage = self.group.join({}, reach)
         self.activate(activate, head.peer, successor, failed, stage)
         self.keeper = KvServer(stage, head, generation)
         if self.predecessor_name == head.peer:
@@ -106,7 +106,7 @@ class LoadedPlan:
         assert self.group is not None, "a follower is one of several ranks"
         self._make_pools(activate, head.peer)
         known = {head.peer: head} if head.peer == self.group.names[0] else {}
-        self.group.join(self.stage, known, reach)
+        self.group.join(known, reach)
         assert self.group.collective is not None
         self.follower = FollowerLoop(*(self.stage, self.group.collective, self.plan.generation), self.step_s)
 
@@ -232,7 +232,7 @@ def load_plan(
     options: PeerOptions,
     weights: PeerWeights,
     asker: Asker,
-    before: Stage | None = None,
+    before: LoadedStage | None = None,
 ) -> LoadedPlan:
     """Check a plan against this member's offer, load its stage, and return it as a `LoadedPlan`.
 
@@ -258,8 +258,11 @@ def load_plan(
     chosen = stage_options(plan, position, options.member)
     progress = partial(asker.tell, "")
     group = group_of(plan, digest, position, me, source.spec)
-    shard = None if group is None else group.shard
-    stage = load_stage(source, plan.stages[position], chosen, progress, before=before, shard=shard)
+    stage: LoadedStage
+    if group is None:
+        stage = load_member_stage(source, plan.stages[position], chosen, progress, before=before)
+    else:
+        stage = group.load(source, plan.stages[position], chosen, progress, before=before)
     room = stage.room_bytes(hello.memory_bytes)
     return LoadedPlan(plan, digest, stage, position, max(0, room), group=group)
 

@@ -26,7 +26,7 @@ from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
 from convoy.engine.stats import STEP_S, Histogram
 from convoy.errors import ConvoyError, LinkClosed, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import LoadedStage
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.log_limit import RateLimitedLog
@@ -79,7 +79,7 @@ class Peer:
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
         # The stage of the plan that ended. The next plan may reuse its weights.
-        self._kept: Stage | None = None
+        self._kept: LoadedStage | None = None
         # The newest plan on the head's link. The head has given up every older one.
         self._generation = 0
         # The newest plan that came on that link. It may wait in the inbox while another is loaded.
@@ -414,7 +414,7 @@ class Peer:
             if link is not self._head:
                 link.dismiss("the plan is over")
 
-    def _take_kept(self) -> Stage | None:
+    def _take_kept(self) -> LoadedStage | None:
         kept, self._kept = self._kept, None
         return kept
 

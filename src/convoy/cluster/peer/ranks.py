@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from convoy.cluster.rights import FROM_FOLLOWER, FROM_RANK
 from convoy.engine.ranks.leader import LeaderStage
+from convoy.engine.ranks.load import load_member_slice
 from convoy.engine.ranks.protocol import prove
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import CollectiveError, ConvoyError, PeerRefused, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, RankSlice, Stage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages.control import MAX_RANKS, FrameType, Plan, Refuse, StepFailed
+from convoy.wire.messages.control import (
+    MAX_RANKS,
+    FrameType,
+    Plan,
+    Refuse,
+    StageAssignment,
+    StepFailed,
+)
 from convoy.wire.messages.ranks import Agree
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.reading import LoadProgress
 
 # Links to these members, made now; the frames that each of them may send.
 Reach = Callable[[Mapping[str, frozenset[FrameType]]], dict[str, Link]]
@@ -36,7 +49,7 @@ _MAX_EARLY = 2 * MAX_RANKS
 class RankPeers:
     """Connect the ranks of one stage in one plan.
 
-    One thread calls `join`; receiver threads and others the rest.
+    One thread calls `load` and `join`; receiver threads and others the rest.
     """
 
     def __init__(self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int) -> None:
@@ -56,6 +69,7 @@ class RankPeers:
         self._links: dict[int, Link] = {}
         self._early: list[tuple[Link, Received]] = []
         self._collective: SealedCollective | None = None
+        self._slice: RankSlice | None = None
 
     @property
     def collective(self) -> SealedCollective | None:
@@ -154,14 +168,27 @@ class RankPeers:
 
     # The member's own thread.
 
-    def join(
-        self, stage: Stage, known: Mapping[str, Link], reach: Reach, within_s: float | None = None
-    ) -> Stage:
+    def load(
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        progress: LoadProgress | None,
+        *,
+        before: LoadedStage | None,
+    ) -> RankSlice:
+        """Load this member's slice of the stage, before `join`. Raises as `load_member_slice`."""
+        self._slice = load_member_slice(source, assignment, options, self.shard, progress, before=before)
+        return self._slice
+
+    def join(self, known: Mapping[str, Link], reach: Reach, within_s: float | None = None) -> Stage:
         """Connect to the other ranks, check that all have the same plan, and return the stage to run.
 
         At rank 0 the returned stage stands for all ranks. ``known`` holds the links that exist already.
         Raises `CollectiveError`, and all that ``reach`` raises.
         """
+        stage = self._slice
+        assert stage is not None, "a slice is loaded before its rank joins"
         within_s = JOIN_S if within_s is None else within_s
         late = CollectiveError(f"the ranks of a stage did not find together within {within_s:g} s")
         timer = threading.Timer(within_s, self.abort, [late])
@@ -190,12 +217,12 @@ class RankPeers:
             num_kv_heads=self._num_kv_heads,
             timeout_s=OPERATION_S,
         )
-        return self.leader.as_stage()
+        return self.leader
 
-    def join_here(self, stage: Stage, links: Mapping[str, Link]) -> Stage:
+    def join_here(self, links: Mapping[str, Link]) -> Stage:
         """Join as `join` does, at a head, which has links to all ranks. Raises `PeerRefused`."""
         try:
-            return self.join(stage, {name: links[name] for name in self.names[1:]}, lambda _names: {})
+            return self.join({name: links[name] for name in self.names[1:]}, lambda _names: {})
         except CollectiveError as error:
             raise PeerRefused(
                 f"the ranks of a stage did not come together: {error.message}",

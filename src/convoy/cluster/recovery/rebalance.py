@@ -137,15 +137,11 @@ class Rebalancer:
             return
         self._used_s[name] = time.monotonic()
 
-        def renew(*_: object) -> None:
-            raise Replan(_why(name))
-
         try:
-            self._between_steps(renew)
+            self._between_steps(lambda *_: Replan(_why(name)))
         except ConvoyError as error:
             # The engine recovers or closes, so no new plan has to be asked for.
-            if not isinstance(error, Replan):
-                _log.debug("not shared out anew for %s: %s", name, error.message)
+            _log.debug("not shared out anew for %s: %s", name, error.message)
 
     def _has_waited(self, name: str) -> bool:
         """Wait as long as ``name`` has to. Returns False if the head closed."""

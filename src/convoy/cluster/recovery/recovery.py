@@ -22,9 +22,7 @@ from convoy.cluster.presence.backoff import Backoff
 from convoy.cluster.presence.slow_members import LateMembers
 from convoy.cluster.recovery.fault import FaultTracker, find_holder
 from convoy.cluster.recovery.outage import OutageLog
-from convoy.engine.ranks.executor import GroupExecutor
 from convoy.engine.recovery import NewStages, Replan
-from convoy.engine.run.pipeline import PipelineExecutor
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import (
     CapacityError,
@@ -106,8 +104,6 @@ class StageRecovery:
             company.wait(company.num_changes, _LOOK_UP_S)
         self._sums = world_sizes(self._granted.plan)
         self._say("looking for the members that remain")
-        if isinstance(error, Replan):
-            return self._renew(began_s)
         if isinstance(error, StepLate) and self._still_comes():
             return None
         if not again:
@@ -133,6 +129,22 @@ class StageRecovery:
         failed_at = blamed[0] if relapse and len(blamed) == 1 else None
         return self._recovered(granted, relapse=relapse, failed_at=failed_at)
 
+    def replan(self, request: Replan) -> NewStages | None:
+        """Return better stages, or None if there are none. Raises as `recover`."""
+        began_s = time.monotonic()
+        self._cause = request.why
+        self._sums = world_sizes(self._granted.plan)
+        self._say("looking for the members that remain")
+        if self._better(self._head.company.slow.names()) is None:
+            return None
+        self._head.stop()
+        self._outage = OutageLog(began_s)
+        self._head.vetting.settle(self._require_wanted)
+        granted = self._find_stages(None, began_s)
+        took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
+        self._outage.end(f"in use: {granted.placement.route.text}, {took}")
+        return self._recovered(granted)
+
     def lost(self, name: str, why: str) -> None:
         """Log which member is gone, and with which layers. Called at once, on the thread that found out."""
         held = [stage for stage in self._granted.plan.stages if name in stage.holders]
@@ -155,17 +167,6 @@ class StageRecovery:
     def cancel(self) -> None:
         self._cancelled.set()
         self._head.company.wake()
-
-    def _renew(self, began_s: float) -> NewStages | None:
-        if self._better(self._head.company.slow.names()) is None:
-            return None
-        self._head.stop()
-        self._outage = OutageLog(began_s)
-        self._head.vetting.settle(self._require_wanted)
-        granted = self._find_stages(None, began_s)
-        took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
-        self._outage.end(f"in use: {granted.placement.route.text}, {took}")
-        return self._recovered(granted)
 
     def _better(self, slow: set[str]) -> PlannedStages | None:
         """Return a plan with members that the running one lacks, and without losing any but its standbys."""
@@ -201,7 +202,7 @@ class StageRecovery:
 
     def _blamed(self) -> tuple[str, ...]:
         executor = self._head.executor
-        return executor.blamed if isinstance(executor, PipelineExecutor | GroupExecutor) else ()
+        return () if executor is None else executor.blamed
 
     def _relapsed(self, blamed: tuple[str, ...]) -> None:
         """Handle a failure of the stages while every member is connected.
@@ -225,7 +226,7 @@ class StageRecovery:
         Returns True if the step is to be waited for; the clock then allows more time.
         """
         executor = self._head.executor
-        step = executor.oldest if isinstance(executor, PipelineExecutor) else None
+        step = None if executor is None else executor.oldest
         if step is None:
             return False
         if self._late.step != step:

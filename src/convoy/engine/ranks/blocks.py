@@ -15,8 +15,8 @@ import torch
 from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, StepError
-from convoy.model.backends.host.stage import Stage
 from convoy.model.kv.span_kv import MAX_CARRIED_BYTES
+from convoy.model.stage import Stage
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import StageAssignment

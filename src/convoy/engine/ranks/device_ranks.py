@@ -8,22 +8,22 @@ everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from convoy.engine.ranks.host_ranks import HostRanks, RankStages
-from convoy.engine.ranks.watched import WatchedDraws, WatchedResult
+from convoy.engine.ranks.host_ranks import RankStages
+from convoy.engine.ranks.watched import WatchedResult, WatchedSamples
 from convoy.errors import StageLost
-from convoy.model.backends.cuda.checked import CheckedStep
+from convoy.model.backends.cuda.batch import CheckedStep
 from convoy.model.backends.cuda.graphs import DecodeGraph
-from convoy.model.backends.cuda.kernels.sums import DeviceGroup
+from convoy.model.backends.cuda.kernels.sums import DeviceRanks
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.stage import CudaStage
-from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.reading import LoadProgress
 
 
-class DeviceRankStages(RankStages):
-    """Run `RankStages` on devices; callers wait for the results of `start` and `draw` as needed."""
+class DeviceRankStages(RankStages[CudaStage, DeviceRanks]):
+    """Run `RankStages` on devices; callers wait for the results of `start` and `sample` as needed."""
 
     overlaps = True
     # The hidden states of the last started step, by rank: each rank samples from its own.
@@ -45,18 +45,18 @@ class DeviceRankStages(RankStages):
         tokens: torch.Tensor | None,
         *,
         selects: bool = False,
-    ) -> Any:
+    ) -> WatchedResult:
         """Start a step as `CudaStage.start` does.
 
         Only the first rank has tables, so it checks the step for all.
         """
         self._check()
-        checked = self._cuda[0].check(step, hidden, tokens)
+        checked = self.stages[0].check(step, hidden, tokens)
         found = self._replayed(checked, selects=selects)
         if found is None:
-            found = self._all(lambda stage: cast("CudaStage", stage).launch(checked, selects=selects))
+            found = self._all(lambda stage: stage.launch(checked, selects=selects))
         self._hidden = [one.tensor for one in found]
-        return WatchedResult(found[0], self._devices.check_sums)
+        return WatchedResult(found[0], self._ranks.check_sums)
 
     def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[PendingResult] | None:
         """Start a decode that all ranks have captured, one rank right behind the other; None if one has not.
@@ -65,7 +65,7 @@ class DeviceRankStages(RankStages):
         between.
         """
         graphs: list[DecodeGraph] = []
-        for stage in self._cuda:
+        for stage in self.stages:
             graph = stage.fill(checked, graphs[0] if graphs else None)
             if graph is None:
                 return None
@@ -76,9 +76,9 @@ class DeviceRankStages(RankStages):
             for graph in graphs:
                 graph.replay()
         except BaseException:
-            self._group.abort(StageLost("a rank could not begin a step"))
+            self._ranks.abort(StageLost("a rank could not begin a step"))
             raise
-        both = zip(graphs, self._cuda, strict=True)
+        both = zip(graphs, self.stages, strict=True)
         return [stage.left(graph, checked, selects=selects) for graph, stage in both]
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -86,30 +86,22 @@ class DeviceRankStages(RankStages):
         return found
 
     def apply(self, step: Step) -> None:
-        self._cuda[0].apply(step)
+        self.stages[0].apply(step)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> Any:
-        """Sample as `CudaStage.draw` does, with every rank's share of the vocabulary."""
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> WatchedSamples:
+        """Sample as `CudaStage.sample` does, with every rank's share of the vocabulary."""
         self._check()
         own = [hidden] * len(self.stages)
         if self._hidden and self._hidden[0] is hidden:
             own = list(self._hidden)
-        for stage, mine in zip(self._cuda[1:], own[1:], strict=True):
+        for stage, mine in zip(self.stages[1:], own[1:], strict=True):
             stage.take_part(mine)
-        return WatchedDraws(self._cuda[0].draw(hidden, draws), self._devices.check_sums)
+        return WatchedSamples(self.stages[0].sample(hidden, jobs), self._ranks.check_sums)
 
-    def _write(self, work: Callable[[Stage], None]) -> None:
+    def _write(self, work: Callable[[CudaStage], None]) -> None:
         # Only the first rank knows which blocks are free, and refuses others before the other ranks write.
         for stage in self.stages:
             work(stage)
-
-    @property
-    def _devices(self) -> DeviceGroup:
-        return cast("DeviceGroup", self._group)
-
-    @property
-    def _cuda(self) -> Sequence[CudaStage]:
-        return cast("Sequence[CudaStage]", self.stages)
 
     def room_bytes(self, offered_bytes: int) -> int:
         """Return the most bytes of K/V that fit on every device; each holds its heads of every block."""
@@ -124,8 +116,8 @@ class DeviceRankStages(RankStages):
         return min(found)
 
     @classmethod
-    def _begin_group(cls, devices: Sequence[str], member: str) -> HostRanks:  # noqa: ARG003 - of a host
-        return DeviceGroup([check_device(device) for device in devices])
+    def _begin(cls, devices: Sequence[str], member: str) -> DeviceRanks:  # noqa: ARG003 - of a host
+        return DeviceRanks([check_device(device) for device in devices])
 
     @classmethod
     def _load_rank(
@@ -135,10 +127,10 @@ class DeviceRankStages(RankStages):
         options: StageOptions,
         *,
         progress: LoadProgress | None,
-        before: Stage | None,
+        before: LoadedStage | None,
         shard: Shard,
-    ) -> Stage:
-        stage = CudaStage.load(
+    ) -> CudaStage:
+        return CudaStage.load(
             *(source, assignment),
             device=options.device,
             kernel=options.kernel,
@@ -149,4 +141,3 @@ class DeviceRankStages(RankStages):
             before=before,
             shard=shard,
         )
-        return cast("Stage", stage)

@@ -16,11 +16,11 @@ from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.messages.control import StageAssignment, Step, StepFailed
 
 
-class GroupExecutor(LocalExecutor):
+class RanksExecutor(LocalExecutor):
     """Run steps as `LocalExecutor` does, with other ranks that may be lost or may report a failure."""
 
     def __init__(self, stage: LeaderStage, generation: int, depth: int = 1) -> None:
-        super().__init__(stage.as_stage(), depth)
+        super().__init__(stage, depth)
         self._leader = stage
         self._generation = generation
         self._lost: StageLost | None = None
@@ -57,9 +57,9 @@ class GroupExecutor(LocalExecutor):
         lost.__cause__ = error
         self._end(lost)
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self._check()
-        super().submit(step, draws)
+        super().submit(step, jobs)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         self._check()
@@ -81,7 +81,7 @@ class GroupExecutor(LocalExecutor):
         self._leader.abort(error)
 
 
-class GroupPipeline(PipelineExecutor):
+class RanksPipeline(PipelineExecutor):
     """Run steps as `PipelineExecutor` does, for a head that is rank 0 of a stage of several ranks."""
 
     def __init__(
@@ -94,12 +94,12 @@ class GroupPipeline(PipelineExecutor):
         *,
         clock: StepClock | None = None,
     ) -> None:
-        super().__init__(stage.as_stage(), stages, head, links, options, clock=clock)
+        super().__init__(stage, stages, head, links, options, clock=clock)
         self._leader = stage
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         with self._blaming():
-            super().submit(step, draws)
+            super().submit(step, jobs)
 
     def collect(self) -> StepResult:
         with self._blaming():

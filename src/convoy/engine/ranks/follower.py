@@ -14,7 +14,7 @@ from convoy.engine.ranks.protocol import RankCollective, prove
 from convoy.engine.run.kv_server import KvServer
 from convoy.engine.stats import Histogram
 from convoy.errors import HiddenError, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, tokens_from_bytes
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import FrameType, ReadBlocks, Step, WriteBlocks

@@ -9,28 +9,31 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
-from convoy.engine.ranks.sums.local import GLOO, LocalGroup
+from convoy.engine.ranks.sums.local import GLOO, LocalRanks
 from convoy.errors import CollectiveError, ConvoyError, StageLost, StepError
-from convoy.model.backends.host.stage import Computed, Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
-from convoy.plan.spec.sharding import WHOLE, Shard, first_kv_head, kv_heads_of
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
+from convoy.model.stage import Computed, LoadedStage, PendingHidden, PendingSamples, RankSlice, StageOptions
+from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 from convoy.wire.messages.control import StageAssignment, Step
 
 if TYPE_CHECKING:
     from convoy.model.checkpoints.reading import LoadProgress
 
 T = TypeVar("T")
-Work = tuple[Callable[[], object], "Future[object]"]
+# The class of the ranks' slices.
+SliceT = TypeVar("SliceT", bound=RankSlice)
 # Separates the devices of ranks; a comma separates stages.
 JOIN = "+"
 # The dimension of heads in [layers, 2, positions, heads, head_dim].
@@ -38,9 +41,9 @@ _HEADS = 3
 
 
 class HostRanks(Protocol):
-    """Hold the state that ranks share:
+    """Hold the state that ranks share.
 
-    `local.LocalGroup` or `model.backends.cuda.kernels.sums.DeviceGroup`.
+    It is a `LocalRanks` or a `model.backends.cuda.kernels.sums.DeviceRanks`.
     """
 
     @property
@@ -62,29 +65,38 @@ class RankThread:
     """Run one rank's work on its own thread, in order."""
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self.queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         run = threading.Thread(target=_run, args=(self.queue, num_threads), name=name, daemon=True)
         run.start()
 
-    def put(self, work: Callable[[], object]) -> Future[object]:
-        done: Future[object] = Future()
-        self.queue.put((work, done))
+    def put(self, work: Callable[[], T]) -> Future[T]:
+        """Queue ``work``, and return the future of its result."""
+        done: Future[T] = Future()
+        self.queue.put(partial(_settle, work, done))
         return done
 
 
-def _run(works: queue.SimpleQueue[Work | None], num_threads: int) -> None:
+def _run(works: queue.SimpleQueue[Callable[[], None] | None], num_threads: int) -> None:
     # Sets the number for this thread, and for the process.
     torch.set_num_threads(num_threads)
-    while (item := works.get()) is not None:
-        work, done = item
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
-            done.set_exception(error)
-        del item, work, done
+    while (work := works.get()) is not None:
+        work()
+        # The next wait must not keep the tensors of this work alive.
+        del work
 
 
-class RankStages:
+def _settle(work: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
+        done.set_exception(error)
+
+
+# The class of the state that the ranks share.
+SharedT = TypeVar("SharedT", bound=HostRanks)
+
+
+class RankStages(ABC, Generic[SliceT, SharedT]):
     """Present several ranks as one stage, rank 0 first. Not thread-safe, as a stage is not.
 
     If a rank fails while others wait for it, the collective is over: every later step raises
@@ -95,7 +107,7 @@ class RankStages:
     num_devices = 1
 
     def __init__(
-        self, source: ModelSource, stages: Sequence[Stage], threads: Sequence[RankThread], group: HostRanks
+        self, source: ModelSource, stages: Sequence[SliceT], threads: Sequence[RankThread], ranks: SharedT
     ) -> None:
         first = stages[0]
         self.assignment = first.assignment
@@ -105,13 +117,13 @@ class RankStages:
         self.weight_bytes = sum(stage.weight_bytes for stage in stages)
         self.bytes_read = sum(stage.bytes_read for stage in stages)
         self.weight_share = max(stage.weight_share for stage in stages)
-        self.options = first.options
+        self.block_size = first.block_size
         self.stages = tuple(stages)
         self._num_kv_heads = {group.num_kv_heads for group in source.spec.cache_groups}
         self._threads = tuple(threads)
-        self._group = group
+        self._ranks = ranks
         self._end = weakref.finalize(self, _end_threads, self._threads)
-        for stage, end in zip(stages, group.ends, strict=True):
+        for stage, end in zip(stages, ranks.ends, strict=True):
             stage.join(end)
 
     @classmethod
@@ -121,20 +133,20 @@ class RankStages:
         assignment: StageAssignment,
         options: StageOptions,
         progress: LoadProgress | None = None,
-        kept: Sequence[Stage | None] = (),
-    ) -> RankStages:
-        """Load one rank after the other, each on its own thread. Raises as `Stage.load`, and PlanError.
+        kept: Sequence[LoadedStage | None] = (),
+    ) -> Self:
+        """Load one rank after the other, each on its own thread. Raises as `load_stage` does, and PlanError.
 
         ``kept`` holds the stages that these ranks replace, by rank.
         """
         devices = options.device.split(JOIN)
         size = len(devices)
-        group = cls._begin_group(devices, assignment.member)
+        ranks = cls._begin(devices, assignment.member)
         # The ranks share the processor's cores.
         num_threads = max(1, (options.num_threads or torch.get_num_threads()) // size)
         threads = [RankThread(f"rank {rank}", num_threads) for rank in range(size)]
 
-        def load(rank: int) -> Stage:
+        def load(rank: int) -> SliceT:
             own = replace(options, device=devices[rank], num_threads=num_threads)
             before = kept[rank] if rank < len(kept) else None
             tell = _after(progress, rank, size)
@@ -142,19 +154,19 @@ class RankStages:
             return cls._load_rank(source, assignment, own, **rest)
 
         try:
-            stages = [
-                cast("Stage", thread.put(partial(load, rank)).result()) for rank, thread in enumerate(threads)
-            ]
+            stages = [thread.put(partial(load, rank)).result() for rank, thread in enumerate(threads)]
         except BaseException:
             _end_threads(threads)
             raise
-        return cls(source, stages, threads, group)
+        return cls(source, stages, threads, ranks)
 
     @classmethod
-    def _begin_group(cls, devices: Sequence[str], member: str) -> HostRanks:
-        return LocalGroup(GLOO, [member] * len(devices))
+    @abstractmethod
+    def _begin(cls, devices: Sequence[str], member: str) -> SharedT:
+        """Return what the ranks on ``devices`` share."""
 
     @classmethod
+    @abstractmethod
     def _load_rank(
         cls,
         source: ModelSource,
@@ -162,10 +174,10 @@ class RankStages:
         options: StageOptions,
         *,
         progress: LoadProgress | None,
-        before: Stage | None,
+        before: LoadedStage | None,
         shard: Shard,
-    ) -> Stage:
-        return Stage.load(source, assignment, options, progress, before=before, shard=shard)
+    ) -> SliceT:
+        """Load one rank's slice, on its own thread."""
 
     # What all ranks do.
 
@@ -190,7 +202,7 @@ class RankStages:
         tokens: torch.Tensor | None,
         *,
         selects: bool = False,
-    ) -> Computed:
+    ) -> PendingHidden:
         out = self.run(step, hidden, tokens)
         return Computed(self.select(step, out) if selects else out)
 
@@ -198,8 +210,8 @@ class RankStages:
         self._check()
         return self._all(lambda stage: stage.output(hidden))[0]
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
-        return SampleTask(draw_all(self.output(hidden).numpy(), draws))
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> PendingSamples:
+        return SampleTask(sample_all(self.output(hidden).numpy(), jobs))
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""
@@ -220,7 +232,7 @@ class RankStages:
             lambda stage: stage.write_blocks(start, blocks, tags, kv[..., self._heads(stage), :].contiguous())
         )
 
-    def _write(self, work: Callable[[Stage], None]) -> None:
+    def _write(self, work: Callable[[SliceT], None]) -> None:
         self._all(work)
 
     # What one of them knows for all.
@@ -253,14 +265,14 @@ class RankStages:
     def room_bytes(self, offered_bytes: int) -> int:
         return offered_bytes - self.weight_bytes
 
-    def give_up(self, _source: ModelSource, _options: StageOptions, _shard: Shard = WHOLE) -> None:
-        """Free the stage as `Stage.give_up` does; nothing is kept for a stage of another kind."""
+    def give_up(self) -> None:
+        """End the ranks and free their K/V."""
         for stage in self.release():
             stage.forget()
 
-    def release(self) -> list[Stage]:
+    def release(self) -> list[SliceT]:
         """End the ranks and return their stages, from which a replacement may take weights."""
-        self._group.abort(StageLost("the stage was given up"))
+        self._ranks.abort(StageLost("the stage was given up"))
         self._end()
         return list(self.stages)
 
@@ -271,22 +283,21 @@ class RankStages:
         (count,) = self._num_kv_heads if len(self._num_kv_heads) == 1 else (0,)
         return count
 
-    def _heads(self, stage: Stage) -> slice:
+    def _heads(self, stage: SliceT) -> slice:
         first = first_kv_head(self._kv_heads, stage.shard)
         return slice(first, first + kv_heads_of(self._kv_heads, stage.shard.world_size))
 
     def _check(self) -> None:
-        if self._group.error is not None:
-            raise self._group.error
+        if self._ranks.error is not None:
+            raise self._ranks.error
 
-    def _all(self, work: Callable[[Stage], T]) -> list[T]:
+    def _all(self, work: Callable[[SliceT], T]) -> list[T]:
         """Run ``work`` on every rank at once and return the results by rank.
 
         A rank that fails ends the collective, so that no other rank waits for it.
         """
         running = [
-            thread.put(lambda stage=stage: work(stage))  # type: ignore[misc]
-            for thread, stage in zip(self._threads, self.stages, strict=True)
+            thread.put(partial(work, stage)) for thread, stage in zip(self._threads, self.stages, strict=True)
         ]
         errors: list[BaseException] = []
         for one in running:
@@ -302,9 +313,9 @@ class RankStages:
             # A `CollectiveError` only follows from another rank's failure, so raise the cause where there is
             # one.
             raise next((e for e in errors if not isinstance(e, CollectiveError)), errors[0])
-        return [cast("T", one.result()) for one in running]
+        return [one.result() for one in running]
 
-    def _ended(self, done: Future[object]) -> None:
+    def _ended(self, done: Future[T]) -> None:
         error = done.exception()
         # Every rank refuses an invalid step alike, before any of them waits, so a `StepError` ends nothing.
         if error is not None and not isinstance(error, StepError):
@@ -313,7 +324,28 @@ class RankStages:
                 if isinstance(error, ConvoyError)
                 else StageLost(f"a rank failed: {type(error).__name__}")
             )
-            self._group.abort(failed)
+            self._ranks.abort(failed)
+
+
+class HostRankStages(RankStages[HostStage, LocalRanks]):
+    """Run `RankStages` on this host's processor."""
+
+    @classmethod
+    def _begin(cls, devices: Sequence[str], member: str) -> LocalRanks:
+        return LocalRanks(GLOO, [member] * len(devices))
+
+    @classmethod
+    def _load_rank(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        progress: LoadProgress | None,
+        before: LoadedStage | None,
+        shard: Shard,
+    ) -> HostStage:
+        return HostStage.load(source, assignment, options, progress, before=before, shard=shard)
 
 
 def _end_threads(threads: Sequence[RankThread]) -> None:

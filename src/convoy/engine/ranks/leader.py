@@ -7,7 +7,6 @@ the same orders: an order is sent only when nothing is left but to run it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import msgspec
 import torch
@@ -16,8 +15,8 @@ from convoy.engine.ranks.blocks import RankBlocks
 from convoy.engine.ranks.protocol import RankCollective, named, prove
 from convoy.engine.ranks.watch import RankWatch
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, LinkClosed, StageLost
-from convoy.model.backends.host.stage import Computed, Stage
-from convoy.model.sampling.output_rows import SampleJob, SampleTask
+from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import Computed, PendingSamples, Stage
 from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Message, StageAssignment, Step
@@ -48,7 +47,6 @@ class LeaderStage:
     ) -> None:
         self.culprit: str | None = None
         self.assignment: StageAssignment = own.assignment
-        self.options = own.options
         self.hidden_size = own.hidden_size
         self.vocab_size = own.vocab_size
         self.token_id_layers = own.token_id_layers
@@ -68,10 +66,6 @@ class LeaderStage:
         self._selected: torch.Tensor | None = None
         # Whether the other ranks compute the output of these rows already.
         self._has_begun = False
-
-    def as_stage(self) -> Stage:
-        """Return this object as a `Stage`; it shares the methods of `Stage` but none of its code."""
-        return cast("Stage", self)
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +88,7 @@ class LeaderStage:
         self._watch.close()
         self.abort(LinkClosed("the plan is over"))
 
-    # The face of a stage.
+    # The members of `Stage`.
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -135,7 +129,7 @@ class LeaderStage:
     ) -> Computed:
         """Start a step as `Stage.start` does.
 
-        With ``selects``, the owner of the output must `draw` from it next.
+        With ``selects``, the owner of the output must `sample` from it next.
         """
         out = self._run(step, hidden, tokens, selects=selects)
         return Computed(self.select(step, out) if selects else out)
@@ -152,10 +146,10 @@ class LeaderStage:
             self._order_output(hidden)
             return self._own.output(hidden)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> PendingSamples:
         with self._blaming():
             self._order_output(hidden)
-            return self._own.draw(hidden, draws)
+            return self._own.sample(hidden, jobs)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""

@@ -13,28 +13,18 @@ from typing import Protocol
 import torch
 
 from convoy.model.sampling.output_rows import SampleResult
+from convoy.model.stage import PendingHidden, PendingSamples
 
 # Look at each 256th number of a row: a sum that failed leaves a longer run of values that are no numbers.
 _EVERY = 256
 
 
-class RankResult(Protocol):
+class RankResult(PendingHidden, Protocol):
     """Describe a pending result, as `model.backends.cuda.memory.pending.PendingResult`."""
 
     @property
-    def tensor(self) -> torch.Tensor: ...
-
-    def wait(self) -> torch.Tensor:
-        """Return the tensor once it is complete."""
-        ...
-
-
-class SampledStep(Protocol):
-    """Describe a pending sampling, as `model.sampling.output_rows.SampleTask`."""
-
-    def outcomes(self) -> tuple[SampleResult, ...]:
-        """Return the results once they are known."""
-        ...
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, complete or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +47,15 @@ class WatchedResult:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedDraws:
+class WatchedSamples:
     """Hold sampling results. ``check`` raises if a rank was missing."""
 
-    drawing: SampledStep
+    samples: PendingSamples
     check: Callable[[], None]
 
     def outcomes(self) -> tuple[SampleResult, ...]:
         """Return one result for each sampling job, in their order."""
-        found = self.drawing.outcomes()
+        found = self.samples.outcomes()
         if any(one.error is not None for one in found):
             self.check()
         return found

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from collections.abc import Set as SetOf
 from dataclasses import replace
 
-from convoy.engine.continuation import SequenceOwner
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
+from convoy.engine.sequence_owner import SequenceOwner
 from convoy.errors import CapacityError, RequestError
 
 
@@ -76,17 +76,17 @@ def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
     return replace(request, max_tokens=left)
 
 
-def unfit(continuations: Iterable[SequenceOwner], room: int) -> list[tuple[object, CapacityError]]:
+def unfit(owners: Iterable[SequenceOwner], room: int) -> list[tuple[object, CapacityError]]:
     """Return the groups with more tokens than the new stages have room for, each with its error.
 
     All others continue, and end when they reach the new limit.
     """
     found = []
-    for continuation in continuations:
-        continuation.sequence.wall = room
-        num_tokens = len(continuation.sequence.tokens)
+    for owner in owners:
+        owner.sequence.wall = room
+        num_tokens = len(owner.sequence.tokens)
         if num_tokens > room:
             text = f"the request has {num_tokens} tokens already, and after a loss there is room for {room}"
             hint = "bring the lost member back, or give the others more memory"
-            found.append((continuation.group, CapacityError(text, hint=hint)))
+            found.append((owner.group, CapacityError(text, hint=hint)))
     return found

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from convoy.engine.continuation import RowResult
 from convoy.engine.outputs import (
     ErrorOutput,
     FinishOutput,
@@ -20,6 +19,7 @@ from convoy.engine.requests.near_tie import can_tell, is_near_tie, with_two_best
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import Restrictions
 from convoy.engine.sequence import Sequence
+from convoy.engine.sequence_owner import RowResult
 from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct
@@ -47,7 +47,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
+    def sample_jobs(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """Return one sampling job for each output of ``row``.
 
         The row's last ``len(drafts)`` tokens are guesses.
@@ -102,14 +102,14 @@ class Choice:
             # Sampled already, before this sequence was preempted: the result is not used.
             return GREEDY
         params = with_two_best(request.params) if self._watches_ties else request.params
-        drawn = SampleJob(params, self.index, position)
+        job = SampleJob(params, self.index, position)
         if request.params.reshapes:
             generated = [*self.sequence.generated_ids, *drafts[: position - known]]
-            drawn = replace(drawn, prompt_ids=self.prompt_seen, generated_ids=generated)
+            job = replace(job, prompt_ids=self.prompt_seen, generated_ids=generated)
         if self.restrictions:
             allowed, banned = self._restrict(position, drafts[: position - known])
-            drawn = replace(drawn, allowed=allowed, banned=banned)
-        return drawn
+            job = replace(job, allowed=allowed, banned=banned)
+        return job
 
     def _restrict(self, position: int, drafts: SequenceOf[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         tokens, num_prompt = self.sequence.tokens, self.sequence.num_prompt
@@ -118,7 +118,7 @@ class Choice:
 
     @property
     def _watches_ties(self) -> bool:
-        return self.sequence.shaken and can_tell(self.request.params) and not self.restrictions
+        return self.sequence.replayed_inexact and can_tell(self.request.params) and not self.restrictions
 
     def _append(self, sampled: Sampled) -> bool:
         request = self.request

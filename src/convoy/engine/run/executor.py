@@ -12,7 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
+from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
 
 # Shape [layers, 2 (K, then V), positions, kv_heads, head_dim].
@@ -31,14 +33,25 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Run steps strictly in the order of their submission."""
+    """Run steps strictly in the order of their submission.
+
+    One thread submits and collects. Receiver threads of links call `deliver` and `lost`.
+    """
 
     @property
     def depth(self) -> int:
         """Return how many steps may be in flight at once."""
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
-        """Start a step; ``draws`` has one sampling job for each output of its rows.
+    @property
+    def oldest(self) -> int | None:
+        """Return the number of the step that `collect` waits for, or None."""
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        """Return the members that failed first; two if it may have been either, none if unknown."""
+
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
+        """Start a step; ``jobs`` has one sampling job for each output of its rows.
 
         Raises `StageLost` if a stage is gone, or if the head's own stage cannot run it.
         """
@@ -59,6 +72,12 @@ class Executor(Protocol):
         The layers come in order. After the last of them, the blocks hold the prefixes of ``tags``. Raises as
         `read_blocks` does; the blocks then hold nothing that may be shared.
         """
+
+    def deliver(self, link: Link, received: Received) -> None:
+        """Take a message or a tensor of another member of the plan."""
+
+    def lost(self, link: Link, error: ConvoyError) -> None:
+        """End all waits, because the link of a member of the plan ended."""
 
     def close(self) -> None:
         """End the executor; a `collect` that waits on another thread raises."""

@@ -20,7 +20,7 @@ from convoy.engine.run.executor import Kv
 from convoy.engine.run.liveness import LivenessProbe, patience_after
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, StageLost, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import Stage
 from convoy.model.tensors import to_wire
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor

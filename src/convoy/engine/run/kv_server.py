@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from convoy.errors import ConvoyError, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.stage import Stage
 from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlocksDone, FrameType, ReadBlocks, WriteBlocks

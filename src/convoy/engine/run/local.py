@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.own_stage import own_stage
-from convoy.model.backends.host.stage import Stage
-from convoy.model.sampling.output_rows import SampleJob, SampleResult
+from convoy.errors import ConvoyError
+from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import tokens_from_bytes
+from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
-
-
-class Outcomes(Protocol):
-    """Describe sampling that is done, or that a device works on."""
-
-    def outcomes(self) -> tuple[SampleResult, ...]: ...
 
 
 class LocalExecutor:
@@ -32,18 +27,27 @@ class LocalExecutor:
     def __init__(self, stage: Stage, depth: int = 1) -> None:
         self.depth = depth
         self._stage = stage
-        self._running: deque[tuple[int, Outcomes]] = deque()
+        self._running: deque[tuple[int, PendingSamples]] = deque()
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    @property
+    def oldest(self) -> int | None:
+        return self._running[0][0] if self._running else None
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        """Return nothing: no other member runs these steps."""
+        return ()
+
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         with own_stage(step.number):
             tokens = tokens_from_bytes(step.tokens)
             hidden = self._stage.start(step, None, tokens, selects=True).wait()
-            self._running.append((step.number, self._stage.draw(hidden, draws)))
+            self._running.append((step.number, self._stage.sample(hidden, jobs)))
 
     def collect(self) -> StepResult:
-        number, drawing = self._running.popleft()
+        number, samples = self._running.popleft()
         with own_stage(number):
-            return StepResult(number, drawing.outcomes())
+            return StepResult(number, samples.outcomes())
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         found: Kv = self._stage.read_blocks(start, end, blocks).numpy()
@@ -51,6 +55,12 @@ class LocalExecutor:
 
     def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
         self._stage.write_blocks(start, blocks, tags, torch.from_numpy(kv))
+
+    def deliver(self, link: Link, received: Received) -> None:
+        """Drop it: no other member has a part in these steps."""
+
+    def lost(self, link: Link, error: ConvoyError) -> None:
+        """Do nothing, as no step waits for a link."""
 
     def close(self) -> None:
         """Do nothing: no other thread waits, and the engine's thread may still be collecting."""

@@ -26,13 +26,12 @@ from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.device_sender import DeviceSender
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.kv_client import KvClient
-from convoy.engine.run.local import Outcomes
 from convoy.engine.run.own_stage import own_stage
 from convoy.engine.run.sampling import outcome_of, request_of
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
-from convoy.model.backends.host.stage import Stage
 from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -50,7 +49,7 @@ def _not_its_turn(step: int) -> StepFailed:
 @dataclass(frozen=True, slots=True)
 class _Running:
     step: Step
-    draws: Sequence[SampleJob]
+    jobs: Sequence[SampleJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class PipelineExecutor:
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | SampleReplies] = {}
         # Sampling begun before `collect` asks for it.
-        self._drawings: dict[int, Outcomes] = {}
+        self._samples: dict[int, PendingSamples] = {}
         # The members that failed first, or sent invalid data; two if it may have been either.
         self.blamed: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
@@ -153,13 +152,13 @@ class PipelineExecutor:
         self._arrivals.put_last(link, lost)
         self._carrier.end(lost)
 
-    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
-        self._draw_arrived()
-        self._in_flight.append(_Running(step, draws))
+    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
+        self._sample_arrived()
+        self._in_flight.append(_Running(step, jobs))
         self.clock.sent(step)
         try:
             with own_stage(step.number, self._blame_head):
-                self._announce(step, draws)
+                self._announce(step, jobs)
                 if self._head_first:
                     self._start(step)
         except (LinkBroken, LinkClosed) as error:
@@ -184,10 +183,10 @@ class PipelineExecutor:
                 )
                 hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
                 returned = self._stage.select(running.step, hidden)
-            drawing = self._drawings.pop(running.step.number, None)
-            drawing = drawing or self._stage.draw(returned, running.draws)
-            self._draw_arrived()
-            return StepResult(running.step.number, drawing.outcomes())
+            samples = self._samples.pop(running.step.number, None)
+            samples = samples or self._stage.sample(returned, running.jobs)
+            self._sample_arrived()
+            return StepResult(running.step.number, samples.outcomes())
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._carrier.read(start, end, blocks)
@@ -228,16 +227,16 @@ class PipelineExecutor:
         doubted = accused in neighbours - {self._head, member}
         self.blamed = (accused, member) if doubted else (member,)
 
-    def _announce(self, step: Step, draws: Sequence[SampleJob]) -> None:
+    def _announce(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         for assignment in self._stages:
             if assignment.member != self._head:
                 link = self._links[assignment.member]
-                part = self._part_of(step, draws, assignment)
+                part = self._part_of(step, jobs, assignment)
                 self._guard.begin(link)
                 link.send(part, generation=self._options.generation, step=step.number)
         self._guard.end()
 
-    def _part_of(self, step: Step, draws: Sequence[SampleJob], assignment: StageAssignment) -> Step:
+    def _part_of(self, step: Step, jobs: Sequence[SampleJob], assignment: StageAssignment) -> Step:
         """Return the step for one stage.
 
         It has token ids only for the embedding and layers that need them, and sampling jobs only for the
@@ -246,7 +245,7 @@ class PipelineExecutor:
         return msgspec.structs.replace(
             step,
             tokens=step.tokens if self._takes_ids(assignment) else b"",
-            draws=[request_of(draw) for draw in draws] if assignment.output else [],
+            draws=[request_of(job) for job in jobs] if assignment.output else [],
         )
 
     def _takes_ids(self, assignment: StageAssignment) -> bool:
@@ -261,7 +260,7 @@ class PipelineExecutor:
         pending = self._stage.start(step, None, tokens)
         self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
 
-    def _draw_arrived(self) -> None:
+    def _sample_arrived(self) -> None:
         """Start sampling on the device for all steps that are back, while the next step is scheduled."""
         if not (self._options.overlaps and self._head_first and self._owner == self._head):
             return
@@ -271,9 +270,9 @@ class PipelineExecutor:
         for running in self._in_flight:
             number = running.step.number
             hidden = self._returned.get(number)
-            if isinstance(hidden, torch.Tensor) and number not in self._drawings:
+            if isinstance(hidden, torch.Tensor) and number not in self._samples:
                 with own_stage(number, self._blame_head):
-                    self._drawings[number] = self._stage.draw(hidden, running.draws)
+                    self._samples[number] = self._stage.sample(hidden, running.jobs)
 
     def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
         """Send the hidden state on, on the thread that waited for the device."""
@@ -353,16 +352,16 @@ class PipelineExecutor:
             raise self._malformed(f"the end of step {number} was not expected")
         return step
 
-    def _read(self, drawn: SampleReplies, running: _Running) -> StepResult:
-        if len(drawn.answers) != len(running.draws):
-            found, expected = len(drawn.answers), len(running.draws)
-            raise self._malformed(f"step {drawn.number} came back with {found} draws, expected {expected}")
+    def _read(self, replies: SampleReplies, running: _Running) -> StepResult:
+        if len(replies.answers) != len(running.jobs):
+            found, expected = len(replies.answers), len(running.jobs)
+            raise self._malformed(f"step {replies.number} came back with {found} draws, expected {expected}")
         try:
-            pairs = zip(drawn.answers, running.draws, strict=True)
-            outcomes = tuple(outcome_of(answer, draw, self._stage.vocab_size) for answer, draw in pairs)
+            pairs = zip(replies.answers, running.jobs, strict=True)
+            outcomes = tuple(outcome_of(answer, job, self._stage.vocab_size) for answer, job in pairs)
         except PeerError as error:
-            raise self._malformed(f"step {drawn.number} came back malformed: {error.message}") from error
-        return StepResult(drawn.number, outcomes)
+            raise self._malformed(f"step {replies.number} came back malformed: {error.message}") from error
+        return StepResult(replies.number, outcomes)
 
     def _accept_hidden(self, item: ReceivedTensor) -> None:
         at_boundary = item.boundary == self._boundary and self._owner == self._head

@@ -14,18 +14,18 @@ from convoy.model.sampling.sample import Sampled
 from convoy.wire.messages.control import SampleReply, SampleRequest
 
 
-def request_of(draw: SampleJob) -> SampleRequest:
+def request_of(job: SampleJob) -> SampleRequest:
     """Return the request for the owner of the output.
 
     Tokens are sent only if a penalty looks back. The prompt's tokens are those of the job: each once, from
     one call of `distinct` for the whole request.
     """
-    params, drawn = draw.params, draw.score is None
-    repeats = drawn and params.repetition_penalty != 1
-    looks_back = repeats or (drawn and bool(params.presence_penalty or params.frequency_penalty))
+    params, is_sampled = job.params, job.score is None
+    repeats = is_sampled and params.repetition_penalty != 1
+    looks_back = repeats or (is_sampled and bool(params.presence_penalty or params.frequency_penalty))
     return SampleRequest(
-        position=draw.position,
-        choice=draw.choice,
+        position=job.position,
+        choice=job.choice,
         seed=params.seed,
         temperature=params.temperature,
         top_k=params.top_k,
@@ -34,18 +34,18 @@ def request_of(draw: SampleJob) -> SampleRequest:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=list(params.logit_bias.items()) if drawn else [],
+        logit_bias=list(params.logit_bias.items()) if is_sampled else [],
         logprobs=-1 if params.logprobs is None else params.logprobs,
-        score=-1 if draw.score is None else draw.score,
-        wants_logits=draw.wants_logits,
-        prompt=_encode(draw.prompt_ids) if repeats else b"",
-        generated=_encode(draw.generated_ids) if looks_back else b"",
-        allowed=_encode(draw.allowed),
-        banned=_encode(draw.banned),
+        score=-1 if job.score is None else job.score,
+        wants_logits=job.wants_logits,
+        prompt=_encode(job.prompt_ids) if repeats else b"",
+        generated=_encode(job.generated_ids) if looks_back else b"",
+        allowed=_encode(job.allowed),
+        banned=_encode(job.banned),
     )
 
 
-def draw_of(request: SampleRequest, vocab_size: int) -> SampleJob:
+def job_of(request: SampleRequest, vocab_size: int) -> SampleJob:
     """Return the sampling job of a request, at the peer. Raises `StepError` for an invalid request."""
     try:
         params = SamplingParams(
@@ -87,7 +87,7 @@ def answer_of(outcome: SampleResult) -> SampleReply:
     return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
 
 
-def outcome_of(answer: SampleReply, draw: SampleJob, vocab_size: int) -> SampleResult:
+def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleResult:
     """Return the result of a reply, at the head.
 
     Raises `PeerError` for a reply that cannot belong to this job.
@@ -96,7 +96,7 @@ def outcome_of(answer: SampleReply, draw: SampleJob, vocab_size: int) -> SampleR
         return SampleResult(
             Sampled(0), error=StepError("the owner of the output could not draw from its logits")
         )
-    _check_answer(answer, draw, vocab_size)
+    _check_answer(answer, job, vocab_size)
     return SampleResult(
         Sampled(
             answer.token_id,
@@ -104,35 +104,35 @@ def outcome_of(answer: SampleReply, draw: SampleJob, vocab_size: int) -> SampleR
             tuple((token, value) for token, value in answer.top),
             answer.rank,
         ),
-        _logits(answer.logits, vocab_size) if draw.wants_logits else None,
+        _logits(answer.logits, vocab_size) if job.wants_logits else None,
     )
 
 
-def _check_answer(answer: SampleReply, draw: SampleJob, vocab_size: int) -> None:
+def _check_answer(answer: SampleReply, job: SampleJob, vocab_size: int) -> None:
     tokens = [answer.token_id, *(token for token, _ in answer.top)]
     if not all(0 <= token < vocab_size for token in tokens):
         raise PeerError(f"an answer has a token outside the vocabulary of {vocab_size}")
-    if draw.score is None and not _may_be_drawn(answer.token_id, draw):
+    if job.score is None and not _may_be_sampled(answer.token_id, job):
         raise PeerError("an answer has a token that was not allowed")
-    if draw.score not in (None, answer.token_id):
+    if job.score not in (None, answer.token_id):
         raise PeerError("an answer scores another token than was asked for")
-    wanted = (draw.params.logprobs or 0) if draw.score is not None else draw.params.logprobs
+    wanted = (job.params.logprobs or 0) if job.score is not None else job.params.logprobs
     num_top = min(wanted or 0, vocab_size)
     if len(answer.top) != num_top or len(set(tokens[1:])) != num_top:
         raise PeerError(f"an answer has {len(answer.top)} alternatives, expected {num_top}, all different")
     values = [answer.logprob] * (wanted is not None) + [value for _, value in answer.top]
     if not all(math.isfinite(value) for value in values):
         raise PeerError("an answer has a log-probability that is not finite")
-    if not (1 <= answer.rank <= vocab_size if draw.score is not None else answer.rank == 0):
+    if not (1 <= answer.rank <= vocab_size if job.score is not None else answer.rank == 0):
         raise PeerError(
             f"an answer has the rank {answer.rank}, expected one of {vocab_size} for a score alone"
         )
-    if answer.logits and not draw.wants_logits:
+    if answer.logits and not job.wants_logits:
         raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
 
 
-def _may_be_drawn(token_id: int, draw: SampleJob) -> bool:
-    return token_id not in draw.banned and (not draw.allowed or token_id in draw.allowed)
+def _may_be_sampled(token_id: int, job: SampleJob) -> bool:
+    return token_id not in job.banned and (not job.allowed or token_id in job.allowed)
 
 
 def _logits(data: bytes, vocab_size: int) -> Logits:

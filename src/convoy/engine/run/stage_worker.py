@@ -14,11 +14,11 @@ import torch
 
 from convoy.engine.run.device_sender import DeviceSender, Failed
 from convoy.engine.run.executor import MAX_IN_FLIGHT
-from convoy.engine.run.sampling import answer_of, draw_of
+from convoy.engine.run.sampling import answer_of, job_of
 from convoy.engine.stats import Histogram
 from convoy.errors import HiddenError, StepError
-from convoy.model.backends.host.stage import Stage
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
+from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.inbox import weight_of_message
 from convoy.transport.link.link import Link, ReceivedTensor
@@ -151,8 +151,8 @@ class StageWorker:
     def _run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
         out = self._stage.run(step, hidden=hidden, tokens=tokens)
         if self._route.assignment.output:
-            drawing = self._stage.draw(self._stage.select(step, out), self._draws(step))
-            self._send_drawn(step, drawing.outcomes())
+            samples = self._stage.sample(self._stage.select(step, out), self._jobs(step))
+            self._send_samples(step, samples.outcomes())
             return
         self._send(step, self._stage.select(step, out) if self._route.last else out)
 
@@ -162,8 +162,8 @@ class StageWorker:
         """Run a step as `_run` does, but wait for the device on another thread."""
         if self._route.assignment.output:
             out = self._stage.start(step, hidden, tokens, selects=True).wait()
-            drawing = self._stage.draw(out, self._draws(step))
-            leaves.put(step.number, lambda: self._send_drawn(step, drawing.outcomes()))
+            samples = self._stage.sample(out, self._jobs(step))
+            leaves.put(step.number, lambda: self._send_samples(step, samples.outcomes()))
         else:
             pending = self._stage.start(step, hidden, tokens, selects=self._route.last)
             leaves.put(step.number, lambda: self._send(step, pending.wait()))
@@ -177,12 +177,12 @@ class StageWorker:
         )
         self._finished(step)
 
-    def _draws(self, step: Step) -> list[SampleJob]:
-        return [draw_of(request, self._stage.vocab_size) for request in step.draws]
+    def _jobs(self, step: Step) -> list[SampleJob]:
+        return [job_of(request, self._stage.vocab_size) for request in step.draws]
 
-    def _send_drawn(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
-        drawn = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
-        self._successor.send(drawn, generation=self._route.generation, step=step.number)
+    def _send_samples(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
+        replies = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
+        self._successor.send(replies, generation=self._route.generation, step=step.number)
         self._finished(step)
 
     def _finished(self, step: Step) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from convoy.engine.continuation import RowResult
 from convoy.engine.engine import Engine
 from convoy.engine.outputs import FinishReason
 from convoy.engine.sequence import Sequence
+from convoy.engine.sequence_owner import RowResult
 from convoy.engine.sessions.blocks import SessionBlocks
 from convoy.engine.sessions.format import Progress, SavedState, SessionModel
 from convoy.errors import ConvoyError, Draining, RequestError, Unavailable
@@ -44,7 +44,7 @@ class SessionRun:
     def group(self) -> object:
         return self
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:  # noqa: ARG002 - nobody guesses here
+    def sample_jobs(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:  # noqa: ARG002 - nobody guesses here
         return [_LOGITS] * row.num_outputs
 
     def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:  # noqa: ARG002

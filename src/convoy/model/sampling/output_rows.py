@@ -76,35 +76,35 @@ def distinct(tokens: Sequence[int]) -> Sequence[int]:
     return array("I", sorted(set(tokens)))
 
 
-def draw_all(logits: Logits, draws: Sequence[SampleJob]) -> tuple[SampleResult, ...]:
+def sample_all(logits: Logits, jobs: Sequence[SampleJob]) -> tuple[SampleResult, ...]:
     """Return one result per row of ``logits`` [num_outputs, vocabulary].
 
     Raises StepError if the counts of rows and jobs differ.
     """
-    if len(logits) != len(draws):
-        raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
-    return tuple(draw(row, one) for row, one in zip(logits, draws, strict=True))
+    if len(logits) != len(jobs):
+        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} draws")
+    return tuple(sample_row(row, job) for row, job in zip(logits, jobs, strict=True))
 
 
-def draw(logits: Logits, one: SampleJob) -> SampleResult:
+def sample_row(logits: Logits, job: SampleJob) -> SampleResult:
     """Return the result of one row [vocabulary]. An error belongs to this row, and does not fail the step."""
     try:
-        sampled = _draw(logits, one)
+        sampled = _sample_row(logits, job)
     except ConvoyError as error:
         return SampleResult(Sampled(0), error=error)
-    return SampleResult(sampled, logits.copy() if one.wants_logits else None)
+    return SampleResult(sampled, logits.copy() if job.wants_logits else None)
 
 
-def _draw(logits: Logits, one: SampleJob) -> Sampled:
-    if one.score is not None:
-        return prompt_logprob(logits, one.score, one.params.logprobs or 0)
+def _sample_row(logits: Logits, job: SampleJob) -> Sampled:
+    if job.score is not None:
+        return prompt_logprob(logits, job.score, job.params.logprobs or 0)
     return sample(
         logits,
-        one.params,
-        choice=one.choice,
-        position=one.position,
-        prompt_ids=one.prompt_ids,
-        generated_ids=one.generated_ids,
-        allowed=one.allowed,
-        banned=one.banned,
+        job.params,
+        choice=job.choice,
+        position=job.position,
+        prompt_ids=job.prompt_ids,
+        generated_ids=job.generated_ids,
+        allowed=job.allowed,
+        banned=job.banned,
     )

@@ -1,7 +1,8 @@
 """The host memory of a step beside weights and K/V: hidden states, heads, scores and logits.
 
-It is an upper bound, fitted to the allocator's measured peak (`tests/model/test_working.py`). On CUDA devices
-the memory is measured after loading instead, with the graphs (`model.backends.cuda.working`).
+It is an upper bound, fitted to the allocator's measured peak
+(`tests/model/backends/host/test_working_memory.py`). On CUDA devices the memory is measured after loading
+instead, with the graphs (`model.backends.cuda.working_memory`).
 """
 
 from __future__ import annotations

@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from convoy.engine.ranks.host_ranks import RankStages
-from convoy.engine.ranks.load_stage import load_stage
-from convoy.engine.ranks.sums.local import LocalCollective, LocalGroup
+from convoy.engine.ranks.host_ranks import HostRankStages
+from convoy.engine.ranks.load import load_member_slice, load_member_stage
+from convoy.engine.ranks.sums.local import LocalCollective, LocalRanks
 from convoy.errors import CollectiveError, ConvoyError, PlanError, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.stage import LoadedStage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import Row, StageAssignment, Step
 from support.rings import run_at_once
@@ -26,11 +27,11 @@ WHOLE = StageAssignment("alpha", 0, 4, embed=True, output=True)
 PROMPT = [(7 * i) % 100 for i in range(40)]
 
 
-def group_of(world_size: int, deadline_s: float = 10.0) -> LocalGroup:
-    return LocalGroup("gloo", ["alpha"] * world_size, deadline_s)
+def group_of(world_size: int, deadline_s: float = 10.0) -> LocalRanks:
+    return LocalRanks("gloo", ["alpha"] * world_size, deadline_s)
 
 
-def on_all(group: LocalGroup, parts: list[torch.Tensor]) -> list[torch.Tensor | ConvoyError]:
+def on_all(group: LocalRanks, parts: list[torch.Tensor]) -> list[torch.Tensor | ConvoyError]:
     def work(end: LocalCollective) -> torch.Tensor:
         return end.all_reduce(parts[end.rank])
 
@@ -65,17 +66,17 @@ def test_nothing_listens_but_on_loopback() -> None:
 def test_plain_collectives_between_members_are_refused_with_the_reason() -> None:
     for backend in ("gloo", "nccl"):
         with pytest.raises(PlanError, match="would send partial sums in clear") as refused:
-            LocalGroup(backend, ["alpha", "beta"])
+            LocalRanks(backend, ["alpha", "beta"])
         assert "alpha and beta" in refused.value.message
         assert refused.value.hint == "ranks on several members add through sealed links, with no setting"
     with pytest.raises(PlanError, match="'mpi' is no plain collective, expected gloo or nccl"):
-        LocalGroup("mpi", ["alpha", "alpha"])
+        LocalRanks("mpi", ["alpha", "alpha"])
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="there is nccl")
 def test_a_backend_that_pytorch_lacks_is_named() -> None:
     with pytest.raises(PlanError, match="this build of PyTorch has no nccl"):
-        LocalGroup("nccl", ["alpha", "alpha"])
+        LocalRanks("nccl", ["alpha", "alpha"])
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_operation() -> None:
@@ -96,7 +97,7 @@ def test_abort_wakes_who_waits_within_a_moment() -> None:
     assert time.monotonic() - began_s < 5
 
 
-# Ranks as threads, with the face of one stage.
+# Ranks as threads, which act as one stage.
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +105,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("local"))
 
 
-def ranks_of(models: Models, device: str = "cpu+cpu", **rest: Any) -> RankStages:
+def load(models: Models, device: str = "cpu+cpu", **rest: Any) -> LoadedStage:
     source = models.source("odd")
     options = StageOptions(device=device, num_threads=2, require_tags=False)
     assignment = StageAssignment("alpha", 0, source.spec.num_layers, embed=True, output=True)
-    return cast("RankStages", load_stage(source, assignment, options, **rest))
+    return load_member_stage(source, assignment, options, **rest)
+
+
+def ranks_of(models: Models, **rest: Any) -> HostRankStages:
+    stage = load(models, **rest)
+    assert isinstance(stage, HostRankStages)
+    return stage
 
 
 @pytest.fixture(scope="module")
-def ranks(models: Models) -> Iterator[RankStages]:
+def ranks(models: Models) -> Iterator[HostRankStages]:
     stage = ranks_of(models)
     yield stage
     stage.release()
 
 
-def chain_of(stage: RankStages) -> Chain:
-    return Chain([cast("Stage", stage)])
+def chain_of(stage: LoadedStage) -> Chain:
+    return Chain([stage])
 
 
 def test_two_ranks_are_the_single_stage_within_rounding_and_alike_from_run_to_run(
-    models: Models, ranks: RankStages
+    models: Models, ranks: HostRankStages
 ) -> None:
     expected = models.chain("odd").run((0, PROMPT))[0]
     found = [chain_of(ranks).run((0, PROMPT))[0] for _ in range(2)]
@@ -132,7 +139,7 @@ def test_two_ranks_are_the_single_stage_within_rounding_and_alike_from_run_to_ru
     assert ranks.weight_share < 0.6
 
 
-def test_kv_of_a_session_has_the_heads_of_all_ranks(models: Models, ranks: RankStages) -> None:
+def test_kv_of_a_session_has_the_heads_of_all_ranks(models: Models, ranks: HostRankStages) -> None:
     alone, ours = models.chain("odd"), chain_of(ranks)
     alone.run((0, PROMPT))
     ours.run((0, PROMPT))
@@ -148,14 +155,14 @@ def test_kv_of_a_session_has_the_heads_of_all_ranks(models: Models, ranks: RankS
         ranks.write_blocks(0, free, [bytes(16)] * len(free), kv[..., :1, :])
 
 
-def test_a_step_that_makes_no_sense_is_refused_and_the_ranks_go_on(ranks: RankStages) -> None:
+def test_a_step_that_makes_no_sense_is_refused_and_the_ranks_go_on(ranks: HostRankStages) -> None:
     chain = chain_of(ranks)
     with pytest.raises(StepError):
         ranks.run(Step(0, [], [], [Row(9, 5, 1, 1)], b""), None, torch.tensor([1]))
     assert chain.run((0, PROMPT))[0].shape[0] == len(PROMPT)
 
 
-def test_a_rank_that_fails_ends_the_group_and_nobody_waits(
+def test_a_rank_that_fails_ends_the_other_ranks_and_none_waits(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = ranks_of(models)
@@ -178,19 +185,21 @@ def test_a_rank_that_fails_ends_the_group_and_nobody_waits(
 def test_what_two_ranks_hold_is_kept_for_those_that_take_their_place(models: Models) -> None:
     before = ranks_of(models)
     found = chain_of(before).run((0, PROMPT))[0]
-    after = ranks_of(models, before=cast("Stage", before))
+    after = ranks_of(models, before=before)
     assert after.bytes_read == 0
     assert torch.equal(chain_of(after).run((0, PROMPT))[0], found)
-    alone = ranks_of(models, "cpu", before=cast("Stage", after))
-    assert isinstance(alone, Stage)
+    alone = load(models, "cpu", before=after)
+    assert isinstance(alone, HostStage)
     assert alone.bytes_read > 0
 
 
 def test_ranks_that_cannot_share_a_model_are_refused_with_both_numbers(models: Models) -> None:
     with pytest.raises(PlanError, match="heads"):
-        ranks_of(models, "cpu+cpu+cpu")
+        load(models, "cpu+cpu+cpu")
+    source = models.source("odd")
+    assignment = StageAssignment("alpha", 0, source.spec.num_layers, embed=True, output=True)
     with pytest.raises(PlanError, match="cannot be split over cpu\\+cpu again"):
-        ranks_of(models, shard=Shard(0, 2))
+        load_member_slice(source, assignment, StageOptions(device="cpu+cpu"), Shard(0, 2))
 
 
 def test_threads_of_ranks_end_with_their_stage(models: Models, tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ GLOO, NCCL = "gloo", "nccl"
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 # PyTorch's process groups have no types.
 _c10d: Any = distributed
-# A wait is cut into slices, to check in between whether the group has ended.
+# A wait is cut into slices, to check in between whether the ranks have ended.
 _SLICE_S = 0.1
 
 
-class LocalGroup:
+class LocalRanks:
     """Hold the state that the ranks of one member share; `ends` has one `LocalCollective` for each rank.
 
     ``holders`` names the member of each rank. Raises `PlanError` for ranks of several members, and if PyTorch
@@ -54,7 +54,7 @@ class LocalGroup:
             raise self.abort(error)
 
     def abort(self, error: ConvoyError) -> CollectiveError:
-        """End the group: waiting ranks raise within a moment.
+        """End the collectives: waiting ranks raise within a moment.
 
         Return the error that all ranks get; the first call counts.
         """
@@ -76,11 +76,11 @@ class LocalGroup:
 class LocalCollective:
     """Represent one rank's end, for one thread; any thread may call `abort`."""
 
-    def __init__(self, group: LocalGroup, rank: int, world_size: int) -> None:
+    def __init__(self, ranks: LocalRanks, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.num_begun = 0
-        self._group = group
+        self._ranks = ranks
         self._process_group: Any = None
         self._busy = False
 
@@ -90,12 +90,12 @@ class LocalCollective:
 
     def start(self, store: object) -> None:
         """Find the other ranks. Return when all have come, or at the deadline without them."""
-        make = _nccl if self._group.backend == NCCL else _gloo
+        make = _nccl if self._ranks.backend == NCCL else _gloo
         try:
-            self._process_group = make(store, self.rank, self.world_size, self._group.deadline_s)
+            self._process_group = make(store, self.rank, self.world_size, self._ranks.deadline_s)
         except RuntimeError as error:
-            self._group.error = self._group.error or CollectiveError(
-                f"rank {self.rank} could not join the {self._group.backend} group: {_first_line(error)}",
+            self._ranks.error = self._ranks.error or CollectiveError(
+                f"rank {self.rank} could not join the {self._ranks.backend} group: {_first_line(error)}",
                 rank=self.rank,
             )
 
@@ -116,8 +116,8 @@ class LocalCollective:
         return parts if self.rank == 0 else None
 
     def abort(self, error: ConvoyError) -> None:
-        """End the group for all its ranks."""
-        self._group.abort(error)
+        """End the collectives of all ranks."""
+        self._ranks.abort(error)
 
     def rest(self) -> None:
         """Do nothing: nothing is held up between operations."""
@@ -134,33 +134,33 @@ class LocalCollective:
         self._busy = True
         try:
             process_group = self._process_group
-            if self._group.error is not None or process_group is None:
-                raise self._group.error or CollectiveError("the group is over")
+            if self._ranks.error is not None or process_group is None:
+                raise self._ranks.error or CollectiveError("the group is over")
             if x.numel():
                 self._wait(process_group.allgather([parts], [x]), number, what)
             return parts
         finally:
             self._busy = False
-            if self._group.error is not None:
+            if self._ranks.error is not None:
                 self._process_group = None
 
     def _wait(self, work: Any, number: int, what: str) -> None:
-        group, until_s = self._group, time.monotonic() + self._group.deadline_s
-        where = f"operation {number}, {what} of {group.backend}"
+        ranks, until_s = self._ranks, time.monotonic() + self._ranks.deadline_s
+        where = f"operation {number}, {what} of {ranks.backend}"
         while not _is_done(work, min(_SLICE_S, max(0.001, until_s - time.monotonic()))):
-            if group.error is not None:
-                raise group.error
+            if ranks.error is not None:
+                raise ranks.error
             if time.monotonic() >= until_s:
-                late = next(iter(group.behind(number)), None)
-                text = f"rank {late} did not come to {where}, within {group.deadline_s:g} s"
-                raise group.abort(CollectiveError(text, rank=late))
+                late = next(iter(ranks.behind(number)), None)
+                text = f"rank {late} did not come to {where}, within {ranks.deadline_s:g} s"
+                raise ranks.abort(CollectiveError(text, rank=late))
         try:
             work.wait()
         except RuntimeError as error:
-            if group.error is not None:
-                raise group.error from error
+            if ranks.error is not None:
+                raise ranks.error from error
             text = f"{where}, failed at rank {self.rank}: {_first_line(error)}"
-            raise group.abort(CollectiveError(text)) from error
+            raise ranks.abort(CollectiveError(text)) from error
 
 
 def check_plain(backend: str, holders: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Ints, Launch, cut_tiles
 from convoy.model.kv.pools import BlockTable
-from convoy.wire.messages.control import Row
+from convoy.wire.messages.control import Row, Step
 
 # Number of fields of a row's description, see `kernels.paged`.
 ROW_FIELDS = 5
@@ -51,6 +51,21 @@ class HostBatch:
     def is_decode(self) -> bool:
         """Return whether every row has exactly one token."""
         return len(self.positions) == len(self.lengths)
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """Hold an applied step, its rows in kernel form (None for a step without rows), and its inputs."""
+
+    step: Step
+    host: HostBatch | None
+    hidden: torch.Tensor | None
+    ids: torch.Tensor | None
+
+    @property
+    def told(self) -> Ints | None:
+        """Return the token ids as the kernels take them: int32, or None without token ids."""
+        return None if self.ids is None else self.ids.numpy().astype(np.int32)
 
 
 @dataclass(frozen=True)

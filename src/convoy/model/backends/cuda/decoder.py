@@ -1,7 +1,8 @@
 """Run the layers of a stage on a device: the order of the kernels.
 
-There are two paths. A lone row takes the linears of `kernels.lone`, which fuse the norm, the gate and the
-residual sum. Several rows take matrix products (`kernels.linears`), with `kernels.pointwise` between them.
+There are two paths. A lone row takes the linears of `kernels.single_row`, which fuse the norm, the gate and
+the residual sum. Several rows take matrix products (`kernels.linears`), with `kernels.pointwise` between
+them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import nn
 from convoy.model.backends.cuda.batch import DeviceBatch
 from convoy.model.backends.cuda.kernels.attention import attend
 from convoy.model.backends.cuda.kernels.linears import multiply, multiply_in_parts
-from convoy.model.backends.cuda.kernels.lone import lone_linear
 from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
+from convoy.model.backends.cuda.kernels.single_row import lone_linear
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.pools import LayerPool
 from convoy.model.backends.cuda.memory.weights import DeviceLayerWeights, StageWeights

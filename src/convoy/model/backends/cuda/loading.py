@@ -8,10 +8,10 @@ import torch
 
 from convoy.errors import PlanError
 from convoy.model.backends.cuda.decoder import DeviceDecoder
+from convoy.model.backends.cuda.device_model import Model
 from convoy.model.backends.cuda.kernels.rope import make_rotation
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights, load_weights, why_not_ours
 from convoy.model.backends.cuda.options import CHECK_KERNEL, DeviceOptions
-from convoy.model.backends.cuda.protocol import Model
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import LIBRARY
 from convoy.plan.spec.sharding import Shard

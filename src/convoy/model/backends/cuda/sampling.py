@@ -16,7 +16,7 @@ from convoy.errors import StepError
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
-from convoy.model.sampling.output_rows import SampleJob, SampleResult, draw
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_row
 from convoy.model.sampling.sample import Sampled
 
 # Logits that one program reads at once.
@@ -24,12 +24,12 @@ _BLOCK = 8192
 
 
 @dataclass(frozen=True)
-class PendingDraws:
+class DeviceSamples:
     """Hold samples that the device still computes."""
 
-    draws: Sequence[SampleJob]
+    jobs: Sequence[SampleJob]
     vocab_size: int
-    greedy: tuple[int, ...]  # indices into ``draws``
+    greedy: tuple[int, ...]  # indices into ``jobs``
     # int32 [2, len(greedy)]: token ids, and the number of logits that are not finite.
     found: PendingResult
     others: tuple[int, ...]
@@ -46,24 +46,24 @@ class PendingDraws:
             done[index] = SampleResult(Sampled(0 if bad else token), error=error)
         rows = self.logits.wait().numpy()
         for index, row in zip(self.others, rows, strict=True):
-            done[index] = draw(row, self.draws[index])
-        return tuple(done[index] for index in range(len(self.draws)))
+            done[index] = sample_row(row, self.jobs[index])
+        return tuple(done[index] for index in range(len(self.jobs)))
 
 
-def start_draws(
-    logits: torch.Tensor, draws: Sequence[SampleJob], copies: torch.cuda.Stream, staging: Staging
-) -> PendingDraws:
-    """Start sampling ``draws`` from ``logits`` [len(draws), vocab_size] on a device.
+def start_sampling(
+    logits: torch.Tensor, jobs: Sequence[SampleJob], copies: torch.cuda.Stream, staging: Staging
+) -> DeviceSamples:
+    """Start sampling for ``jobs`` from ``logits`` [len(jobs), vocab_size] on a device.
 
     Raises StepError where their numbers differ.
     """
-    if len(logits) != len(draws):
-        raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
-    greedy = tuple(index for index, one in enumerate(draws) if _is_greedy(one))
-    others = tuple(index for index in range(len(draws)) if index not in set(greedy))
+    if len(logits) != len(jobs):
+        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} draws")
+    greedy = tuple(index for index, one in enumerate(jobs) if _is_greedy(one))
+    others = tuple(index for index in range(len(jobs)) if index not in set(greedy))
     found = best_tokens(_rows(logits, greedy, staging))
-    return PendingDraws(
-        *(draws, logits.shape[1]),
+    return DeviceSamples(
+        *(jobs, logits.shape[1]),
         *(greedy, PendingResult.copied(found, copies)),
         *(others, PendingResult.copied(_rows(logits, others, staging).float(), copies)),
     )

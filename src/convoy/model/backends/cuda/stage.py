@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError, PlanError, StepError
-from convoy.model.backends.cuda.batch import DeviceBatch, describe_rows, on_device
-from convoy.model.backends.cuda.checked import CheckedStep
+from convoy.model.backends.cuda.batch import CheckedStep, DeviceBatch, describe_rows, on_device
 from convoy.model.backends.cuda.decoder import DeviceDecoder
+from convoy.model.backends.cuda.device_model import Model
 from convoy.model.backends.cuda.graphs import DecodeGraph, DecodeGraphs, GraphShape
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.loading import load_model
@@ -25,13 +25,13 @@ from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
 from convoy.model.backends.cuda.options import DTYPES, DeviceOptions
-from convoy.model.backends.cuda.protocol import Model
-from convoy.model.backends.cuda.sampling import PendingDraws, best_tokens, start_draws
-from convoy.model.backends.cuda.working import measure_working
+from convoy.model.backends.cuda.sampling import DeviceSamples, best_tokens, start_sampling
+from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.kv.pools import BlockTable
 from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import LoadedStage
 from convoy.model.tensors import check_hidden, check_tokens, output_rows
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import MAX_BATCH, Row, StageAssignment, Step
@@ -99,7 +99,7 @@ class CudaStage(CarriesKv):
         require_tags: bool,
         captured: bool = True,
         progress: LoadProgress | None = None,
-        before: object = None,
+        before: LoadedStage | None = None,
         shard: Shard = WHOLE,
     ) -> CudaStage:
         """Load the assignment's weights. ``progress`` is called with (loaded, total) bytes.
@@ -131,16 +131,17 @@ class CudaStage(CarriesKv):
         self._graphs = None
         self._kv.forget()
 
-    def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
-        """End this stage. A stage on the host has no use for its weights."""
-        self.give_up_weights(source, self.options)
+    def give_up(self) -> None:
+        """End this stage and free its memory."""
+        self.forget()
+        self._model = None
 
     def give_up_weights(
         self, source: ModelSource, options: DeviceOptions, shard: Shard = WHOLE
     ) -> StageWeights | None:
         """End this stage, and return its weights if a stage of ``source`` with these options can use them."""
-        self.forget()
-        model, self._model = self._model, None
+        model = self._model
+        self.give_up()
         same = (source.digest, source.path) == self._source
         same &= (options.device, options.bits) == (self.device, self.options.bits) and shard == self.shard
         return model.weights if same and isinstance(model, DeviceDecoder) else None
@@ -223,6 +224,10 @@ class CudaStage(CarriesKv):
     def model(self) -> Model:
         """Return the model. Raises StepError for a stage that has ended."""
         return self._owned
+
+    @property
+    def block_size(self) -> int:
+        return self.options.block_size
 
     @property
     def model_digest(self) -> str:
@@ -336,10 +341,10 @@ class CudaStage(CarriesKv):
             return PendingResult.copied(self.device_output(hidden).float(), self._copies).wait()
 
     @torch.inference_mode()
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
-        """Start sampling from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> DeviceSamples:
+        """Start sampling from the output of ``hidden`` [len(jobs), hidden_size]. Raises StepError."""
         with self._beside(hidden):
-            return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
+            return start_sampling(self.device_output(hidden), jobs, self._copies, self._staging)
 
     @torch.inference_mode()
     def take_part(self, hidden: torch.Tensor) -> None:

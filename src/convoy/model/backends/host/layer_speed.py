@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import MIN_VOCABULARY, describe_tensors
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.cache import dtype_bytes
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
@@ -110,7 +111,7 @@ class _Probe:
     def __init__(self, source: ModelSource, num_layers: int, kernel: str, num_threads: int | None) -> None:
         options = StageOptions(kernel, _BLOCK, num_threads=num_threads, require_tags=False)
         assignment = StageAssignment("probe", 0, num_layers, embed=True, output=False)
-        self._stage = Stage.load(source, assignment, options)
+        self._stage = HostStage.load(source, assignment, options)
         self._numbers, self._sequences = itertools.count(), itertools.count()
         self.until_s = 0.0
         self._best: dict[tuple[int, int, int], float] = {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from torch import nn
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
-    EXACT,
     PLAIN,
     ROUNDED,
     check_heads,
@@ -23,7 +21,6 @@ from convoy.model.backends.host.checks.selfcheck import (
 from convoy.model.backends.host.checks.trial import Trial
 from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage_kv import HostKvStore
-from convoy.model.backends.on_device import load_on_device
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
@@ -33,7 +30,8 @@ from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
 from convoy.model.library import importing
 from convoy.model.parallel.ranks import Ranks
-from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
+from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
@@ -43,43 +41,13 @@ if TYPE_CHECKING:
     from convoy.model.loading.loaded import LoadedModules
 
 
-@dataclass(frozen=True)
-class StageOptions:
-    """Hold the options of a stage.
-
-    ``num_threads`` is set for the whole process at load; None leaves torch's number. ``device`` is cpu, or
-    CUDA devices separated by commas. Decodes on those are captured as graphs unless ``captured`` is off,
-    which is slower. Without ``require_tags`` the stage takes rows that name no prefix, for callers that
-    run one stage by itself.
-    """
-
-    kernel: str = EXACT
-    block_size: int = 16  # tokens
-    device: str = "cpu"
-    captured: bool = True
-    num_threads: int | None = None
-    require_tags: bool = True
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Hold a result that is complete. A device's `memory.pending.PendingResult` has the same interface."""
-
-    tensor: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        """Return the result."""
-        return self.tensor
-
-
-class Stage:
+class HostStage:
     """Run the layers of one member. Not thread-safe: one thread runs its steps, in order.
 
     In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks,
     threads, cuts or a replay.
     """
 
-    # Whether `start` returns before the result is complete, as on a device.
     overlaps = False
     num_devices = 1
 
@@ -94,7 +62,6 @@ class Stage:
         spec = rank_spec(source.spec, shard.world_size, shard.experts)
         self.assignment = assignment
         self.options = options
-        # The width of a token's state at a stage boundary, over all its streams.
         self.hidden_size = spec.num_streams * spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
@@ -128,9 +95,9 @@ class Stage:
         options: StageOptions,
         progress: LoadProgress | None = None,
         *,
-        before: Stage | None = None,
+        before: LoadedStage | None = None,
         shard: Shard | None = None,
-    ) -> Stage:
+    ) -> HostStage:
         """Load the assignment's weights, in float32. ``progress`` is called with (loaded, total) bytes.
 
         ``before`` is the stage that this one replaces. Weights that both own are not read again.
@@ -143,9 +110,6 @@ class Stage:
         SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
         shard = settle(source.spec, shard)
-        if options.device != "cpu":
-            on_device = partial(load_on_device, source, assignment, options, progress)
-            return cast("Stage", on_device(before=before, shard=shard))
         with importing():
             # Imported late: transformers takes seconds to import.
             from convoy.model.loading.load import (
@@ -156,7 +120,11 @@ class Stage:
         check_options(options.kernel, options.block_size)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        kept = None if before is None else before.give_up(source, options, shard)
+        kept = None
+        if isinstance(before, HostStage):
+            kept = before.give_up_modules(source, options, shard)
+        elif before is not None:
+            before.give_up()
         packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
         finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
         work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
@@ -189,15 +157,20 @@ class Stage:
         """
         (self._ranks or Ranks(self.shard)).join(collective)
 
-    def give_up(
-        self, source: ModelSource, options: StageOptions, shard: Shard = WHOLE
-    ) -> LoadedModules | None:
-        """End this stage, and return its modules if a stage with these options can use them."""
+    def give_up(self) -> None:
+        """End this stage and free its memory."""
         self.forget()
         if self._ranks is not None:
             self._ranks.leave()
-        modules, self._native = self._modules, None
-        self._modules = modules.free()
+        self._native = None
+        self._modules = self._modules.free()
+
+    def give_up_modules(
+        self, source: ModelSource, options: StageOptions, shard: Shard = WHOLE
+    ) -> LoadedModules | None:
+        """End this stage, and return its modules if a stage with these options can use them."""
+        modules = self._modules
+        self.give_up()
         same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
         return modules if same and shard == self.shard else None
 
@@ -217,6 +190,10 @@ class Stage:
     def block_bytes(self) -> tuple[int, ...]:
         """Return the bytes of a block of each cache group on this stage."""
         return self._kv.block_bytes
+
+    @property
+    def block_size(self) -> int:
+        return self.options.block_size
 
     @property
     def model_digest(self) -> str:
@@ -311,12 +288,12 @@ class Stage:
             logits = (logits / cap).tanh_().mul_(cap)
         return logits[:num_rows]
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
-        """Sample from the output of ``hidden`` [len(draws), hidden_size].
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> SampleTask:
+        """Sample from the output of ``hidden`` [len(jobs), hidden_size].
 
         Raises StepError where the numbers differ.
         """
-        return SampleTask(draw_all(self.output(hidden).numpy(), draws))
+        return SampleTask(sample_all(self.output(hidden).numpy(), jobs))
 
     def start(
         self,

@@ -18,9 +18,10 @@ from convoy.model.backends.host.checks.selfcheck import (
     least_tile_rows,
     why_not_exact,
 )
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.layers.attention import LayerBatch, attend
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Models, Threads
@@ -77,8 +78,8 @@ def test_a_stage_checks_the_shapes_of_its_own_linears(models: Models) -> None:
     source = models.source("odd")
     assignment = StageAssignment("a", 0, 1, False, False)
     with pytest.raises(SelfCheckError, match="a linear of"):
-        Stage.load(source, assignment, StageOptions())
-    Stage.load(source, assignment, StageOptions(kernel="plain-f32"))
+        HostStage.load(source, assignment, StageOptions())
+    HostStage.load(source, assignment, StageOptions(kernel="plain-f32"))
 
 
 def test_attention_that_depends_on_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

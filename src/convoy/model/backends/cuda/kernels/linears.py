@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.kernels.few import FewTile, few_int4, few_int8, unpack
-from convoy.model.backends.cuda.kernels.lone import lone_linear
+from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_int4, few_int8, unpack
 from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
+from convoy.model.backends.cuda.kernels.single_row import lone_linear
 
 # Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
 MAX_FEW = 128

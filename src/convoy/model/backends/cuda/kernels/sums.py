@@ -29,14 +29,14 @@ _ROOM = 1 << 20
 # Words of one program.
 _BLOCK = 512
 # How often a kernel looks into a mailbox before it gives up: tens of seconds. The sum is then NaN, see
-# `DeviceGroup.check_sums`.
+# `DeviceRanks.check_sums`.
 _PATIENCE = 1 << 24
 
 # A part, and the event after which it is complete.
 Gathered = tuple[torch.Tensor, torch.cuda.Event]
 
 
-class DeviceGroup:
+class DeviceRanks:
     """Hold the state that ranks on ``devices`` share, one thread for each rank.
 
     ``ends`` has one `DeviceSums` for each rank. Raises PlanError where devices do not reach each other's
@@ -95,13 +95,13 @@ class DeviceSums:
     """Sum for one rank, on one thread. This class implements `Collective`."""
 
     def __init__(
-        self, group: DeviceGroup, rank: int, device: torch.device, mailboxes: Sequence[torch.Tensor]
+        self, ranks: DeviceRanks, rank: int, device: torch.device, mailboxes: Sequence[torch.Tensor]
     ) -> None:
         self.rank = rank
         self.world_size = len(mailboxes)
         # Parts for rank 0's gathers.
         self.parts: queue.SimpleQueue[Gathered | None] = queue.SimpleQueue()
-        self._group = group
+        self._ranks = ranks
         # Kept alive here: the table holds their addresses only.
         self._mailboxes = tuple(mailboxes)
         self._table = torch.tensor([box.data_ptr() for box in mailboxes], device=device)
@@ -130,7 +130,7 @@ class DeviceSums:
             done = torch.cuda.current_stream(x.device).record_event()
             self.parts.put((x, done))
             return None
-        return [x, *(self._take(end, x.device) for end in self._group.ends[1:])]
+        return [x, *(self._take(end, x.device) for end in self._ranks.ends[1:])]
 
     def add(self, part: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> torch.Tensor:
         """Write the sum of all ranks' ``part`` (float32 or bfloat16) into ``out``. ``adds`` adds it there."""
@@ -153,14 +153,14 @@ class DeviceSums:
     @contextmanager
     def captures(self) -> Iterator[None]:
         """Let one rank capture at a time, after all ranks have run the operations of the capture."""
-        self._group.meet()
-        with self._group.capturing:
+        self._ranks.meet()
+        with self._ranks.capturing:
             yield
-        self._group.meet()
+        self._ranks.meet()
 
     def meet(self) -> None:
         """Wait for the other ranks before a captured step runs. Raises CollectiveError."""
-        self._group.meet()
+        self._ranks.meet()
 
     def _one(self, words: torch.Tensor, out: torch.Tensor, *, packed: bool, adds: bool) -> None:
         size = words.numel()
@@ -176,19 +176,19 @@ class DeviceSums:
             # An empty grid only compiles and loads the kernel. That may need the device, so it happens before
             # the ranks meet: afterwards another rank's kernel may be waiting for this one.
             launch(0)
-            self._group.meet()
+            self._ranks.meet()
         launch(-(-size // _BLOCK))
         self._begun += 1
 
     def _take(self, end: DeviceSums, device: torch.device) -> torch.Tensor:
         """Return another rank's part for the current stream of ``device``, copied beside other work."""
         try:
-            found = end.parts.get(timeout=self._group.deadline_s)
+            found = end.parts.get(timeout=self._ranks.deadline_s)
         except queue.Empty:
             late = CollectiveError(f"rank {end.rank} did not come to a gather", rank=end.rank)
-            raise self._group.abort(late) from None
+            raise self._ranks.abort(late) from None
         if found is None:
-            raise self._group.error or CollectiveError("the group is over")
+            raise self._ranks.error or CollectiveError("the group is over")
         part, done = found
         with torch.cuda.stream(end.leaving):
             end.leaving.wait_event(done)

@@ -12,9 +12,10 @@ import torch
 
 from convoy.engine.ranks.watch import RankWatch
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, StageLost, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.output_rows import GREEDY
+from convoy.model.stage import StageOptions
 from convoy.model.tensors import to_wire
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, ReceivedTensor
@@ -34,23 +35,23 @@ TOLERANCE = 1e-4
 TAGS = [bytes([number]) * 16 for number in range(2)]
 
 
-def load(assignment: StageAssignment) -> list[Stage]:
-    return [Stage.load(SOURCE, assignment, OPTIONS, shard=Shard(rank, 2)) for rank in (0, 1)]
+def load(assignment: StageAssignment) -> list[HostStage]:
+    return [HostStage.load(SOURCE, assignment, OPTIONS, shard=Shard(rank, 2)) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def stages() -> list[Stage]:
+def stages() -> list[HostStage]:
     return load(WHOLE)
 
 
 @pytest.fixture(scope="module")
-def middle() -> list[Stage]:
+def middle() -> list[HostStage]:
     return load(MIDDLE)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Stage:
-    return Stage.load(SOURCE, WHOLE, OPTIONS)
+def alone() -> HostStage:
+    return HostStage.load(SOURCE, WHOLE, OPTIONS)
 
 
 def step(number: int = 1, start: int = 0, end: int = len(TOKENS)) -> Step:
@@ -63,7 +64,9 @@ def step(number: int = 1, start: int = 0, end: int = len(TOKENS)) -> Step:
 # Orders.
 
 
-def test_prompts_and_decodes_over_two_ranks_are_those_of_one_stage(stages: list[Stage], alone: Stage) -> None:
+def test_prompts_and_decodes_over_two_ranks_are_those_of_one_stage(
+    stages: list[HostStage], alone: HostStage
+) -> None:
     alone.make_pools(32)
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         pair.follow()
@@ -77,10 +80,10 @@ def test_prompts_and_decodes_over_two_ranks_are_those_of_one_stage(stages: list[
 
 
 def test_a_stage_in_the_middle_hands_its_hidden_state_to_the_rank_that_follows(
-    middle: list[Stage], stages: list[Stage]
+    middle: list[HostStage], stages: list[HostStage]
 ) -> None:
     hidden = torch.randn(len(TOKENS), HIDDEN_SIZE, generator=torch.Generator().manual_seed(1))
-    whole = Stage.load(SOURCE, MIDDLE, OPTIONS)
+    whole = HostStage.load(SOURCE, MIDDLE, OPTIONS)
     whole.make_pools(32)
     with rank_pair(middle, num_kv_heads=NUM_KV_HEADS) as pair:
         pair.follow()
@@ -88,7 +91,7 @@ def test_a_stage_in_the_middle_hands_its_hidden_state_to_the_rank_that_follows(
         torch.testing.assert_close(found, whole.run(step(), hidden, None), atol=TOLERANCE, rtol=0)
 
 
-def test_a_step_without_rows_proves_that_the_other_rank_computes(stages: list[Stage]) -> None:
+def test_a_step_without_rows_proves_that_the_other_rank_computes(stages: list[HostStage]) -> None:
     empty = Step(4, [], [], [], b"")
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS, deadline_s=0.3) as pair:
         thread = pair.follow()
@@ -100,7 +103,7 @@ def test_a_step_without_rows_proves_that_the_other_rank_computes(stages: list[St
 
 
 def test_an_order_that_was_taken_runs_to_its_end_though_the_rank_is_being_stopped(
-    stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+    stages: list[HostStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         real, reached, released = pair.collectives[1].all_reduce, threading.Event(), threading.Event()
@@ -130,7 +133,7 @@ def test_an_order_that_was_taken_runs_to_its_end_though_the_rank_is_being_stoppe
 
 
 def test_a_follower_that_cannot_run_an_order_says_why_and_who_waits_for_it_wakes(
-    stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+    stages: list[HostStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> torch.Tensor:
         raise StepError("no block of that number")
@@ -149,7 +152,7 @@ def test_a_follower_that_cannot_run_an_order_says_why_and_who_waits_for_it_wakes
             pair.executor.read_blocks(0, NUM_LAYERS, [0])
 
 
-def test_a_link_that_ends_wakes_rank_0_and_names_the_member(stages: list[Stage]) -> None:
+def test_a_link_that_ends_wakes_rank_0_and_names_the_member(stages: list[HostStage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         threading.Timer(0.1, pair.links[1].close).start()  # no follower
         with pytest.raises(StageLost, match=r"the link to .* ended"):
@@ -158,7 +161,7 @@ def test_a_link_that_ends_wakes_rank_0_and_names_the_member(stages: list[Stage])
             pair.executor.submit(step(2), [GREEDY])
 
 
-def test_a_deadline_that_passes_ends_the_group_and_names_the_rank(stages: list[Stage]) -> None:
+def test_a_deadline_that_passes_ends_the_group_and_names_the_rank(stages: list[HostStage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS, deadline_s=0.3) as pair:  # and no follower
         with pytest.raises(CollectiveError, match=r"rank 1 sent nothing of operation 0.* within 0\.3 s"):
             pair.executor.submit(step(), [GREEDY])
@@ -169,7 +172,7 @@ def test_a_deadline_that_passes_ends_the_group_and_names_the_rank(stages: list[S
 
 
 def test_what_rank_0_cannot_run_ends_the_group_for_the_other_rank_too(
-    stages: list[Stage], monkeypatch: pytest.MonkeyPatch
+    stages: list[HostStage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object) -> torch.Tensor:
         raise StepError("not with these rows")
@@ -260,13 +263,13 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_an_order_that_makes_no_sense_is_refused(middle: list[Stage], kind: str) -> None:
+def test_an_order_that_makes_no_sense_is_refused(middle: list[HostStage], kind: str) -> None:
     with rank_pair(middle, num_kv_heads=NUM_KV_HEADS) as pair, pytest.raises(ODD[kind].error) as caught:
         ODD[kind].act(pair, pair.links[1])
     assert ODD[kind].said in caught.value.message
 
 
-def test_a_step_is_run_once(stages: list[Stage]) -> None:
+def test_a_step_is_run_once(stages: list[HostStage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         pair.follow()
         pair.executor.submit(step(5), [GREEDY])
@@ -278,7 +281,7 @@ def test_a_step_is_run_once(stages: list[Stage]) -> None:
                 )
 
 
-def test_orders_of_another_generation_are_dropped(middle: list[Stage]) -> None:
+def test_orders_of_another_generation_are_dropped(middle: list[HostStage]) -> None:
     with rank_pair(middle, num_kv_heads=NUM_KV_HEADS) as pair:
         link, old = pair.links[1], GENERATION - 1
         for message in (
@@ -300,7 +303,7 @@ def test_orders_of_another_generation_are_dropped(middle: list[Stage]) -> None:
 
 
 def test_k_v_that_rank_0_reads_has_the_heads_of_all_ranks_and_what_it_writes_reaches_each(
-    stages: list[Stage], alone: Stage
+    stages: list[HostStage], alone: HostStage
 ) -> None:
     alone.make_pools(32)
     tokens = torch.tensor(TOKENS)
@@ -320,7 +323,7 @@ def test_k_v_that_rank_0_reads_has_the_heads_of_all_ranks_and_what_it_writes_rea
             assert torch.equal(stage.read_blocks(0, NUM_LAYERS, [7, 8]), heads)
 
 
-def test_k_v_of_another_shape_reaches_no_rank(stages: list[Stage]) -> None:
+def test_k_v_of_another_shape_reaches_no_rank(stages: list[HostStage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         pair.follow()
         shape = list(pair.leader.kv_shape(NUM_LAYERS, 2))
@@ -331,7 +334,7 @@ def test_k_v_of_another_shape_reaches_no_rank(stages: list[Stage]) -> None:
         assert pair.links[0].sent_sealed_bytes == before
 
 
-def test_a_rank_that_refuses_k_v_is_named_with_its_reason(stages: list[Stage]) -> None:
+def test_a_rank_that_refuses_k_v_is_named_with_its_reason(stages: list[HostStage]) -> None:
     with rank_pair(stages, num_kv_heads=NUM_KV_HEADS) as pair:
         pair.follow()
         stages[1].forget()

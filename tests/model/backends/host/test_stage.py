@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from convoy.errors import HiddenError, StepError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.kv.pool import KvPool
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models, Prompt
 
@@ -18,9 +19,9 @@ NUM_BLOCKS = 8
 
 
 @pytest.fixture
-def stage(models: Models) -> Stage:
+def stage(models: Models) -> HostStage:
     """The whole model; sequence 1 has blocks 0 and 1, and 20 positions."""
-    stage = models.chain("odd").stages[0]
+    stage: HostStage = models.chain("odd").stages[0]
     stage.make_pools(NUM_BLOCKS)
     stage.run(step(rows=[Row(1, 0, 20, 0)], grants=[BlockGrant(1, 0, [0, 1])]), None, torch.arange(20))
     return stage
@@ -55,7 +56,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_step_is_refused_and_changes_nothing(stage: Stage, prompt: Prompt, name: str) -> None:
+def test_a_hostile_step_is_refused_and_changes_nothing(stage: HostStage, prompt: Prompt, name: str) -> None:
     hostile = HOSTILE[name]
     # honest changes before the hostile part must not stay either
     mixed = Step(
@@ -87,7 +88,7 @@ def test_a_hostile_step_is_refused_and_changes_nothing(stage: Stage, prompt: Pro
     ],
 )
 def test_tokens_that_do_not_fit_are_refused_and_change_nothing(
-    stage: Stage, tokens: torch.Tensor | None
+    stage: HostStage, tokens: torch.Tensor | None
 ) -> None:
     grant = step(grants=[BlockGrant(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
     with pytest.raises(StepError):
@@ -117,28 +118,28 @@ def test_a_row_beyond_the_context_is_refused(models: Models) -> None:
         stage.apply(step(rows=[Row(1, 1024, 1, 1)]))
 
 
-def test_a_block_that_a_sequence_holds_is_not_given_away(stage: Stage) -> None:
+def test_a_block_that_a_sequence_holds_is_not_given_away(stage: HostStage) -> None:
     with pytest.raises(StepError, match="gives away block 0"):
         stage.apply(step(grants=[BlockGrant(2, 0, [0, 3])]))
     stage.apply(step(released=[1], grants=[BlockGrant(2, 0, [0, 3])]))
 
 
 def test_a_row_that_names_no_prefix_is_refused(models: Models) -> None:
-    stage = Stage.load(models.source("odd"), StageAssignment("a", 0, 1, True, False), StageOptions())
+    stage = HostStage.load(models.source("odd"), StageAssignment("a", 0, 1, True, False), StageOptions())
     stage.make_pools(NUM_BLOCKS)
     with pytest.raises(StepError, match="sequence 1 does not name the prefix before it"):
         stage.apply(step(rows=[Row(1, 0, 3, 0)], grants=[BlockGrant(1, 0, [0])]))
 
 
 def test_a_step_before_the_pools_is_refused(models: Models) -> None:
-    stage = Stage.load(models.source("odd"), StageAssignment("a", 1, 2, False, False), StageOptions())
+    stage = HostStage.load(models.source("odd"), StageAssignment("a", 1, 2, False, False), StageOptions())
     with pytest.raises(StepError, match="pools"):
         stage.apply(step())
     with pytest.raises(StepError):
         stage.make_pools(0)
 
 
-def test_an_empty_step_passes(stage: Stage, models: Models) -> None:
+def test_an_empty_step_passes(stage: HostStage, models: Models) -> None:
     probe = step()
     hidden = stage.run(probe, None, torch.zeros(0, dtype=torch.int64))
     assert hidden.shape == (0, 40)
@@ -147,7 +148,7 @@ def test_an_empty_step_passes(stage: Stage, models: Models) -> None:
     assert later.run(probe, torch.zeros(0, 40), None).shape == (0, 40)
 
 
-def test_select_takes_each_rows_trailing_positions_in_order(stage: Stage) -> None:
+def test_select_takes_each_rows_trailing_positions_in_order(stage: HostStage) -> None:
     chosen = step(rows=[Row(1, 0, 3, 1), Row(2, 0, 2, 0), Row(3, 0, 4, 2)])
     hidden = torch.arange(9.0)[:, None].expand(9, 40)
     assert stage.select(chosen, hidden)[:, 0].tolist() == [2.0, 7.0, 8.0]
@@ -164,7 +165,7 @@ def test_output_of_a_stage_without_one_is_refused(models: Models) -> None:
         last.output(torch.zeros(1, 41))
 
 
-def test_releasing_and_granting_again_in_one_step_starts_anew(stage: Stage) -> None:
+def test_releasing_and_granting_again_in_one_step_starts_anew(stage: HostStage) -> None:
     stage.apply(step(released=[1], grants=[BlockGrant(1, 0, [4])]))
     with pytest.raises(StepError, match="0 positions are known"):
         stage.apply(step(rows=[Row(1, 1, 1, 1)]))

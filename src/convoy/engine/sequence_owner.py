@@ -38,14 +38,14 @@ class SequenceOwner(Protocol):
     def group(self) -> object:
         """Return the owner's group: its members fail together, and one of them receives the error."""
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
+    def sample_jobs(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """Return one sampling job for each output of ``row``.
 
         The row's last ``len(drafts)`` tokens are guesses.
         """
 
     def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
-        """Process the results of the jobs from `draws`.
+        """Process the results of the jobs from `sample_jobs`.
 
         Raises ConvoyError for a failure that ends the whole group.
         """

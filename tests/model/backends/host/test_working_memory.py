@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.plan.memory.working import working_bytes
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models
@@ -15,7 +16,7 @@ from support.tiny_models import Models
 NUM_TOKENS = 256
 
 
-def most_bytes(stage: Stage) -> int:
+def most_bytes(stage: HostStage) -> int:
     """Return the peak of bytes in use while the second of two chunks runs, beyond those in use before."""
     blocks = list(range(2 * NUM_TOKENS // 16))
     stage.make_pools(len(blocks))
@@ -41,7 +42,7 @@ def most_bytes(stage: Stage) -> int:
 def test_a_step_takes_no_more_than_the_plan_says_and_not_much_less(models: Models, kind: str) -> None:
     source = ModelSource.resolve(kind) if kind == "demo" else models.source(kind)
     num_layers = source.spec.num_layers
-    stage = Stage.load(
+    stage = HostStage.load(
         source,
         StageAssignment("a", 0, num_layers, True, True),
         StageOptions(kernel="plain-f32", require_tags=False),

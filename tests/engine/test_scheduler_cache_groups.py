@@ -20,7 +20,7 @@ from convoy.model.kv.pools import BlockTables, GroupBlocks
 from convoy.model.sampling.params import SamplingParams
 from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import Row
-from engine.test_lockstep import Guesser, serial
+from engine.test_engine_lockstep import Guesser, serial
 from support.fake_executor import next_token
 
 BLOCK, CHUNK = 4, 10

@@ -11,11 +11,12 @@ import torch
 from convoy.model.backends.host import native_layers as layers
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.native_layers import NativeLayers
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import describe_tensors
 from convoy.model.kernels.native import library
 from convoy.model.layers.quantized import Int8Linear
+from convoy.model.stage import StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Chain, Threads
@@ -43,15 +44,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def stage_of(family: str, kernel: str = "exact-f32", **more: Any) -> Stage:
+def stage_of(family: str, kernel: str = "exact-f32", **more: Any) -> HostStage:
     config = {"model_type": family, **CONFIG, **FAMILIES.get(family, {}), **more}
     spec = ModelSpec.from_config(config, family)
     source = ModelSource(family, Path(), config, spec, family, describe_tensors(config, spec), seed=3)
     whole = StageAssignment("alpha", 0, spec.num_layers, embed=True, output=True)
-    return Stage.load(source, whole, StageOptions(kernel=kernel, require_tags=False))
+    return HostStage.load(source, whole, StageOptions(kernel=kernel, require_tags=False))
 
 
-def decoded(stage: Stage, *batches: tuple[int, ...]) -> list[torch.Tensor]:
+def decoded(stage: HostStage, *batches: tuple[int, ...]) -> list[torch.Tensor]:
     """Logits of tokens of sequences of unequal lengths, so many at once."""
     chain = Chain([stage])
     for sequence, length in enumerate(LENGTHS):
@@ -59,7 +60,9 @@ def decoded(stage: Stage, *batches: tuple[int, ...]) -> list[torch.Tensor]:
     return [out for batch in batches for out in chain.run(*((sequence, [sequence]) for sequence in batch))]
 
 
-def by_parts(stage: Stage, monkeypatch: pytest.MonkeyPatch, *batches: tuple[int, ...]) -> list[torch.Tensor]:
+def by_parts(
+    stage: HostStage, monkeypatch: pytest.MonkeyPatch, *batches: tuple[int, ...]
+) -> list[torch.Tensor]:
     with monkeypatch.context() as without:
         without.setattr(NativeLayers, "run", lambda *_: None)
         return decoded(stage, *batches)
@@ -142,5 +145,5 @@ def test_layers_whose_compiled_bits_differ_are_left_to_the_parts(
 def test_a_stage_that_is_over_holds_no_layers() -> None:
     stage = stage_of("llama", "w8a8")
     assert any(isinstance(linear, Int8Linear) for linear in stage.linears)
-    stage.give_up(ModelSource.resolve("demo-mini"), StageOptions())
+    stage.give_up()
     assert stage._native is None

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.grid import GridScaled
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import Quantise, State, awq, compressed, fp8, gptq, mlx, mxfp4, write
 
@@ -83,9 +84,9 @@ def damaged(sound: Path, target: Path, damage: Damage) -> Path:
     return target
 
 
-def load(path: Path) -> Stage:
+def load(path: Path) -> HostStage:
     source = ModelSource.resolve(str(path))
-    return Stage.load(source, StageAssignment("a", 0, source.spec.num_layers, True, True), StageOptions())
+    return HostStage.load(source, StageAssignment("a", 0, source.spec.num_layers, True, True), StageOptions())
 
 
 @pytest.mark.parametrize(

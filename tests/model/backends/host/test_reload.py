@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models
 
@@ -26,7 +27,7 @@ CHANGES = {
 }
 
 
-def outputs(stage: Stage) -> list[torch.Tensor]:
+def outputs(stage: HostStage) -> list[torch.Tensor]:
     """What a step gives, hidden state and logits."""
     stage.make_pools(8)
     tokens = torch.tensor([3, 1, 4, 1, 5])
@@ -45,9 +46,9 @@ def test_a_stage_made_of_another_computes_as_one_that_was_read_whole(
 ) -> None:
     source = models.source(kind)
     first, second = CHANGES[change]
-    fresh = Stage.load(source, second, options)
-    before = Stage.load(source, first, options)
-    reused = Stage.load(source, second, options, before=before)
+    fresh = HostStage.load(source, second, options)
+    before = HostStage.load(source, first, options)
+    reused = HostStage.load(source, second, options, before=before)
     assert reused.bytes_read < fresh.bytes_read
     assert reused.weight_bytes <= fresh.weight_bytes
     for found, expected in zip(outputs(reused), outputs(fresh), strict=True):
@@ -56,9 +57,9 @@ def test_a_stage_made_of_another_computes_as_one_that_was_read_whole(
 
 def test_only_the_missing_layers_are_read_and_told(models: Models) -> None:
     source = models.source("odd")
-    before = Stage.load(source, StageAssignment("a", 1, 4, False, False), EXACT)
+    before = HostStage.load(source, StageAssignment("a", 1, 4, False, False), EXACT)
     told: list[tuple[int, int]] = []
-    after = Stage.load(
+    after = HostStage.load(
         source, StageAssignment("a", 2, 5, False, False), EXACT, lambda *now: told.append(now), before=before
     )
     layer = sum(t.num_bytes for n, t in source.tensors.items() if n.startswith("model.layers.4."))
@@ -68,7 +69,7 @@ def test_only_the_missing_layers_are_read_and_told(models: Models) -> None:
 
 def test_what_is_not_owned_any_more_is_free_before_the_rest_is_read(models: Models) -> None:
     source = models.source("odd")
-    before = Stage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
+    before = HostStage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
     gone = weakref.ref(before._modules.layers[0])
     alive: list[bool] = []
 
@@ -76,7 +77,7 @@ def test_what_is_not_owned_any_more_is_free_before_the_rest_is_read(models: Mode
         gc.collect()
         alive.append(gone() is not None)
 
-    Stage.load(source, StageAssignment("a", 1, 4, False, False), EXACT, look, before=before)
+    HostStage.load(source, StageAssignment("a", 1, 4, False, False), EXACT, look, before=before)
     assert alive
     assert not any(alive)
 
@@ -84,14 +85,14 @@ def test_what_is_not_owned_any_more_is_free_before_the_rest_is_read(models: Mode
 def test_nothing_of_another_kernel_is_used(models: Models) -> None:
     source = models.source("odd")
     whole = StageAssignment("a", 0, 5, True, True)
-    plain = Stage.load(source, whole, PLAIN)
-    exact = Stage.load(source, whole, EXACT, before=plain)
-    assert exact.bytes_read == Stage.load(source, whole, EXACT).bytes_read
+    plain = HostStage.load(source, whole, PLAIN)
+    exact = HostStage.load(source, whole, EXACT, before=plain)
+    assert exact.bytes_read == HostStage.load(source, whole, EXACT).bytes_read
 
 
 def test_the_stage_before_is_over_even_where_the_next_cannot_be_loaded(models: Models) -> None:
     source = models.source("odd")
-    before = Stage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
+    before = HostStage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
     with pytest.raises(ModelError):
-        Stage.load(source, StageAssignment("a", 4, 9, False, False), EXACT, before=before)
+        HostStage.load(source, StageAssignment("a", 4, 9, False, False), EXACT, before=before)
     assert not before._modules.layers

@@ -9,7 +9,7 @@ import torch
 
 from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.errors import StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
@@ -48,7 +48,7 @@ def make_loop(max_waiting_bytes: int) -> tuple[StageWorker, EchoStage]:
         last=False,
         max_waiting_bytes=max_waiting_bytes,
     )
-    return StageWorker(cast(Stage, stage), route, cast(Link, Sink())), stage
+    return StageWorker(cast(HostStage, stage), route, cast(Link, Sink())), stage
 
 
 def hidden(step: int, num_rows: int) -> ReceivedTensor:

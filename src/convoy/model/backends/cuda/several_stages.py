@@ -15,11 +15,12 @@ from torch import nn
 from convoy.errors import PlanError
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.weights import LoadProgress
-from convoy.model.backends.cuda.sampling import PendingDraws
+from convoy.model.backends.cuda.sampling import DeviceSamples
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.stage import LoadedStage
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -34,7 +35,7 @@ def load_on_devices(
     require_tags: bool,
     captured: bool = True,
     progress: LoadProgress | None = None,
-    before: object = None,
+    before: LoadedStage | None = None,
 ) -> CudaStage | SeveralStages:
     """Load one stage, or one in parts on several ``devices``.
 
@@ -115,7 +116,7 @@ class SeveralStages:
         self.hidden_size = first.hidden_size
         self.vocab_size = first.vocab_size
         self.token_id_layers = first.token_id_layers
-        self.options = first.options
+        self.block_size = first.block_size
         self.weight_bytes = sum(part.weight_bytes for part in parts)
         self.bytes_read = sum(part.bytes_read for part in parts)
 
@@ -124,10 +125,10 @@ class SeveralStages:
         for part in self.parts:
             part.forget()
 
-    def give_up(self, source: ModelSource, options: object) -> None:
-        """End all parts, as `Stage.give_up` does."""
+    def give_up(self) -> None:
+        """End all parts and free their memory."""
         for part in self.parts:
-            part.give_up(source, options)
+            part.give_up()
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
         """Make the K/V pools of all parts."""
@@ -198,9 +199,9 @@ class SeveralStages:
         """Return the logits of ``hidden``, from the last part."""
         return self.parts[-1].output(hidden)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
+    def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> DeviceSamples:
         """Start sampling from the output of ``hidden``, on the last part."""
-        return self.parts[-1].draw(hidden, draws)
+        return self.parts[-1].sample(hidden, jobs)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of ``blocks`` in layers [start, end), joined over the parts."""

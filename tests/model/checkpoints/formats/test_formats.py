@@ -12,7 +12,7 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from convoy.evaluate.library_model import library_logits as judge_logits
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.owned import owned_tensors
@@ -21,6 +21,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 from convoy.model.checkpoints.store.received import ReceivedModel
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
     Quantise,
@@ -86,7 +87,7 @@ def chain(directory: Path, *cuts: int, kernel: str = "exact-f32") -> Chain:
     limits = [0, *cuts, source.spec.num_layers]
     return Chain(
         [
-            Stage.load(
+            HostStage.load(
                 source,
                 StageAssignment(f"m{i}", start, end, i == 0, i == len(limits) - 2),
                 StageOptions(kernel=kernel, require_tags=False),
@@ -124,12 +125,12 @@ def test_a_stage_reads_its_own_bytes_and_takes_what_the_plan_said(
     checkpoints: Checkpoints, case: str
 ) -> None:
     source = ModelSource.resolve(str(checkpoints[case].quantised))
-    stage = Stage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
+    stage = HostStage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
     own = [t for name, t in source.tensors.items() if ".layers.1." in name and not name.endswith("_shape")]
     assert stage.bytes_read == sum(t.num_bytes for t in own if not t.name.endswith("input_scale"))
     planned = source.spec.weight_bytes(1, 2, embed=False, output=False, dtype="exact-f32")
     assert stage.weight_bytes == planned
-    ends = Stage.load(source, StageAssignment("a", 0, 0, True, True), StageOptions())
+    ends = HostStage.load(source, StageAssignment("a", 0, 0, True, True), StageOptions())
     planned = source.spec.weight_bytes(0, 0, embed=True, output=True, dtype="exact-f32")
     assert ends.weight_bytes == planned
 
@@ -154,7 +155,7 @@ def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
     (whole,) = chain(source.path).run((0, prompt(40)))
     parts = chain(source.path, 1, 2)
     assignment = StageAssignment("m1", 1, 2, False, False)
-    middle = Stage.load(found, assignment, StageOptions(require_tags=False))
+    middle = HostStage.load(found, assignment, StageOptions(require_tags=False))
     (logits,) = Chain([parts.stages[0], middle, parts.stages[2]]).run((0, prompt(40)))
     assert torch.equal(logits, whole)
 

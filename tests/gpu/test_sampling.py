@@ -12,8 +12,8 @@ if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
 
 from convoy.model.backends.cuda.memory.staging import Staging
-from convoy.model.backends.cuda.sampling import best_tokens, start_draws
-from convoy.model.sampling.output_rows import SampleJob, draw_all
+from convoy.model.backends.cuda.sampling import best_tokens, start_sampling
+from convoy.model.sampling.output_rows import SampleJob, sample_all
 from convoy.model.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -56,8 +56,8 @@ def test_restricted_tokens_are_those_of_the_host(device: torch.device) -> None:
         SampleJob(greedy, 0, 6, score=best[5]),
     ]
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    found = start_draws(logits.to(device), draws, copies, Staging(device)).outcomes()
-    expected = draw_all(logits.numpy(), draws)
+    found = start_sampling(logits.to(device), draws, copies, Staging(device)).outcomes()
+    expected = sample_all(logits.numpy(), draws)
     assert [one.sampled.token_id for one in found] == [one.sampled.token_id for one in expected]
     assert found[1].sampled.token_id != best[1]
     assert found[2].sampled.token_id in {7, 8, 2999}

@@ -16,14 +16,15 @@ import transformers
 
 from convoy.errors import ModelError
 from convoy.evaluate.library_model import library_logits as judge_logits
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.formats import gguf
 from convoy.model.checkpoints.formats.gguf_header import read_gguf
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
+from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
-from model.test_formats import chain, library_logits
+from model.checkpoints.formats.test_formats import chain, library_logits
 from support.quantised_models import Writer, Written, library_model, write_gguf
 from support.tiny_models import Prompt
 
@@ -65,7 +66,7 @@ def test_a_gguf_file_gives_the_logits_of_what_it_stands_for(
 
 def test_a_stage_reads_its_own_part_of_the_file(written: Get) -> None:
     source = ModelSource.resolve(str(written("llama", "Q4_0").quantised))
-    stage = Stage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
+    stage = HostStage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
     own = [tensor for name, tensor in source.tensors.items() if ".layers.1." in name]
     assert stage.bytes_read == sum(tensor.num_bytes for tensor in own)
     assert stage.weight_bytes == source.spec.weight_bytes(1, 2, embed=False, output=False, dtype="exact-f32")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from convoy.errors import ModelError
-from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Models
 
@@ -30,10 +31,10 @@ def lie(models: Models, tmp_path: Path, kind: str, changes: dict[str, Any]) -> P
     return path
 
 
-def load(path: Path, kernel: str = "plain-f32") -> Stage:
+def load(path: Path, kernel: str = "plain-f32") -> HostStage:
     source = ModelSource.resolve(str(path))
     whole = StageAssignment("a", 0, source.spec.num_layers, True, True)
-    return Stage.load(source, whole, StageOptions(kernel=kernel, require_tags=False))
+    return HostStage.load(source, whole, StageOptions(kernel=kernel, require_tags=False))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_layers_that_fit_their_weights_and_cannot_run_are_refused_when_they_are_
 def test_a_trial_leaves_no_pools_behind(
     models: Models, kernel: str, assignment: tuple[int, int, bool, bool]
 ) -> None:
-    stage = Stage.load(
+    stage = HostStage.load(
         models.source("deepseek_v3"), StageAssignment("a", *assignment), StageOptions(kernel=kernel)
     )
     assert stage._kv._tables is None

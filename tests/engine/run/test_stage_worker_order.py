@@ -9,7 +9,7 @@ import torch
 
 from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.errors import HiddenError, StepError
-from convoy.model.backends.host.stage import Stage
+from convoy.model.backends.host.stage import HostStage
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import StageAssignment, Step
 from convoy.wire.tensor import WireTensor
@@ -41,7 +41,7 @@ class Successor:
 
 def loop() -> tuple[StageWorker, CountingStage, Successor]:
     stage, successor = CountingStage(), Successor()
-    return StageWorker(cast(Stage, stage), ROUTE, cast(Link, successor)), stage, successor
+    return StageWorker(cast(HostStage, stage), ROUTE, cast(Link, successor)), stage, successor
 
 
 def step(number: int) -> Step:
