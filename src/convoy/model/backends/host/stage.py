@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from convoy.config.table import ENGINE
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -54,7 +55,7 @@ class StageOptions:
     """
 
     kernel: str = EXACT
-    block_size: int = 16  # tokens
+    block_size: int = ENGINE.block_size  # tokens
     device: str = "cpu"
     captured: bool = True
     num_threads: int | None = None
