@@ -114,6 +114,7 @@ sbom: setup
 check: setup
 	@$(BIN)/python scripts/lock.py --check
 	@$(BIN)/python scripts/commands.py --check
+	@$(BIN)/python scripts/settings.py --check
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

@@ -13,6 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "errors",
+        "config",
         "crypto",
         "wire",
         "transport",
@@ -24,7 +25,6 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "api",
         "fleet",
         "bench evaluate",
-        "config",
         "cli",
         "__main__",
     )

@@ -34,9 +34,8 @@ from convoy.cli.running.coordinator import (
     run_here,
 )
 from convoy.cli.running.coordinator_file import load_fleet_config, load_telemetry
-from convoy.cli.running.endpoint import Endpoint
+from convoy.cli.running.endpoint import Endpoint, client_key
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note, print_table
-from convoy.config.settings import read_api_key
 from convoy.errors import ConfigError, UsageError
 
 app = typer.Typer(help="Route requests of accounts to providers; administer both.", rich_markup_mode=None)
@@ -101,7 +100,7 @@ def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
             f"there is no administrator's key at {file}", hint="`convoy coordinator` makes one, or --dir"
         )
     return Endpoint(
-        *((url or admin_url_of(directory)).rstrip("/"), read_api_key(file)),
+        *((url or admin_url_of(directory)).rstrip("/"), client_key(file)),
         server="coordinator",
         start="convoy coordinator",
         url_option="--admin-url",

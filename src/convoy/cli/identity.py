@@ -13,7 +13,7 @@ from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, Passph
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
 from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
-from convoy.config.settings import DEFAULT_PEER_PORT
+from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError, UsageError
 
 app = typer.Typer(help="Make or show keys and cards; an operator key's passphrase.", rich_markup_mode=None)

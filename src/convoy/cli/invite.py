@@ -64,7 +64,9 @@ def invite(
     address: InviteAddressFlag = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port to listen on; 0: any.  [default: 7778, or any]"),
+        typer.Option(
+            min=0, max=65535, help=f"Port to listen on; 0: any.  [default: {DEFAULT_ENROLMENT_PORT}, or any]"
+        ),
     ] = None,
     minutes: Annotated[int, typer.Option(min=1, max=60, help="Minutes until the token expires.")] = 10,
     auto_approve: AutoApproveFlag = False,

@@ -21,6 +21,7 @@ from convoy.api.ending import on_signals
 from convoy.cli.flags.device import DeviceFlag, computing
 from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.flags.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
+from convoy.cli.flags.table import option
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.newcomer import NewcomerFiles, Tell
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
@@ -40,14 +41,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[PeerEvent], None]
 
-StandbyFlag = Annotated[
-    bool | None,
-    typer.Option(
-        "--standby/--no-standby",
-        help="Hold layers only once another member is lost.  [default: the config's]",
-        show_default=False,
-    ),
-]
+StandbyFlag = Annotated[bool | None, option("cluster", "standby")]
 TokenArgument = Annotated[
     str | None,
     typer.Argument(help="An invitation from `convoy invite`; - reads it from standard input."),
@@ -60,14 +54,9 @@ ModelFlag = Annotated[
     str | None,
     typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
 ]
-CacheFlag = Annotated[
-    Path | None, typer.Option(help="Folder for the files that the head sends.  [default: the user's cache]")
-]
+CacheFlag = Annotated[Path | None, option("model", "cache")]
 StdinFlag = Annotated[bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")]
-PortFlag = Annotated[
-    int | None,
-    typer.Option(min=1, max=65535, help="Port to listen on.  [default: 7777, later the roster's]"),
-]
+PortFlag = Annotated[int | None, option("listen", "port")]
 _LOOK_UP_S = 0.5
 
 

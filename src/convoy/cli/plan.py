@@ -24,6 +24,7 @@ from convoy.cli.checks.rates import (
 )
 from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.flags.table import option
 from convoy.cli.local.members import LayersFlag, parse_members, spans_by_name
 from convoy.cli.operator.home import config_file
 from convoy.cli.running.member import default_cache, head_options, load_policy
@@ -50,9 +51,7 @@ ModelArgument = Annotated[str | None, typer.Argument(help="demo, demo-mini, a di
 MembersFlag = Annotated[
     str | None, typer.Option(help="A number of members here, or NAME=GB,NAME=GB; the first is the head.")
 ]
-PolicyFlag = Annotated[
-    Path | None, typer.Option(help="A policy file with [[placement]] rules.  [default: the config's]")
-]
+PolicyFlag = Annotated[Path | None, option("cluster", "policy")]
 LevelFlag = Annotated[
     list[str] | None,
     typer.Option(help="NAME=LEVEL: assume that a member proved this level: none, self_signed, hardware."),

@@ -10,10 +10,9 @@ import typer
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
-from convoy.cli.running.endpoint import DEFAULT_URL
+from convoy.cli.running.endpoint import DEFAULT_URL, client_key
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
-from convoy.config.settings import read_api_key
 
 if TYPE_CHECKING:
     from convoy.fleet.capacity import Capacity
@@ -56,7 +55,7 @@ def provide(
     ProvideOptions(coordinator, {}).check()
     identity = Home(directory).open_identity()
     certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
-    engine_key = None if upstream_key_file is None else read_api_key(upstream_key_file)
+    engine_key = None if upstream_key_file is None else client_key(upstream_key_file)
     say = _say_json if as_json else _say
 
     def options(offers: dict[str, Capacity]) -> ProvideOptions:

@@ -17,7 +17,8 @@ from convoy.cli.running.hub import local_model
 from convoy.cli.running.member import serve_options
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
-from convoy.config.settings import Config, ServeConfig, override
+from convoy.config.settings import Config, override
+from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:

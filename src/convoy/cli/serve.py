@@ -17,7 +17,7 @@ from convoy.cli.flags.http import warn_in_clear
 from convoy.cli.flags.quantize import QuantizeFlag
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.flags.traces import TracesFlag, tracing
-from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
+from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag, spans_by_name
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
@@ -56,7 +56,11 @@ InviteFlag = Annotated[
 ]
 InvitePortFlag = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="With --invite: port to listen on.  [default: 7778, or any]"),
+    typer.Option(
+        min=0,
+        max=65535,
+        help=f"With --invite: port to listen on.  [default: {DEFAULT_ENROLMENT_PORT}, or any]",
+    ),
 ]
 
 

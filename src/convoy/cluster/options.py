@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
 from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.speculation import MAX_DRAFT, LookupDrafter
@@ -17,10 +18,6 @@ from convoy.plan.spec.kernels import on_device
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
 from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
-
-# Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token
-# meanwhile. A device takes tens of milliseconds, and with fewer rows it waits for its memory.
-HOST_CHUNK, DEVICE_CHUNK = 256, 2048
 
 _UNITS = {
     "max_batch": "sequences",
@@ -47,13 +44,13 @@ class MemberOptions:
 
     memory_bytes: int = 0
     num_threads: int | None = None
-    kernel: str = "auto"
-    activation_dtype: str = "float32"
+    kernel: str = MODEL.kernel
+    activation_dtype: str = MODEL.activation_dtype
     policy: Policy = field(default_factory=Policy)
     tpm: str | None = None
     cache: Path | None = None
-    device: str = "auto"
-    weights_from: str = "auto"
+    device: str = MODEL.device
+    weights_from: str = MODEL.weights_from
     hub: str | None = None
     signed: str | None = None
 
@@ -71,7 +68,7 @@ class PeerOptions:
     successor_wait_s: float = 10.0
     exit_with_head: bool = False
     # No stage until another member is lost.
-    standby: bool = False
+    standby: bool = CLUSTER.standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +101,27 @@ class HeadOptions:
 
     member: MemberOptions = field(default_factory=MemberOptions)
     spans: Mapping[str, str] | None = None
-    wait_s: float = 60.0
+    wait_s: float = PLAN.wait_s
     keep_waiting: bool = False
     answer_s: float = 60.0
     load_wait_s: float = 600.0
     step_timeout_s: float = 60.0
-    recover_wait_s: float = 60.0
-    block_size: int = 16
-    num_blocks: int = 0
-    max_context: int = 0
-    max_batch: int = 32
-    max_step_tokens: int = 512
-    prefill_chunk: int = 0
-    prefill_window: int = 0
-    micro_batches: int = 0
-    level_chunks: bool = True
+    recover_wait_s: float = PLAN.recover_wait_s
+    block_size: int = ENGINE.block_size
+    num_blocks: int = ENGINE.num_blocks
+    max_context: int = ENGINE.max_model_len
+    max_batch: int = ENGINE.max_batch
+    max_step_tokens: int = ENGINE.max_step_tokens
+    prefill_chunk: int = ENGINE.prefill_chunk
+    prefill_window: int = ENGINE.prefill_window
+    micro_batches: int = ENGINE.micro_batches
+    level_chunks: bool = ENGINE.level_chunks
     speculate: int = 0
     guess_inexact: bool = False
-    share_across_keys: bool = False
-    max_waiting: int = 256
-    parallel: Asked = "auto"
-    ranks: int | None = None
+    share_across_keys: bool = ENGINE.share_across_keys
+    max_waiting: int = SERVE.max_waiting
+    parallel: Asked = PLAN.parallel
+    ranks: int | None = PLAN.ranks
 
     def check_context(self, spec: ModelSpec) -> None:
         """Raise `ConfigError` for a longer context than the model has."""

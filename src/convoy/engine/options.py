@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convoy.config.table import ENGINE
 from convoy.engine.stats import HistogramCounts, RequestSums
 
 
@@ -19,7 +20,7 @@ class EngineOptions:
     max_context: int
     probe_s: float = 5.0
     ready_s: float = 15.0
-    share_across_keys: bool = False
+    share_across_keys: bool = ENGINE.share_across_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from convoy.config.table import ENGINE
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment, Step
@@ -30,7 +31,7 @@ class StageOptions:
     """
 
     kernel: str = "exact-f32"
-    block_size: int = 16  # tokens
+    block_size: int = ENGINE.block_size  # tokens
     device: str = "cpu"
     captured: bool = True
     num_threads: int | None = None

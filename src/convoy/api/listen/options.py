@@ -10,6 +10,7 @@ from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.api.listen.tls import TlsFiles, check_certificate
 from convoy.api.traces import NO_TRACES, Traces
+from convoy.config.table import SERVE
 from convoy.errors import ConfigError
 
 _NOT_IN_NAMES = frozenset("/:@?#[]")
@@ -26,10 +27,10 @@ class ServeOptions:
     certificate and its key, in PEM.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8765
+    host: str = SERVE.host
+    port: int = SERVE.port
     keys: KeyRing | None = field(default=None, repr=False)
-    allow_unauthenticated: bool = False
+    allow_unauthenticated: bool = SERVE.allow_unauthenticated
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     tls: TlsFiles | None = None
@@ -47,7 +48,7 @@ class ServeOptions:
     write_timeout_s: float = 60.0
     # A silent stream sends a comment this often.
     heartbeat_s: float = 15.0
-    drain_s: float = 30.0
+    drain_s: float = SERVE.drain_s
     access_log: bool = False
     # For connections without an admitted request.
     limits: HttpLimits = field(default_factory=HttpLimits)

@@ -12,7 +12,7 @@ from convoy.cli.benches.run import BenchRun, bench_verb
 from convoy.cli.local.cluster import Address, LocalCluster
 from convoy.cli.local.pin import pinned
 from convoy.cli.serve import start_cluster
-from convoy.config.settings import DEFAULT_SPECULATE
+from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from convoy.cli.flags.quantize import kernel_for
+from convoy.cli.flags.table import option
 from convoy.config.settings import Config, override
 
-DeviceFlag = Annotated[
-    str | None,
-    typer.Option(
-        help="auto, cpu, cuda, cuda:N, several cuda:N with commas; for ranks cpu+cpu or cuda:0+cuda:1.  "
-        "[default: auto]",
-        show_default=False,
-    ),
-]
+DeviceFlag = Annotated[str | None, option("model", "device")]
 
 
 def computing(settings: Config, quantize: str | None, device: str | None) -> Config:

@@ -6,21 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from convoy.cli.flags.table import option
 from convoy.config.settings import Config, override
 
 if TYPE_CHECKING:
     from convoy.transport.network import Network
 
-DiscoverFlag = Annotated[
-    bool | None,
-    typer.Option(
-        "--discover/--no-discover",
-        help="Find members on the local network (mDNS), and be found.  [default: the config's]",
-        show_default=False,
-    ),
-]
+DiscoverFlag = Annotated[bool | None, option("listen", "discover")]
 
 
 def with_discover(config: Config, discover: bool | None) -> Config:

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from convoy.cli.flags.table import flag
 from convoy.cli.show.output import print_note
 
-HostFlag = Annotated[str | None, typer.Option(help="HTTP address.  [default: 127.0.0.1]")]
-PortFlag = Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.  [default: 8765]")]
-ServerKeysFlag = Annotated[
-    Path | None, typer.Option(help="File with one or more API keys: see `convoy keys`.")
-]
-ServerCertificateFlag = Annotated[
-    Path | None, typer.Option(help="PEM certificate: answer https, with --tls-key.")
-]
-ServerTlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM key of the certificate.")]
-AllowedHostFlag = Annotated[
-    list[str] | None, typer.Option(help="A further host name of this server; repeatable.")
-]
-AllowedOriginFlag = Annotated[
-    list[str] | None, typer.Option(help="A site with pages that may call this server; repeatable.")
-]
-HTTP_FLAGS: dict[str, Any] = {
-    "host": HostFlag,
-    "port": PortFlag,
-    "api_key_file": ServerKeysFlag,
-    "tls_certificate": ServerCertificateFlag,
-    "tls_key": ServerTlsKeyFlag,
-    "allowed_host": AllowedHostFlag,
-    "allowed_origin": AllowedOriginFlag,
-}
+_LISTS = {"allowed_host": "allowed_hosts", "allowed_origin": "allowed_origins"}
+_KEYS = ("host", "port", "api_key_file", "tls_certificate", "tls_key", *_LISTS)
+# By parameter. A flag that may be repeated has a name for one value, and the file's key one for all.
+HTTP_FLAGS: dict[str, Any] = {name: flag("serve", _LISTS.get(name, name)) for name in _KEYS}
 
 
 def serve_settings(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of [serve] for these flags. Lists become tuples, as the file has them."""
-    lists = {"allowed_host": "allowed_hosts", "allowed_origin": "allowed_origins"}
-    return {lists.get(name, name): tuple(value) if name in lists else value for name, value in given.items()}
+    return {
+        _LISTS.get(name, name): tuple(value) if name in _LISTS else value for name, value in given.items()
+    }
 
 
 def warn_in_clear(host: str) -> None:

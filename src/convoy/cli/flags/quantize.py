@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
+from convoy.config.table import row
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
     str | None,
     typer.Option(help="int8: 8-bit weights, and activations on CPU; int4: 4-bit weights. Rounded at load."),
 ]
-KERNELS = "auto, exact-f32, plain-f32, w8a8 or w4a16"
+*_FIRST, _LAST = row("model", "kernel").choices
+KERNELS = f"{', '.join(_FIRST)} or {_LAST}"
 _KERNEL_OF = {"int8": "w8a8", "int4": "w4a16"}
 
 

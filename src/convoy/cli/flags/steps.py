@@ -5,71 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from convoy.cli.flags.http import HTTP_FLAGS, serve_settings
+from convoy.cli.flags.table import flag
+from convoy.config.table import row
 from convoy.errors import UsageError
-from convoy.plan.placement.parallel import ASKED
 
-MaxBatchFlag = Annotated[
-    int | None, typer.Option(min=1, help="Sequences that run at once; 1: one after another.")
-]
-PrefillChunkFlag = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Tokens of one prompt in one step.  [default: 256; 2048 where all stages are on CUDA]"
-    ),
-]
-PrefillWindowFlag = Annotated[
-    int | None, typer.Option(min=0, help="Chunks of one prompt in flight, 1 to 64; 0: as --micro-batches.")
-]
-MicroBatchesFlag = Annotated[
-    int | None, typer.Option(min=0, help="Steps in flight, 1 to 64; 0: as many as there are stages.")
-]
-MaxModelLenFlag = Annotated[
-    int | None,
-    typer.Option(min=1, help="Longest prompt and answer together, in tokens.  [default: the model's own]"),
-]
-SpeculateFlag = Annotated[
-    int | None,
-    typer.Option(min=0, max=64, help="Tokens guessed at once, from the text so far; 0: none.  [default: 8]"),
-]
-ParallelFlag = Annotated[
-    str | None,
-    typer.Option(help="How members share the model: auto, pipeline, tensor or single.  [default: auto]"),
-]
-RanksFlag = Annotated[
-    int | None,
-    typer.Option(min=2, max=16, help="Members that hold each stage together.  [default: as many as can]"),
-]
-
-
-WaitFlag = Annotated[
-    float | None,
-    typer.Option(
-        "--wait",
-        min=0,
-        help="Seconds to wait for absent members before a start without them; 0: none.  [default: 60]",
-    ),
-]
-RecoverWaitFlag = Annotated[
-    float | None,
-    typer.Option("--recover-wait", min=0, help="Seconds to wait for a lost member to return.  [default: 60]"),
-]
-
+_ENGINE = ("max_batch", "prefill_chunk", "prefill_window", "micro_batches", "speculate", "max_model_len")
 _FLAGS = {
-    "engine": {
-        "max_batch": MaxBatchFlag,
-        "prefill_chunk": PrefillChunkFlag,
-        "prefill_window": PrefillWindowFlag,
-        "micro_batches": MicroBatchesFlag,
-        "speculate": SpeculateFlag,
-        "max_model_len": MaxModelLenFlag,
-    },
-    "sharing": {"parallel": ParallelFlag, "ranks": RanksFlag},
-    "waiting": {"wait_s": WaitFlag, "recover_wait_s": RecoverWaitFlag},
+    "engine": {key: flag("engine", key) for key in _ENGINE},
+    "sharing": {key: flag("plan", key) for key in ("parallel", "ranks")},
+    "waiting": {key: flag("plan", key) for key in ("wait_s", "recover_wait_s")},
     "listens": HTTP_FLAGS,
 }
 
@@ -110,5 +57,6 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
 
 def check_parallel(text: str | None) -> None:
     """Raise UsageError for an unknown value of ``--parallel``."""
-    if text is not None and text not in ASKED:
-        raise UsageError(f"--parallel is {text}, expected {', '.join(ASKED)}")
+    known = row("plan", "parallel").choices
+    if text is not None and text not in known:
+        raise UsageError(f"--parallel is {text}, expected {', '.join(known)}")

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from convoy.cli.flags.table import option
 
 if TYPE_CHECKING:
     from convoy.api.traces import Traces
 
-TracesFlag = Annotated[
-    str | None, typer.Option(help="Send spans to this OTLP/HTTP collector, such as http://127.0.0.1:4318.")
-]
+TracesFlag = Annotated[str | None, option("telemetry", "traces")]
 
 
 @contextmanager

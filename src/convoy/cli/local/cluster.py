@@ -24,7 +24,8 @@ from convoy.cli.local.pin import Cores, pin_process
 from convoy.cli.running.start import heavy_rooms
 from convoy.cli.show.output import print_note
 from convoy.cluster.children import Started, end
-from convoy.config.settings import Config, EngineConfig, PlanConfig, load_config, override
+from convoy.config.settings import Config, load_config, override
+from convoy.config.table import EngineConfig, PlanConfig
 from convoy.errors import ConvoyError, PeerError
 from convoy.transport.ports import free_ports
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.endpoint import Endpoint
+from convoy.cli.running.endpoint import Endpoint, client_key
 from convoy.cluster.children import Started, end
-from convoy.config.settings import read_api_key
 from convoy.errors import ConvoyError, PeerError, PeerUnreachable
 from convoy.transport.ports import free_port
 
@@ -79,7 +78,7 @@ class LocalFleet(Started):
     @property
     def admin(self) -> Endpoint:
         """Return the endpoint for administrators."""
-        key = read_api_key(self.directory / "admin.key")
+        key = client_key(self.directory / "admin.key")
         return Endpoint(f"http://127.0.0.1:{self._admin_port}", key, server="coordinator")
 
     def head_url(self, model: str) -> str:

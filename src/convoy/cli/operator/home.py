@@ -14,7 +14,8 @@ import typer
 
 from convoy.cli.operator.passphrase import Passphrase
 from convoy.cli.show.files import replace_file
-from convoy.config.settings import DEFAULT_PEER_PORT, Config, load_config
+from convoy.config.settings import Config, load_config
+from convoy.config.table import DEFAULT_PEER_PORT, row
 from convoy.errors import ConfigError, RosterError, UsageError
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ class Home:
         listen = {key: value for key, value in listen.items() if value is not None}
         if listen:
             tables["listen"] = listen
-        text = "# docs/configuration.md has every other key.\n" + tomli_w.dumps(tables)
-        replace_file(self.config, text.encode())
+        replace_file(self.config, _with_comments(tables).encode())
 
     def _make(self) -> None:
         try:
@@ -100,6 +100,17 @@ class Home:
         except OSError as error:
             reason = (error.strerror or "unwritable").lower()
             raise ConfigError(f"cannot make the folder {self.directory}: {reason}") from None
+
+
+def _with_comments(tables: dict[str, dict[str, object]]) -> str:
+    """Return the tables as TOML, with the meaning of each key above it."""
+    lines = ["# docs/configuration.md has every other key."]
+    for table, keys in tables.items():
+        lines.append(f"[{table}]")
+        for key, value in keys.items():
+            lines += [f"# {row(table, key).setting.text}", tomli_w.dumps({key: value}).rstrip()]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def config_file(named: Path | None, directory: Path = DEFAULT_HOME) -> Path | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from convoy.cli.operator.home import Home, host_name, parse_place
 from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import print_note
-from convoy.config.settings import DEFAULT_PEER_PORT, load_config
+from convoy.config.settings import load_config
+from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from convoy.cli.running.trust_rules import EvidenceTable, rules_of
-from convoy.config.settings import TelemetryConfig
+from convoy.config.table import TelemetryConfig
 from convoy.config.toml_file import read_toml
 from convoy.errors import ConfigError
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from convoy.config.settings import DEFAULT_SERVE_PORT, read_api_key
+from convoy.config.table import SERVE
 from convoy.errors import (
     ConfigError,
     ConvoyError,
@@ -32,7 +32,7 @@ ApiKeyFlag = Annotated[
 CaFlag = Annotated[
     Path | None, typer.Option("--ca", help="PEM: for https, trust these certificates and no others.")
 ]
-DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_SERVE_PORT}"
+DEFAULT_URL = f"http://{SERVE.host}:{SERVE.port}"
 KEY_VARIABLE = "CONVOY_API_KEY"
 _MAX_BODY_BYTES = 16 << 20
 _BUSY = frozenset({429, 502, 503, 504})
@@ -53,7 +53,9 @@ def client_key(api_key_file: Path | None) -> str | None:
     Raises ConfigError for a key that no HTTP header can carry.
     """
     if api_key_file is not None:
-        return read_api_key(api_key_file)
+        from convoy.api.keys.key_file import read_client_key
+
+        return read_client_key(api_key_file)
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(f"the key in {KEY_VARIABLE} has characters that no HTTP header carries")

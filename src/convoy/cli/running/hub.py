@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from convoy.cli.flags.table import option
 from convoy.cli.running.member import default_cache
 from convoy.cli.running.signed import signed_model
 from convoy.cli.show.output import print_note
 from convoy.cli.show.progress import loading_bars
+from convoy.config.table import row
 from convoy.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -21,22 +21,15 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.source import ModelSource
     from convoy.trust.signed_model import SignedModel
 
-WeightsFromFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--weights-from",
-        help="Source for members without files: auto (the hub, then the head), head, hub.  [default: auto]",
-    ),
-]
-SignedFlag = Annotated[
-    Path | None, typer.Option(help="A file from `convoy manifest sign`: run only its model.")
-]
+WeightsFromFlag = Annotated[str | None, option("model", "weights_from")]
+SignedFlag = Annotated[Path | None, option("model", "signed")]
 
 
 def weights_from(text: str | None) -> str | None:
     """Return the flag's value. Raises ConfigError for an unknown one."""
-    if text not in {None, "auto", "head", "hub"}:
-        raise ConfigError(f"--weights-from is {text}, expected auto, head or hub")
+    *first, last = row("model", "weights_from").choices
+    if text not in {None, *first, last}:
+        raise ConfigError(f"--weights-from is {text}, expected {', '.join(first)} or {last}")
     return text
 
 

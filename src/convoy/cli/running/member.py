@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from convoy.cli.running.signed import signed_model
 from convoy.cli.show.files import WHENCE_ROSTER, read_bytes
 from convoy.cli.show.output import print_note
-from convoy.config.settings import DEFAULT_SPECULATE, Config
+from convoy.config.settings import Config
+from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConfigError, ConvoyError, RosterError
 
 if TYPE_CHECKING:

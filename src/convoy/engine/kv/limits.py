@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convoy.config.table import ENGINE, HOST_CHUNK, SERVE
 from convoy.engine.speculation import MAX_DRAFT
 from convoy.plan.cost import TokenCost
 
@@ -46,11 +47,11 @@ class SchedulerLimits:
 
     groups: tuple[GroupLimits, ...]
     block_size: int
-    max_batch: int = 32
-    max_step_tokens: int = 512
-    prefill_chunk: int = 256
-    prefill_window: int = 0
-    max_waiting: int = 256
+    max_batch: int = ENGINE.max_batch
+    max_step_tokens: int = ENGINE.max_step_tokens
+    prefill_chunk: int = HOST_CHUNK
+    prefill_window: int = ENGINE.prefill_window
+    max_waiting: int = SERVE.max_waiting
     micro_batches: int = 1
     prefix_cache: bool = True
     max_drafts: int = MAX_DRAFT

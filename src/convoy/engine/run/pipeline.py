@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from convoy.config.table import ENGINE, MODEL
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.device_sender import DeviceSender
 from convoy.engine.run.executor import Kv, StepResult
@@ -63,8 +64,8 @@ class PipelineOptions:
     generation: int
     depth: int
     step_timeout_s: float = 60.0
-    activation_dtype: str = "float32"
-    max_step_tokens: int = 512
+    activation_dtype: str = MODEL.activation_dtype
+    max_step_tokens: int = ENGINE.max_step_tokens
     # Whether the head's stage computes on a device while this process continues.
     overlaps: bool = False
 

@@ -7,12 +7,13 @@ instead, with the graphs (`model.backends.cuda.working_memory`).
 
 from __future__ import annotations
 
+from convoy.config.table import ENGINE
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.weights import LayerWeights
 
-# Tokens of a step by default; a larger step takes more memory.
-STEP_TOKENS = 512
+# A larger step takes more memory.
+STEP_TOKENS = ENGINE.max_step_tokens
 # Rows of them that need logits.
 STEP_OUTPUTS = 64
 # Of attention's matmuls; `model.kv.packed` bounds them.

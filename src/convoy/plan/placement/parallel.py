@@ -8,14 +8,15 @@ promises the same bits over every cut: partial sums are added in another order t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from convoy.config.table import Parallel
 from convoy.errors import PlanError
 from convoy.plan.spec.kernels import STEADY
 
-Asked = Literal["auto", "pipeline", "tensor", "single"]
+Asked = Parallel
 Mode = Literal["single", "pipeline", "tensor"]
-ASKED: tuple[Asked, ...] = ("auto", "pipeline", "tensor", "single")
+ASKED: tuple[Asked, ...] = get_args(Asked)
 
 
 @dataclass(frozen=True, slots=True)

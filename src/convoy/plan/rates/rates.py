@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from convoy.config.table import ENGINE, HOST_CHUNK
 from convoy.plan.placement.placement import Placement
 from convoy.plan.placement.route import Hop
 from convoy.plan.spec.cache import CacheGroup
@@ -49,8 +50,8 @@ class Workload:
     """Describe the load: decodes of sequences of ``context`` tokens, and prompts as long, in chunks."""
 
     context: int = 512
-    batch: int = 32
-    chunk: int = 256
+    batch: int = ENGINE.max_batch
+    chunk: int = HOST_CHUNK
 
 
 @dataclass(frozen=True)
