@@ -10,6 +10,7 @@ import pytest
 from architecture.imports import (
     PURE,
     Purity,
+    doubles_in_production,
     import_cycles,
     impure_modules,
     neighbours,
@@ -72,6 +73,12 @@ def test_a_higher_room_may_import_a_lower_one_and_itself(tree: Tree) -> None:
 def test_rooms_of_one_floor_may_not_import_each_other(tree: Tree) -> None:
     found = wrong_direction(tree({"bench/hop.py": "import convoy.evaluate.score", "evaluate/score.py": ""}))
     assert found == ["src/convoy/bench/hop.py:1: bench imports convoy.evaluate.score"]
+
+
+def test_a_test_double_in_production_code_is_found(tree: Tree) -> None:
+    files = dict.fromkeys(("cli/run.py", "bench/hop.py"), "from convoy.testing.network import Memory")
+    found = doubles_in_production(tree({**files, "testing/network.py": "Memory = 1"}))
+    assert found == ["src/convoy/cli/run.py:1: convoy.cli.run imports convoy.testing.network, a test double"]
 
 
 def test_programs_of_one_room_may_not_import_each_other(tree: Tree) -> None:

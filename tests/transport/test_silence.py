@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
+from convoy.testing.links import memory_link_pair
 from convoy.transport.budget import ByteBudget
 from convoy.transport.dial import dial
 from convoy.transport.link.establish import send_opening
@@ -20,7 +21,6 @@ from convoy.transport.link.incoming import ReceivedTensor
 from convoy.transport.link.link import Link, LinkOptions, Received
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.streams.stream import Stream
 from convoy.transport.streams.tcp import TlsStream, client_context, start_tls_client
 from convoy.wire.codec import encode_message

@@ -18,8 +18,8 @@ from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.links import memory_link_pair
 from convoy.transport.link.link import Link, Received, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.streams.stream import Stream
 from convoy.wire.messages.control import FrameType, ReadBlocks, StageAssignment, WriteBlocks
 from support.links import tls_link_pair

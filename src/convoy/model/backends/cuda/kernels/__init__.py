@@ -1,1 +1,1 @@
-"""Triton kernels and the modules that launch them, with a plain reference in torch."""
+"""Triton kernels and the modules that launch them."""
