@@ -23,9 +23,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "cluster",
         "api",
         "fleet",
-        "testing",
         "bench evaluate",
         "config",
+        "sdk",
+        "testing",
         "cli",
         "__main__",
     )

@@ -99,6 +99,12 @@ def test_the_package_itself_may_not_import_a_room(tree: Tree) -> None:
     assert found == ["src/convoy/__init__.py:1: convoy imports convoy.wire"]
 
 
+def test_the_package_itself_may_name_types_of_a_room(tree: Tree) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from convoy.wire import frame"
+    modules = tree({"__init__.py": text, "wire/frame.py": "import convoy"})
+    assert wrong_direction(modules) == import_cycles(modules) == []
+
+
 def test_a_room_that_the_house_does_not_have_is_found(tree: Tree) -> None:
     found = wrong_direction(tree({"network/socket.py": ""}))
     assert "src/convoy/network/socket.py:1: network is not a room of the house" in found

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.running.member import head_options, peer_options, serve_options
 from convoy.cluster.options import HeadOptions
+from convoy.config.options import head_options, peer_options, serve_options
 from convoy.config.settings import Config, ListenConfig, ServeConfig, decode_public_key, load_config, override
 from convoy.errors import ConfigError
 

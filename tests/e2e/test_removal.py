@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from convoy.cli.running.member import load_member
+from convoy.config.options import load_member
 from convoy.config.settings import load_config
 from convoy.errors import ConvoyError
 from convoy.transport.network import TcpNetwork

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.running.member import default_cache
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
+from convoy.config.options import default_cache
 from convoy.config.settings import load_config
 from convoy.errors import UsageError
 

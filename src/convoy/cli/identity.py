@@ -11,8 +11,8 @@ from convoy.cli.audit import operator_log
 from convoy.cli.operator.certify import certify
 from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
+from convoy.config.files import replace_file
 from convoy.config.settings import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError, UsageError
 

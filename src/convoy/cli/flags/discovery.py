@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +9,7 @@ import typer
 from convoy.config.settings import Config, override
 
 if TYPE_CHECKING:
-    from convoy.transport.network import Network
+    pass
 
 DiscoverFlag = Annotated[
     bool | None,
@@ -26,18 +24,3 @@ DiscoverFlag = Annotated[
 def with_discover(config: Config, discover: bool | None) -> Config:
     """Return ``config`` with the flag in place of the file's value, if the flag was given."""
     return override(config, listen=override(config.listen, discover=discover))
-
-
-@contextmanager
-def network_of(config: Config) -> Iterator[Network | None]:
-    """Yield the network to use; None is the standard one. Raises `ConfigError` without the extra."""
-    if not config.listen.discover:
-        yield None
-        return
-    from convoy.cluster.discovery import DiscoveredNetwork
-
-    network = DiscoveredNetwork()
-    try:
-        yield network
-    finally:
-        network.close()

@@ -13,7 +13,7 @@ import tomli_w
 import typer
 
 from convoy.cli.operator.passphrase import Passphrase
-from convoy.cli.show.files import replace_file
+from convoy.config.files import replace_file
 from convoy.config.settings import DEFAULT_PEER_PORT, Config, load_config
 from convoy.errors import ConfigError, RosterError, UsageError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from convoy.cli.running.member import load_policy
+from convoy.config.options import load_policy
 from convoy.config.settings import decode_public_key
 from convoy.errors import ConfigError
 
