@@ -39,6 +39,7 @@ def listed(violations: list[str]) -> str:
     "rule",
     [
         imports.wrong_direction,
+        imports.doubles_in_production,
         imports.neighbours,
         imports.import_cycles,
         imports.package_cycles,

@@ -27,9 +27,10 @@ from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Roster
-from convoy.transport.network import MemoryNetwork, TcpNetwork
+from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster, sign_roster

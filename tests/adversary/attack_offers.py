@@ -14,9 +14,9 @@ from convoy.cluster.options import HeadOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
-from convoy.transport.network import MemoryNetwork
 from convoy.trust.evidence.policy import OfferRule, PlacementRule, Policy
 from convoy.wire.messages.control import MAX_OFFER_BYTES, Plan
 from support.cluster import MEMBER

@@ -25,6 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "api",
         "fleet",
         "bench evaluate",
+        "sdk",
+        "testing",
         "cli",
         "__main__",
     )
@@ -103,6 +105,17 @@ def wrong_direction(modules: list[Module]) -> list[str]:
             if upstairs:
                 found.append(f"{importer.place}:{line}: {importer.room or 'convoy'} imports {target}")
     return sorted(found)
+
+
+def doubles_in_production(modules: list[Module]) -> list[str]:
+    """Return the imports of ``convoy.testing`` outside itself and the benches: production code needs none."""
+    places = {module.name: module for module in modules}
+    return sorted(
+        f"{places[name].place}:{line}: {name} imports {target}, a test double"
+        for name, edges in import_graph(modules).items()
+        for target, line in edges.items()
+        if f"{target}.".startswith("convoy.testing.") and places[name].room not in {"testing", "bench"}
+    )
 
 
 def neighbours(modules: list[Module]) -> list[str]:

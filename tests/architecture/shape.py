@@ -195,11 +195,11 @@ def _unsafe(node: ast.AST) -> Iterator[str]:
 
 
 def environment_reads(modules: list[Module]) -> list[str]:
-    """Behaviour from environment variables: only the command line may look at them."""
+    """Behaviour from environment variables: only commands and the places of files may come from them."""
     return [
-        f"{module.at(node)}: environment variables are read in cli/ alone"
+        f"{module.at(node)}: environment variables are read in cli/ and config/ alone"
         for module in modules
-        if module.room not in {"cli", "__main__"}
+        if module.room not in {"cli", "config", "__main__"}
         for node in ast.walk(module.tree)
         if _is_attribute(node, "os", {"environ", "getenv", "putenv"})
     ]

@@ -97,14 +97,30 @@ def _is_dynamic_import(call: ast.Call) -> bool:
 
 
 def import_graph(modules: list[Module]) -> dict[str, dict[str, int]]:
-    """Module name -> {module of the same list that it imports: first line that does}."""
+    """Module name -> {module of the same list that it imports: first line that does}.
+
+    The package itself names its parts for type checkers alone, and imports each on its first use.
+    `test_the_package_imports_nothing_heavy` looks at what it really imports.
+    """
     names = {module.name for module in modules}
     graph: dict[str, dict[str, int]] = {}
     for module in modules:
         edges: dict[str, int] = {}
+        typed = _lines_for_types(module) if module.is_package and not module.room else frozenset()
         for item in imports_of(module):
             # `from convoy.plan import spec` is an import of spec; the package's __init__ runs in any case.
-            if item.target in names and item.target != module.name:
+            if item.target in names and item.target != module.name and item.line not in typed:
                 edges.setdefault(item.target, item.line)
         graph[module.name] = edges
     return graph
+
+
+def _lines_for_types(module: Module) -> frozenset[int]:
+    """Return the lines of the blocks under ``if TYPE_CHECKING``."""
+    return frozenset(
+        line
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for part in node.body
+        for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
+    )

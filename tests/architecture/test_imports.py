@@ -10,6 +10,7 @@ import pytest
 from architecture.imports import (
     PURE,
     Purity,
+    doubles_in_production,
     import_cycles,
     impure_modules,
     neighbours,
@@ -74,6 +75,12 @@ def test_rooms_of_one_floor_may_not_import_each_other(tree: Tree) -> None:
     assert found == ["src/convoy/bench/hop.py:1: bench imports convoy.evaluate.score"]
 
 
+def test_a_test_double_in_production_code_is_found(tree: Tree) -> None:
+    files = dict.fromkeys(("cli/run.py", "bench/hop.py"), "from convoy.testing.network import Memory")
+    found = doubles_in_production(tree({**files, "testing/network.py": "Memory = 1"}))
+    assert found == ["src/convoy/cli/run.py:1: convoy.cli.run imports convoy.testing.network, a test double"]
+
+
 def test_programs_of_one_room_may_not_import_each_other(tree: Tree) -> None:
     text = "from convoy.fleet.lease import Lease\nfrom convoy.fleet.coordinator.way import start"
     files = {
@@ -90,6 +97,12 @@ def test_programs_of_one_room_may_not_import_each_other(tree: Tree) -> None:
 def test_the_package_itself_may_not_import_a_room(tree: Tree) -> None:
     found = wrong_direction(tree({"__init__.py": "from convoy import wire", "wire/frame.py": ""}))
     assert found == ["src/convoy/__init__.py:1: convoy imports convoy.wire"]
+
+
+def test_the_package_itself_may_name_types_of_a_room(tree: Tree) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from convoy.wire import frame"
+    modules = tree({"__init__.py": text, "wire/frame.py": "import convoy"})
+    assert wrong_direction(modules) == import_cycles(modules) == []
 
 
 def test_a_room_that_the_house_does_not_have_is_found(tree: Tree) -> None:

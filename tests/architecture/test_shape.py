@@ -95,7 +95,7 @@ def test_lawful_neighbours_of_unsafe_code_pass(tmp_path: Path, text: str) -> Non
 @pytest.mark.parametrize("text", ["import os\nos.environ['X']", "import os\nos.getenv('X')"])
 def test_reading_the_environment_outside_the_command_line_is_found(tmp_path: Path, text: str) -> None:
     assert shape.environment_reads(module_of(tmp_path, text)) == [
-        "src/convoy/wire/frame.py:2: environment variables are read in cli/ alone"
+        "src/convoy/wire/frame.py:2: environment variables are read in cli/ and config/ alone"
     ]
 
 

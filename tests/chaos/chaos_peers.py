@@ -12,9 +12,9 @@ import pytest
 
 from chaos.disorder import Disorder
 from chaos.load import Load, make_questions
-from convoy.cli.local.cluster import LocalOptions
 from convoy.cli.local.served_cluster import ServedCluster, ServedOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.sdk.local_cluster import LocalOptions
 
 MODEL = "demo-mini"
 NUM_QUESTIONS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_convoy
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import load_member
 from convoy.config.settings import load_config
 from convoy.crypto.identity import OperatorKey
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import load_member
 from convoy.transport.ports import free_port
 from convoy.trust.roster.roster import sign_roster
 from support.scraping import scrape

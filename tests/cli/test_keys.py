@@ -14,11 +14,11 @@ import pytest
 from cli.test_client import FakeHead, head  # noqa: F401 - the fixture
 from cli.test_serve import Shown
 from cli.transcript import run_convoy, run_here
-from convoy.cli.running.member import serve_options
 from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.config.settings import Config
 from convoy.config.table import ServeConfig
 from convoy.errors import ConfigError, Unavailable
+from convoy.sdk.options import serve_options
 from support.tls_files import make_tls_files
 
 

@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from cli.transcript import run_convoy
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.start import heavy_rooms
 from convoy.cli.serve import with_layers
 from convoy.cli.show.progress import LoadLines, VerifyLines
 from convoy.errors import SpanError, UsageError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.library import heavy_rooms
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 WAIT_S = 90.0
 CLOCK = r"\d\d:\d\d:\d\d "

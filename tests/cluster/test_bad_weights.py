@@ -15,7 +15,7 @@ from convoy.cluster.options import HeadOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ModelError
 from convoy.model.checkpoints.source import ModelSource
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama

@@ -10,8 +10,8 @@ from convoy.cluster.peer.event import PeerEvent
 from convoy.cluster.peer.peer import Peer
 from convoy.cluster.rights import FROM_PEER
 from convoy.errors import ConvoyError
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import ReceivedMessage
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import Hello, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER

@@ -31,8 +31,8 @@ from convoy.model.checkpoints.manifest import Manifest, TensorEntry
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.parts import PartFile
 from convoy.model.checkpoints.store.received import ReceivedModel
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import Hello, Message, Plan
 from convoy.wire.messages.fetch import MAX_HELD_BYTES, MAX_HELD_TENSORS, Fetch, Held, Piece
 from support.cluster import MEMBER, NAMES, PeerThread, running_cluster

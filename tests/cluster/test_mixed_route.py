@@ -14,7 +14,7 @@ from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread, running_cluster
 from support.fake_device import FakeDeviceStage, pretend_device
 from support.members import make_local_members, membership_of

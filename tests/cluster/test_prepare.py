@@ -20,7 +20,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StepError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.fetch import Fetch, Piece
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

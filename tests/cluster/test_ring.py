@@ -15,9 +15,9 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import PeerRefused
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

@@ -14,8 +14,8 @@ from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import SampleReplies, SampleReply, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread

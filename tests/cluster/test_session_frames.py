@@ -14,9 +14,9 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.sessions.session import Session
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
-from convoy.transport.network import MemoryNetwork
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster
 from convoy.wire.messages.control import BlocksDone, FrameType, Message, ReadBlocks, WriteBlocks

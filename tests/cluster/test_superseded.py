@@ -19,10 +19,10 @@ from convoy.errors import StepError
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.tensors import to_wire
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import Activate, Activated, Message, Plan, Ready, Refuse, Step
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

@@ -19,10 +19,10 @@ from convoy.errors import LinkBroken
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.links import memory_link_pair
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import FrameType, Plan, ReadBlocks, StageAssignment, Step, WriteBlocks
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.tensor import WireTensor

@@ -10,7 +10,7 @@ from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import LinkClosed
 from convoy.model.checkpoints.source import ModelSource
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread
 from support.members import later, make_local_members, membership_of
 from support.waiting import wait_until

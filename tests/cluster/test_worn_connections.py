@@ -12,8 +12,8 @@ from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import LinkOptions
-from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 

@@ -19,10 +19,10 @@ from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.streams import RecordedStream
 from convoy.transport.member import LocalMember
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
-from convoy.transport.streams.memory import RecordedStream
 from convoy.transport.streams.stream import Stream
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster

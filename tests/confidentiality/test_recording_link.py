@@ -12,8 +12,8 @@ from confidentiality.search import Secrets as Hidden
 from confidentiality.search import find_secrets
 from convoy.crypto.handshake import Secrets
 from convoy.crypto.seal import TAG_BYTES, Bytes, SealLimits
+from convoy.testing.streams import RecordedStream
 from convoy.transport.link.link import Link
-from convoy.transport.streams.memory import RecordedStream
 from convoy.transport.streams.stream import Stream
 from convoy.wire.messages.control import Refuse, Row, Step
 from convoy.wire.tensor import WireTensor

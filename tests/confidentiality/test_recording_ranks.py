@@ -11,8 +11,8 @@ import torch
 from confidentiality.search import Secrets, find_secrets
 from confidentiality.test_recording_link import null_sealing
 from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
+from convoy.testing.streams import RecordedStream
 from convoy.transport.link.link import Link
-from convoy.transport.streams.memory import RecordedStream
 from convoy.transport.streams.stream import Stream
 from convoy.wire.messages.ranks import Agree
 from support.links import tls_link_pair

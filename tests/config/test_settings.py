@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.running.member import head_options, peer_options, serve_options
 from convoy.cluster.options import HeadOptions
 from convoy.config.settings import Config, decode_public_key, load_config, override
 from convoy.config.table import ListenConfig, ServeConfig
 from convoy.errors import ConfigError
+from convoy.sdk.options import head_options, peer_options, serve_options
 
 WHOLE = """
 [cluster]

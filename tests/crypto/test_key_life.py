@@ -16,9 +16,9 @@ from convoy.crypto.cipher import TAG_BYTES, Aead, Cipher
 from convoy.crypto.handshake import Initiator, Responder, Secrets
 from convoy.crypto.seal import Opener, Sealer, SealLimits, make_sealing
 from convoy.errors import FrameError, HandshakeError, LinkBroken, SealError
+from convoy.testing.links import memory_link_pair
+from convoy.testing.streams import FlipBit
 from convoy.transport.link.link import LinkOptions, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.streams.memory import FlipBit
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages.control import BlockGrant, Row, Step
 from convoy.wire.tensor import WireTensor

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import head_options, load_head
 from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
 from e2e.served import convoy
 from support.driver import GREEDY
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import head_options, load_head
 from convoy.cluster.head.head import Head
 from convoy.model.checkpoints.source import ModelSource
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
 from e2e.served import convoy_json
 from parity.test_cuts import LIMITS, NUM_TOKENS, alone, prompts_for
 from support.driver import Driver, Run, assert_equal_to_the_bit

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from convoy.cli.running.member import load_member
 from convoy.config.settings import load_config
 from convoy.errors import ConvoyError
+from convoy.sdk.options import load_member
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_ports
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json

@@ -6,13 +6,13 @@ import queue
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import head_options, load_head
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
 
 PARAMS = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95, seed=5)]
 PROMPTS = [

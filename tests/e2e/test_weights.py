@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from cluster.test_from_peers import opened
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.main import run
 from convoy.crypto.identity import OperatorKey
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from support.fake_hub import COMMIT, REPO, FakeHub
 from support.odd_models import make_odd_llama
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import head_options, load_head
 from convoy.cluster.head.head import Head
 from convoy.model.checkpoints.source import ModelSource
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
 from parity.test_windows import PROMPTS, driver, limits
 from support.driver import Driver, assert_equal_to_the_bit
 from support.odd_models import make_windowed_qwen3

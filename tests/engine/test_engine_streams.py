@@ -19,7 +19,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread, running_cluster
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama

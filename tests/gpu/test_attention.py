@@ -19,7 +19,7 @@ if why_not() is not None:
 
 from convoy.model.backends.cuda.batch import describe_rows, on_device
 from convoy.model.backends.cuda.kernels.attention import LOG2_E, DeviceHeadShape, attend
-from convoy.model.backends.cuda.kernels.reference import attend_slowly
+from support.slow_kernels import attend_slowly
 
 pytestmark = pytest.mark.gpu
 # For bfloat16: its numbers lie at most 2^-9 apart.

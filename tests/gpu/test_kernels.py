@@ -25,11 +25,11 @@ from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES
 from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
 from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
-from convoy.model.backends.cuda.kernels.reference import norm_slowly, rotate_slowly
 from convoy.model.backends.cuda.kernels.rope import make_rotation
 from convoy.model.backends.cuda.kernels.rounded import round_matrix
 from convoy.model.backends.cuda.kernels.single_row import INT4_TILES, INT8_TILES, TILES, lone_linear
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
+from support.slow_kernels import norm_slowly, rotate_slowly
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2

@@ -24,7 +24,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.control import StageAssignment
 from support.cluster import NAMES, PeerThread
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded

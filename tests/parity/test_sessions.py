@@ -21,7 +21,7 @@ from convoy.errors import SessionError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.output_rows import Logits
 from convoy.model.sampling.params import SamplingParams
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import NAMES, PeerThread
 from support.members import make_local_members, membership_of
 

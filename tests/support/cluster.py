@@ -14,8 +14,9 @@ from convoy.cluster.peer.event import PeerEvent
 from convoy.cluster.peer.peer import Peer
 from convoy.cluster.running import RunningCluster
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.member import LocalMember
-from convoy.transport.network import MemoryNetwork, Network
+from convoy.transport.network import Network
 from support.members import make_local_members, membership_of
 
 NAMES = ("alpha", "beta", "gamma", "delta")

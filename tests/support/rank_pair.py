@@ -20,8 +20,9 @@ from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
 from convoy.model.backends.host.stage import HostStage
-from convoy.transport.link.link import Link, Received, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
+from convoy.testing.links import memory_link_pair
+from convoy.transport.link.incoming import Received, ReceivedTensor
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import FrameType, StepFailed
 from support.members import make_local_members
 

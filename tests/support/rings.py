@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
 from convoy.errors import ConvoyError
+from convoy.testing.links import memory_link_pair
+from convoy.testing.streams import Fault
 from convoy.transport.link.link import Link, Received
-from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.options import LinkOptions
-from convoy.transport.streams.memory import Fault
 from support.members import make_local_members
 
 T = TypeVar("T")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.member import head_options, load_head
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
 from convoy.transport.ports import free_port
 from support.bad_wire import BadWire
 

@@ -20,14 +20,15 @@ from convoy.errors import (
     LinkClosed,
     RosterError,
 )
+from convoy.testing.links import memory_link_pair
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.dial import dial
 from convoy.transport.link.link import Link, LinkOptions
 from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.network import MemoryNetwork, Network, TcpNetwork
+from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.roster.roster import sign_roster
 from convoy.wire.codec import encode_message
 from convoy.wire.messages.control import FrameType, Hello, RosterUpdate

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, HandshakeError, LinkBroken, PeerUnreachable
+from convoy.testing.links import memory_link_pair
 from convoy.transport.byte_budget import ByteBudget
 from convoy.transport.dial import dial
 from convoy.transport.link.establish import send_opening
-from convoy.transport.link.incoming import ReceivedTensor
-from convoy.transport.link.link import Link, LinkOptions, Received
+from convoy.transport.link.incoming import Received, ReceivedTensor
+from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
+from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
 from convoy.transport.streams.tcp import TlsStream, client_context, start_tls_client
 from convoy.wire.codec import encode_message

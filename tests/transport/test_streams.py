@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import LinkBroken
-from convoy.transport.streams.memory import (
+from convoy.testing.streams import (
     Cut,
     Drop,
     FlipBit,

@@ -13,11 +13,12 @@ from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.operator.home import config_file, roster_file
 from convoy.cli.operator.passphrase import PassphraseFlag
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator, require_signer
-from convoy.cli.running.member import load_member, load_policy, member_options
-from convoy.cli.show.files import read_bytes, read_text, replace_file
+from convoy.cli.running.member import load_member
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
+from convoy.config.files import read_bytes, read_text, replace_file
 from convoy.config.settings import Config, load_config
 from convoy.errors import AttestationError, UsageError
+from convoy.sdk.options import load_policy, member_options
 
 if TYPE_CHECKING:
     from convoy.cluster.attestation.tpm import Tpm

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.show.stall_notice import StallNotice
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.client import only_model
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 Message = dict[str, str]
 _RECOVERING = "recovering: "
@@ -49,7 +51,7 @@ def chat(
     if as_json and prompt is None:
         raise UsageError("--json needs a question", hint='convoy chat --json "What is 2+3?"')
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
-    model = model or _only_model(endpoint)
+    model = model or only_model(endpoint, "--model")
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     options = {name: value for name, value in asked.items() if value is not None}
     history = [] if system is None else [{"role": "system", "content": system}]
@@ -57,25 +59,6 @@ def chat(
         _once(endpoint, [*history, _user(prompt)], options, as_json=as_json)
     else:
         _converse(endpoint, history, options)
-
-
-def _only_model(endpoint: Endpoint) -> str:
-    """Return the name of the only model served. A coordinator and a proxy need the name in each request.
-
-    Raises `UsageError` if there is no model, or more than one.
-    """
-    listed = endpoint.get("/v1/models")
-    try:
-        names = [str(one["id"]) for one in listed["data"]]  # type: ignore[index]
-    except (TypeError, KeyError):
-        raise endpoint.not_ours("no list of models") from None
-    if len(names) == 1:
-        return names[0]
-    shown = one_line(", ".join(names[:10]))
-    raise UsageError(
-        f"{endpoint.url} serves {len(names)} models" + (f": {shown}" if names else ""),
-        hint="--model names one" if names else "ask again once it serves one",
-    )
 
 
 def _user(text: str) -> Message:

@@ -34,9 +34,10 @@ from convoy.cli.running.coordinator import (
     run_here,
 )
 from convoy.cli.running.coordinator_file import load_fleet_config, load_telemetry
-from convoy.cli.running.endpoint import Endpoint, client_key
+from convoy.cli.running.endpoint import client_key
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note, print_table
 from convoy.errors import ConfigError, UsageError
+from convoy.sdk.endpoint import Endpoint
 
 app = typer.Typer(help="Route requests of accounts to providers; administer both.", rich_markup_mode=None)
 # A folder of its own: a provider on the same machine has another identity, with another key.

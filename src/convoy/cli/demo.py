@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.endpoint import Endpoint
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
 from convoy.cli.show.picture import print_picture
 from convoy.errors import ConvoyError, PeerUnreachable
+from convoy.sdk.endpoint import Endpoint
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus

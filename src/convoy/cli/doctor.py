@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.checks.doctor_subject import DoctorSubject
-from convoy.cli.flags.discovery import network_of
 from convoy.cli.operator.home import config_file
-from convoy.cli.running.member import default_cache
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.config.settings import Config
 from convoy.errors import ConvoyError
+from convoy.sdk.head import network_of
+from convoy.sdk.options import default_cache
 
 if TYPE_CHECKING:
     from convoy.cluster.checkup.finding import Check, Finding
@@ -207,7 +207,7 @@ def _head_at(config: Config) -> Callable[[], bool]:
     """Return a function that tells whether a Convoy head answers HTTP at this head's address."""
 
     def answers() -> bool:
-        from convoy.cli.running.endpoint import Endpoint
+        from convoy.sdk.endpoint import Endpoint
 
         # A wildcard address cannot be dialled, so ask on loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.serve import start_cluster
 from convoy.cli.show.output import JsonFlag, print_json, print_table
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster

@@ -11,8 +11,8 @@ from convoy.cli.audit import operator_log
 from convoy.cli.operator.certify import certify
 from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
+from convoy.config.files import replace_file
 from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError, UsageError
 
@@ -35,7 +35,7 @@ def new(
     """Make a member's keys, and a card for the operator. The keys stay here; the card has the public half."""
     from convoy.crypto.identity import Identity
     from convoy.trust.roster.card import member_of, write_card
-    from convoy.trust.roster.roster import parse_address
+    from convoy.trust.roster.text import parse_address
 
     identity = Identity.generate()
     member = member_of(name, identity, parse_address(address))

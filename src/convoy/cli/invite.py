@@ -27,8 +27,8 @@ from convoy.cli.operator.files import OperatorFiles
 from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.operator.passphrase import PassphraseFlag
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import one_line, print_json_line, print_note
+from convoy.config.files import replace_file
 from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
 
 if TYPE_CHECKING:

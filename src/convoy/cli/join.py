@@ -19,17 +19,19 @@ import typer
 
 from convoy.api.ending import on_signals
 from convoy.cli.flags.device import DeviceFlag, computing
-from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
+from convoy.cli.flags.discovery import DiscoverFlag, with_discover
 from convoy.cli.flags.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
 from convoy.cli.flags.table import option
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.newcomer import NewcomerFiles, Tell
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
-from convoy.cli.running.member import load_member, peer_options, watched_roster
-from convoy.cli.running.start import heavy_rooms
+from convoy.cli.running.member import load_member, watched_roster
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
+from convoy.model.library import heavy_rooms
+from convoy.sdk.head import network_of
+from convoy.sdk.options import peer_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

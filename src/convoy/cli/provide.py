@@ -10,9 +10,10 @@ import typer
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
-from convoy.cli.running.endpoint import DEFAULT_URL, client_key
+from convoy.cli.running.endpoint import client_key
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
+from convoy.sdk.endpoint import DEFAULT_URL
 
 if TYPE_CHECKING:
     from convoy.fleet.capacity import Capacity

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from convoy.cli.flags.traces import TracesFlag, tracing
-from convoy.cli.running.endpoint import KEY_VARIABLE, client_key
+from convoy.cli.running.endpoint import client_key
 from convoy.cli.running.start import settle_memory
 from convoy.cli.running.trust_rules import EvidenceTable, LevelName, rules_of
 from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
@@ -22,6 +22,7 @@ from convoy.config.settings import override
 from convoy.config.table import TelemetryConfig
 from convoy.config.toml_file import read_toml
 from convoy.errors import UsageError
+from convoy.sdk.endpoint import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from convoy.fleet.proxy.trust import Trust

@@ -15,8 +15,8 @@ from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.operator.home import config_file, roster_file
 from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
-from convoy.cli.show.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_table
+from convoy.config.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
 from convoy.config.settings import decode_public_key, load_config
 from convoy.errors import RosterError, UsageError
 

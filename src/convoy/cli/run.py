@@ -10,16 +10,16 @@ import typer
 from convoy.cli.flags.device import DeviceFlag
 from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import with_step_flags
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.running.hub import local_model
-from convoy.cli.running.member import serve_options
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
 from convoy.config.settings import Config, override
 from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import serve_options
 
 if TYPE_CHECKING:
     from convoy.api.listen.options import ServeOptions
@@ -65,7 +65,7 @@ def run(
     source = ModelSource.resolve(model)
     options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
     cores = share_cores(members) if pin else None
-    options = replace(options, device=device or "auto", cores=cores, sharing=sharing)
+    options = replace(options, device=device or "auto", cores=cores, sharing=sharing, note=print_note)
     http = ServeConfig(**listens)
     asked: GenerationRequest | ServeOptions
     if prompt is None:

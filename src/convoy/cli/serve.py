@@ -5,33 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from convoy.cli.flags.device import DeviceFlag, computing
-from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
+from convoy.cli.flags.discovery import DiscoverFlag, with_discover
 from convoy.cli.flags.http import warn_in_clear
 from convoy.cli.flags.quantize import QuantizeFlag
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAddressFlag
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.local.members import LayersFlag, spans_by_name
+from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.passphrase import PassphraseFlag
-from convoy.cli.running.hub import OpenedModel, SignedFlag, WeightsFromFlag, open_model, weights_from
+from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.running.invite import InviteFlags
-from convoy.cli.running.member import head_options, load_head, serve_options, watched_roster
+from convoy.cli.running.member import load_head, watched_roster
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
-from convoy.cli.running.start import heavy_rooms, settle_memory
+from convoy.cli.running.start import settle_memory
 from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_json, print_note
 from convoy.cli.show.picture import print_picture
 from convoy.cli.show.progress import loading_bars
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConvoyError, UsageError
+from convoy.model.library import heavy_rooms
+from convoy.sdk.head import network_of, service_of
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.models import OpenedModel
+from convoy.sdk.names import spans_by_name
+from convoy.sdk.options import head_options, serve_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +133,9 @@ def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
 
 
 def _alone_options(settings: Config) -> LocalOptions:
-    return LocalOptions(num_members=1, kernel=settings.model.kernel, device=settings.model.device)
+    return LocalOptions(
+        num_members=1, kernel=settings.model.kernel, device=settings.model.device, note=print_note
+    )
 
 
 def _whose(config: Path | None, directory: Path) -> str:
@@ -153,8 +159,9 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
     A bare span is for the head, then for the roster's peers in order. Raises `UsageError`, and the errors of
     `plan.placement.placement.place` for spans that the members cannot hold.
     """
+    from convoy.plan.offer import MemberOffer
     from convoy.plan.placement.grouping import names_in
-    from convoy.plan.placement.placement import MemberOffer, place
+    from convoy.plan.placement.placement import place
 
     if not layers:
         return settings
@@ -239,16 +246,11 @@ def _serve(
     providing: Providing | None,
 ) -> None:
     from convoy.api.server import run_server
-    from convoy.api.service import ServedModel, Service
-    from convoy.cluster.metrics.member import head_families
 
     beside: list[ProviderBeside] = []
     try:
-        granted = cluster.head.granted
-        assert granted is not None
-        served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
-        scraped = (partial(head_families, cluster),)
-        service = Service((served,), cluster.health, cluster.status, cluster.level, scraped)
+        service = service_of(cluster)
+        (served,) = service.models
 
         def on_ready(url: str) -> None:
             settle_memory()

@@ -11,7 +11,6 @@ import typer
 
 from convoy.cli.flags.device import computing
 from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import config_file
 from convoy.cli.operator.session_key import KeyFile
@@ -19,6 +18,7 @@ from convoy.cli.serve import start_cluster
 from convoy.cli.show.output import JsonFlag, counted, format_bytes, print_json, print_note
 from convoy.config.settings import load_config
 from convoy.errors import ConvoyError, RequestError, SessionError, UsageError
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
 from convoy.cli.show.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
+from convoy.sdk.client import cluster_status
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus
@@ -24,17 +26,12 @@ def status(
     as_json: JsonFlag = False,
 ) -> None:
     """Show a running cluster: stages, links, load. Exit 75 if it is not ready."""
-    from convoy.cluster.status import ClusterStatus
-
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
     health = endpoint.get("/health", accept=frozenset({200, 503}))
-    answer = endpoint.get("/status")
-    try:
-        # The server may be of another version, or no Convoy at all.
-        ready = msgspec.convert(health, dict[str, Any])
-        cluster = msgspec.convert(answer, ClusterStatus)
-    except msgspec.ValidationError as error:
-        raise endpoint.not_ours(f"its status is of another shape: {error}") from None
+    cluster = cluster_status(endpoint)
+    if not isinstance(health, dict):
+        raise endpoint.not_ours("its health is no JSON object")
+    ready: dict[str, Any] = health
     if as_json:
         print_json({"health": ready, **msgspec.structs.asdict(cluster)})
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,12 +22,12 @@ from convoy.cli.flags.quantize import KERNELS
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, plain, print_json, print_note, print_table, report_error
 from convoy.cli.show.progress import VerifyLines
-from convoy.errors import ModelError, UsageError
+from convoy.errors import UsageError
+from convoy.sdk.parity import device_and_kernel, prompts_of
 
 if TYPE_CHECKING:
     from convoy.evaluate.certificate import Certificate, LayoutResult
     from convoy.evaluate.verify import Progress
-    from convoy.model.checkpoints.source import ModelSource
 
 
 def verify(
@@ -66,8 +65,8 @@ def verify(
     from convoy.model.checkpoints.source import ModelSource
 
     source = ModelSource.resolve(model)
-    asked = _prompts(source, prompts, tokens)
-    device, chosen = _device_and_kernel(source, device, kernel, ranks, threads)
+    asked = prompts_of(source, prompts, tokens, print_note)
+    device, chosen = device_and_kernel(source, device, kernel, ranks, threads, note=print_note)
     progress = _progress("tokens" if leak else "layouts", quiet=as_json)
     if leak:
         search = LeakSearch(chosen, device, threads, leak_tokens, leak_depths)
@@ -77,29 +76,6 @@ def verify(
         chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
     )
     report(run(source, asked, options, progress), as_json=as_json)
-
-
-def _device_and_kernel(
-    source: ModelSource, device: str | None, kernel: str, ranks: int, threads: int | None
-) -> tuple[str, str]:
-    """Return the device and the kernel of the stages. Raises UsageError for ranks that cannot be verified
-    there.
-    """
-    from convoy.model.backends.host.checks.selfcheck import choose_kernel, why_not_exact
-    from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
-    from convoy.plan.spec.sharding import check_sharding
-
-    if device and RANKS in device:
-        raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="give --ranks")
-    device = ",".join(choose_devices(device or "cpu", kernel))
-    chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on_cuda(kernel)
-    if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
-        print_note(f"kernel {chosen}: {reason}")
-    if ranks > 1:
-        check_sharding(source.spec, ranks)
-        if device != "cpu":
-            raise UsageError(f"--ranks {ranks} is for the CPU, and --device is {device}")
-    return device, chosen
 
 
 def report(found: Certificate, *, as_json: bool) -> None:
@@ -120,22 +96,6 @@ def _max_cuts(text: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) < 7):
         raise UsageError(f"--cuts is {text!r}, expected all or a number")
     return int(text)
-
-
-def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]:
-    from convoy.evaluate.prompts import TEXTS, draw_prompts, read_prompts, text_prompts
-    from convoy.model.text.tokens import Tokenizer
-
-    if not (text.isascii() and text.isdigit()):
-        return read_prompts(Path(text), Tokenizer(source), source.spec, num_tokens)
-    if not (len(text) < 7 and 1 <= int(text) <= len(TEXTS)):
-        raise UsageError(f"--prompts is {text}, expected 1 to {len(TEXTS)}, or a file")
-    try:
-        tokenizer = Tokenizer(source)
-    except ModelError:
-        print_note("prompts: random ids, because the model has no tokeniser")
-        return draw_prompts(source.spec, int(text), num_tokens)
-    return text_prompts(tokenizer, source.spec, int(text), num_tokens)
 
 
 def _progress(unit: str, *, quiet: bool) -> Progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LIBRARY = threading.RLock()
@@ -79,3 +79,14 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def heavy_rooms(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
+    """Import heavy packages in the block, without garbage collection. ``say`` is told if torch is yet to
+    load.
+    """
+    if "torch" not in sys.modules:
+        say("loading PyTorch ...")
+    with collector_at_rest():
+        yield

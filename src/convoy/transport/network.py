@@ -1,25 +1,22 @@
-"""The ways members reach each other: real sockets, or one process in which every other part is real.
+"""The way in which members reach each other: TLS over TCP, behind a Protocol.
 
 A head and its peers take a `Network`. So a whole cluster, handshakes and sealing included, can run inside
-one test process, with faults between any two members.
+one test process over `convoy.testing.MemoryNetwork`.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from convoy.errors import ConfigError, PeerBusy, PeerError, PeerUnreachable
+from convoy.errors import PeerBusy, PeerError
 from convoy.transport.dial import Wrap, dial
 from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
-from convoy.transport.memory_link import settled_link_pair
 from convoy.transport.options import LinkOptions
-from convoy.transport.streams.memory import Fault
 
 OnLink = Callable[[Link], None]
 _RETRY_S = 0.1
@@ -100,59 +97,3 @@ class TcpNetwork:
 
     def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
         return Listener(bind, me, on_link, options=self._options, wrap=self._wrap)
-
-
-class MemoryNetwork:
-    """Make links between the members of one process.
-
-    ``records`` keeps, per (dialler, listener), the bytes that both ends hand to their streams.
-    """
-
-    def __init__(self, options: LinkOptions | None = None, *, record: bool = False) -> None:
-        self._options = options
-        self._record = record
-        self._lock = threading.Lock()
-        self._listening: dict[tuple[str, int], tuple[Membership, OnLink]] = {}
-        self.records: dict[tuple[str, str], tuple[bytearray, bytearray]] = {}
-        self.faults: dict[tuple[str, str], Iterable[Fault]] = {}
-
-    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - never waits
-        with self._lock:
-            there = self._listening.get(peer.address)
-        if there is None:
-            host, port = peer.address
-            raise PeerUnreachable(
-                f"{peer.name} at {host}:{port} could not be reached: no member listens there"
-            )
-        other, on_link = there
-        pair = (me.name, peer.name)
-        record = (bytearray(), bytearray()) if self._record else None
-        if record is not None:
-            self.records[pair] = record
-        mine, others = settled_link_pair(
-            me, other, faults=self.faults.get(pair, ()), record=record, options=self._options
-        )
-        other.attach(others)
-        me.attach(mine)
-        on_link(others)
-        return mine
-
-    def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
-        with self._lock:
-            if bind in self._listening:
-                raise ConfigError(f"port {bind[1]} on {bind[0]} is taken")
-            self._listening[bind] = (me, on_link)
-        return _MemoryListening(self, bind)
-
-    def forget(self, bind: tuple[str, int]) -> None:
-        with self._lock:
-            self._listening.pop(bind, None)
-
-
-class _MemoryListening:
-    def __init__(self, network: MemoryNetwork, address: tuple[str, int]) -> None:
-        self._network = network
-        self.address = address
-
-    def close(self) -> None:
-        self._network.forget(self.address)

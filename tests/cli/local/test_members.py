@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cli.local.members import local_names, parse_members, spans_by_name
+from convoy.cli.local.members import parse_members
 from convoy.errors import UsageError
+from convoy.sdk.names import local_names, spans_by_name
 
 NAMES = ("alpha", "beta", "gamma")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.pin import pinned, share_cores
 from convoy.errors import UsageError
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins here")
 

@@ -6,7 +6,6 @@ import errno
 
 import pytest
 
-from convoy.cli.running.endpoint import ServerBusy
 from convoy.cli.show.exit_codes import exit_code
 from convoy.errors import (
     AttestationError,
@@ -29,6 +28,7 @@ from convoy.errors import (
     StageLost,
     UsageError,
 )
+from convoy.sdk.endpoint import ServerBusy
 
 
 @pytest.mark.parametrize(

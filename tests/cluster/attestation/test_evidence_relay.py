@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER
+from convoy.testing.links import memory_link_pair
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
 from convoy.trust.evidence.evidence import Occasion, provider_binding
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy

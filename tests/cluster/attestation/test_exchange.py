@@ -21,10 +21,10 @@ from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PlanError, StageLost
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.links import memory_link_pair
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.network import MemoryNetwork
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict

@@ -20,9 +20,9 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError, Incompatible, LinkBroken, PeerRefused, PeerUnreachable
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import Activate, Hello, Message, Plan, Ready, Refuse, Step, StepFailed
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

@@ -6,10 +6,10 @@ import pytest
 
 from convoy.cluster.presence.first_dial import FirstDial, Mustered
 from convoy.errors import HandshakeError, HandshakeLate
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
-from convoy.transport.network import MemoryNetwork
 from support.members import make_local_members, membership_of
 
 

@@ -16,10 +16,10 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
-from convoy.transport.network import MemoryNetwork
 from convoy.trust.evidence.policy import OfferRule, Policy
 from convoy.wire.messages.control import MAX_OFFER_BYTES, FrameType, Hello
 from support.cluster import MEMBER, PeerThread

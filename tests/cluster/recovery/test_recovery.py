@@ -23,9 +23,9 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import Membership
-from convoy.transport.network import MemoryNetwork
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy, SoftwareRule
 from convoy.wire.messages.control import Step, StepFailed

@@ -18,9 +18,9 @@ from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, StepError
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
+from convoy.testing.links import memory_link_pair
+from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, StageAssignment
 from convoy.wire.messages.fetch import Fetch, Piece, Prepare, Prepared
 from support.cluster import MEMBER, PeerThread

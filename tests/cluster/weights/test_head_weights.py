@@ -21,7 +21,7 @@ from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.checkpoints.store.received import ReceivedModel
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.fake_hub import COMMIT, REPO, FakeHub
 from support.members import make_local_members, membership_of

@@ -22,7 +22,7 @@ from convoy.errors import PeerRefused
 from convoy.model.checkpoints.hub.cache import list_cache
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
-from convoy.transport.network import MemoryNetwork
+from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.fetch import Fetch, Piece
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.members import make_local_members, membership_of

@@ -19,8 +19,9 @@ from convoy.errors import ConvoyError, StageLost
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import StageOptions
-from convoy.transport.link.link import Link, Received, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
+from convoy.testing.links import memory_link_pair
+from convoy.transport.link.incoming import Received, ReceivedTensor
+from convoy.transport.link.link import Link
 from convoy.transport.streams.stream import Stream
 from convoy.wire.messages.control import FrameType, ReadBlocks, StageAssignment, WriteBlocks
 from support.links import tls_link_pair

@@ -24,9 +24,9 @@ from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConvoyError
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.proxy.trust import Trust
+from convoy.testing.links import memory_link_pair
 from convoy.transport.link.link import Link, Received
 from convoy.transport.member import LocalMember
-from convoy.transport.memory_link import memory_link_pair
 from convoy.trust.evidence.evidence import provider_purpose
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy, SoftwareRule

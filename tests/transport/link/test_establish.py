@@ -15,6 +15,7 @@ from convoy.crypto.cipher import local_ciphers
 from convoy.crypto.handshake import Initiator
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError, HandshakeError, HandshakeLate, Incompatible, LinkBroken, PeerError
+from convoy.testing.streams import RecordedStream, memory_stream_pair
 from convoy.transport.link import establish
 from convoy.transport.link.establish import (
     broke_off,
@@ -26,7 +27,6 @@ from convoy.transport.link.establish import (
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
 from convoy.transport.options import LinkOptions
-from convoy.transport.streams.memory import RecordedStream, memory_stream_pair
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages.control import FrameType
 from support.members import make_local_members, with_roster

@@ -11,9 +11,9 @@ import pytest
 from convoy.crypto.cipher import Cipher
 from convoy.crypto.seal import SealLimits
 from convoy.errors import ConvoyError, FrameError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.testing.links import memory_link_pair
+from convoy.testing.streams import Stall
 from convoy.transport.link.link import Link, LinkOptions, Received, ReceivedMessage, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.streams.memory import Stall
 from convoy.transport.streams.stream import Stream
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages.control import Activate, FrameType, Refuse, Row, Step

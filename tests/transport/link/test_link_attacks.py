@@ -20,10 +20,8 @@ from convoy.errors import (
     PeerError,
     SealError,
 )
-from convoy.transport.link.establish import establish_initiator, establish_responder
-from convoy.transport.link.link import Link, LinkOptions, ReceivedTensor
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.streams.memory import (
+from convoy.testing.links import memory_link_pair
+from convoy.testing.streams import (
     Cut,
     Drop,
     Fault,
@@ -34,6 +32,8 @@ from convoy.transport.streams.memory import (
     Stall,
     memory_stream_pair,
 )
+from convoy.transport.link.establish import establish_initiator, establish_responder
+from convoy.transport.link.link import Link, LinkOptions, ReceivedTensor
 from convoy.transport.streams.stream import Stream
 from convoy.wire.codec import encode_message
 from convoy.wire.frame import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from convoy.transport.memory_link import memory_link_pair
+from convoy.testing.links import memory_link_pair
 from support.links import WAIT_S
 from support.members import make_local_members
 

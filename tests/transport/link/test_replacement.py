@@ -15,13 +15,13 @@ import pytest
 
 from convoy.crypto.seal import MAX_SEQUENCE
 from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.testing.links import memory_link_pair
 from convoy.transport.dial import dial
 from convoy.transport.link.key_usage import KeyUsage
 from convoy.transport.link.link import Link, LinkOptions, ReceivedMessage, ReceivedTensor
 from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.listen.listener import Listener
-from convoy.transport.memory_link import memory_link_pair
 from convoy.wire.codec import encode_message
 from convoy.wire.messages.control import FrameType, Row, Step, Switch
 from convoy.wire.tensor import WireTensor

@@ -10,8 +10,8 @@ import typer
 
 from convoy.cli.benches.run import BenchRun, bench_verb, print_machine
 from convoy.cli.show.exit_codes import EXIT_FAILURE
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import print_table
+from convoy.config.files import replace_file
 
 if TYPE_CHECKING:
     from convoy.bench.fleet.load import LoadResult

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.benches.run import BenchRun, bench_verb
-from convoy.cli.local.cluster import LocalOptions
 from convoy.cli.local.served_cluster import ServedCluster, ServedOptions, memory_for
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.local_cluster import LocalOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 import typer
 
 from convoy.cli.flags.quantize import KERNELS
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import start_cluster
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import JsonFlag, print_json, print_note, print_table
+from convoy.config.files import replace_file
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 if TYPE_CHECKING:
     from convoy.bench.report.clock import Clock
@@ -161,6 +161,7 @@ class BenchRun:
             cores=cores,
             device=self.device,
             sharing={"parallel": "pipeline"} if sharing is None else sharing,
+            note=print_note,
         )
 
     @contextmanager
@@ -180,9 +181,10 @@ class BenchRun:
     @contextmanager
     def head(self, members: int, limits: dict[str, int]) -> Iterator[tuple[Head, HeadOptions]]:
         """Yield a head without an engine, and its options: the bench drives the executor or an own engine."""
-        from convoy.cli.running.member import head_options, load_head
+        from convoy.cli.running.member import load_head
         from convoy.cluster.head.head import Head
         from convoy.model.checkpoints.source import ModelSource
+        from convoy.sdk.options import head_options
 
         with self._local(members, limits) as local:
             config = local.config(local.head)

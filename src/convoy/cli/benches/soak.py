@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from convoy.cli.benches.run import BenchRun, bench_verb
-from convoy.cli.local.cluster import LocalOptions
 from convoy.cli.local.served_cluster import ServedCluster, ServedOptions
+from convoy.sdk.local_cluster import LocalOptions
 
 # Few, so that every block has been used before memory is first measured.
 _NUM_BLOCKS = 256

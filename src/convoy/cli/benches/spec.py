@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.benches.run import BenchRun, bench_verb
-from convoy.cli.local.cluster import Address, LocalCluster
 from convoy.cli.local.pin import pinned
 from convoy.cli.serve import start_cluster
 from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.local_cluster import Address, LocalCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.running.member import load_policy
-from convoy.cli.show.files import read_bytes
 from convoy.cli.show.output import counted
+from convoy.config.files import read_bytes
 from convoy.config.settings import Config, load_config
 from convoy.errors import ConvoyError
+from convoy.sdk.options import load_policy
 
 if TYPE_CHECKING:
     from convoy.cluster.checkup.finding import Finding

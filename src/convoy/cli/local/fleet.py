@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
-from convoy.cli.running.endpoint import Endpoint, client_key
+from convoy.cli.running.endpoint import client_key
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerError, PeerUnreachable
+from convoy.sdk.endpoint import Endpoint
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.transport.ports import free_port
 
 if TYPE_CHECKING:

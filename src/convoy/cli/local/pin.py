@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from convoy.errors import UsageError
+from convoy.sdk.local_cluster import Cores
 
-Cores = tuple[int, ...]
 PinFlag = Annotated[bool, typer.Option("--pin", help="Pin each member to cores of its own (Linux).")]
 
 
@@ -33,11 +33,6 @@ def share_cores(num_members: int) -> tuple[Cores, ...]:
             hint="ask for fewer members, or leave --pin out",
         )
     return tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(num_members))
-
-
-def pin_process(process_id: int, cores: Cores) -> None:
-    """Pin a process right after its start. Threads that it starts later inherit the cores."""
-    os.sched_setaffinity(process_id, cores)
 
 
 @contextmanager

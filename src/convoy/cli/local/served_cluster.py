@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from convoy.cli.local.cluster import Address, LocalCluster, LocalOptions
-from convoy.cli.running.endpoint import Endpoint
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerUnreachable
+from convoy.sdk.endpoint import Endpoint
+from convoy.sdk.local_cluster import Address, LocalCluster, LocalOptions
 from convoy.transport.ports import free_port
 
 if TYPE_CHECKING:

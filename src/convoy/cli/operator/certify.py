@@ -13,8 +13,8 @@ import typer
 from convoy.cli.audit import operator_log
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.operator.passphrase import PassphraseFlag
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import JsonFlag, print_fields, print_json
+from convoy.config.files import replace_file
 from convoy.errors import ConfigError, UsageError
 
 _DAY_S = 24 * 3600

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from convoy.cli.audit import operator_log
 from convoy.cli.operator.first_machine import MAX_ROSTER_FILE_BYTES
 from convoy.cli.operator.roster_change import load_operator
-from convoy.cli.show.files import read_bytes
 from convoy.cli.show.output import one_line, print_note
+from convoy.config.files import read_bytes
 from convoy.config.settings import Config, load_config
 from convoy.errors import ConfigError
 

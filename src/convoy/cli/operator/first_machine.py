@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.operator.home import Home, host_name, local_addresses, parse_place
-from convoy.cli.show.files import read_bytes, replace_file
 from convoy.cli.show.output import print_note
+from convoy.config.files import read_bytes, replace_file
 from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError
 

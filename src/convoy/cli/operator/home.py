@@ -13,7 +13,7 @@ import tomli_w
 import typer
 
 from convoy.cli.operator.passphrase import Passphrase
-from convoy.cli.show.files import replace_file
+from convoy.config.files import replace_file
 from convoy.config.settings import Config, load_config
 from convoy.config.table import DEFAULT_PEER_PORT, row
 from convoy.errors import ConfigError, RosterError, UsageError
@@ -181,7 +181,7 @@ def parse_place(text: str, port: int | None) -> tuple[str, int | None]:
 
     The port is ``port`` if the text has none. Raises `UsageError`.
     """
-    from convoy.trust.roster.roster import parse_address
+    from convoy.trust.roster.text import parse_address
 
     host, given = text, port
     if text.startswith("[") or text.count(":") == 1:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.operator.home import Home, host_name, parse_place
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import print_note
+from convoy.config.files import replace_file
 from convoy.config.settings import load_config
 from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.operator.passphrase import Passphrase
-from convoy.cli.show.files import read_bytes, replace_file
+from convoy.config.files import read_bytes, replace_file
 from convoy.errors import ConfigError, IdentityError, RosterError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import typer
 
 from convoy.cli.operator.home import Home
 from convoy.cli.running.start import settle_memory
-from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import print_draining, print_ended, print_fields, print_json_line
+from convoy.config.files import replace_file
 from convoy.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:

@@ -1,29 +1,15 @@
-"""The HTTP API of a running head, for commands, with errors in Convoy's grammar."""
+"""The flags of commands that call a running head over HTTP."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
-from convoy.config.table import SERVE
-from convoy.errors import (
-    ConfigError,
-    ConvoyError,
-    Incompatible,
-    PeerUnreachable,
-    Unavailable,
-    UsageError,
-)
+from convoy.errors import ConfigError
+from convoy.sdk.endpoint import KEY_VARIABLE
 
 UrlFlag = Annotated[str, typer.Option("--url", help="The head's HTTP address.")]
 ApiKeyFlag = Annotated[
@@ -32,19 +18,6 @@ ApiKeyFlag = Annotated[
 CaFlag = Annotated[
     Path | None, typer.Option("--ca", help="PEM: for https, trust these certificates and no others.")
 ]
-DEFAULT_URL = f"http://{SERVE.host}:{SERVE.port}"
-KEY_VARIABLE = "CONVOY_API_KEY"
-_MAX_BODY_BYTES = 16 << 20
-_BUSY = frozenset({429, 502, 503, 504})
-
-
-# Named after the event, as the other errors are: it is no fault of this program.
-class HttpRefused(ConvoyError):  # noqa: N818
-    """Report an error answer of the server, in the server's words."""
-
-
-class ServerBusy(HttpRefused, Unavailable):
-    """Report that the server cannot serve the request now. Another try may succeed."""
 
 
 def client_key(api_key_file: Path | None) -> str | None:
@@ -60,176 +33,3 @@ def client_key(api_key_file: Path | None) -> str | None:
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(f"the key in {KEY_VARIABLE} has characters that no HTTP header carries")
     return key or None
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Call the HTTP API of a server.
-
-    ``get`` and ``post`` raise PeerUnreachable if no server answers, and HttpRefused for an error status.
-    """
-
-    url: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 600.0
-    server: str = "head"
-    start: str = "convoy serve"
-    url_option: str = "--url"
-    ca: Path | None = None
-
-    @classmethod
-    def of(cls, url: str, api_key: str | None = None, ca: Path | None = None) -> Endpoint:
-        """Return the endpoint for the flags. The address may end in ``/v1``, as clients of the API write it.
-
-        Raises UsageError for a wrong address, and ConfigError for a file without certificates.
-        """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            usable = False
-        if not usable:
-            raise UsageError(f"--url {url} is no HTTP address", hint=f"for example {DEFAULT_URL}")
-        address = parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
-        if ca is not None:
-            if parts.scheme != "https":
-                raise UsageError(
-                    f"--ca is for https, and the address is {address}",
-                    hint=f"--url https://{parts.netloc}",
-                )
-            _trusting(ca)
-        return cls(address, api_key, ca=ca)
-
-    def get(self, path: str, *, accept: frozenset[int] = frozenset({200})) -> object:
-        """Return the JSON at ``path``. The statuses in ``accept`` are no error."""
-        with self._open("GET", path, None) as response:
-            data = response.read(_MAX_BODY_BYTES)
-            if response.status not in accept:
-                raise _refusal(response.status, data)
-            return self._json(data)
-
-    def post(self, path: str, body: object) -> object:
-        """Send ``body`` and return the JSON of the answer."""
-        with self._open("POST", path, json.dumps(body).encode()) as response:
-            data = response.read(_MAX_BODY_BYTES)
-            if response.status not in {http.client.OK, http.client.CREATED}:
-                raise _refusal(response.status, data)
-            return self._json(data)
-
-    def stream(self, path: str, body: object) -> Iterator[dict[str, object]]:
-        """POST and yield the JSON of each event until ``[DONE]``. Raises HttpRefused for an error event."""
-        with self._open("POST", path, json.dumps(body).encode()) as response:
-            if response.status != http.client.OK:
-                raise _refusal(response.status, response.read(_MAX_BODY_BYTES))
-            for line in self._lines(response):
-                if line == b"data: [DONE]":
-                    return
-                if line.startswith(b"data: "):
-                    event = self._json(line.removeprefix(b"data: "))
-                    if not isinstance(event, dict):
-                        raise self.not_ours("no JSON object")
-                    # Once the status line is sent, the server can only report an error as an event.
-                    if "error" in event:
-                        raise _refusal(response.status, line.removeprefix(b"data: "))
-                    yield event
-            # Without [DONE] the answer is incomplete, even if the connection closed in order.
-            raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
-
-    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        try:
-            while line := response.readline(_MAX_BODY_BYTES):
-                yield line.strip()
-        except (OSError, http.client.HTTPException) as error:
-            raise PeerUnreachable(f"the stream from {self.url} broke: {_reason(error)}") from None
-
-    @contextmanager
-    def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
-        parts = urlsplit(self.url)
-        host, port = parts.hostname or "", parts.port
-        connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)
-        if parts.scheme == "https":
-            context = _trusting(self.ca)
-            connection = http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
-        headers = {"Accept": "application/json, text/event-stream"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        try:
-            try:
-                connection.request(method, parts.path + path, body, headers)
-                response = connection.getresponse()
-            except ssl.SSLCertVerificationError as error:
-                raise ConfigError(
-                    f"the certificate that {self.url} shows is not trusted: {error.verify_message}",
-                    hint="--ca FILE trusts the certificates in FILE",
-                ) from None
-            except ssl.SSLError:
-                raise ConfigError(
-                    f"the server at {self.url} does not speak TLS",
-                    hint="--url http://... for a server without a certificate",
-                ) from None
-            except (OSError, http.client.HTTPException) as error:
-                raise PeerUnreachable(
-                    f"no {self.server} answers at {self.url}: {_reason(error)}",
-                    hint=f"start one with `{self.start}`, or name its address with {self.url_option}",
-                ) from None
-            yield response
-        finally:
-            connection.close()
-
-    def _json(self, data: bytes) -> object:
-        try:
-            return json.loads(data)
-        except ValueError:
-            raise self.not_ours("no JSON") from None
-
-    def not_ours(self, why: str) -> ConvoyError:
-        """Return the error for an answer that no head of this version gives."""
-        return Incompatible(
-            f"the server at {self.url} is not this version of Convoy: {why}", hint=f"check {self.url_option}"
-        )
-
-
-def _refusal(status: int, data: bytes) -> HttpRefused:
-    """Return the error for a status, with the server's own message if it sent one."""
-    message, hint = f"the server answered {status}", None
-    try:
-        error = json.loads(data)["error"]
-        message = str(error["message"])
-        hint = None if error.get("hint") is None else str(error["hint"])
-        # The server's advice is for programs that have other servers to ask.
-        if error.get("code") == "draining":
-            message = message.removesuffix(" (send the request to another server)")
-            hint = "ask again once `convoy serve` is started again"
-    except (ValueError, TypeError, KeyError, AttributeError):
-        # The body explains nothing, so the status is all there is to report.
-        pass
-    if status == http.client.UNAUTHORIZED and hint is None:
-        hint = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
-    return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
-
-
-def _trusting(ca: Path | None) -> ssl.SSLContext:
-    """Return a TLS context that checks a server's certificate by ``ca`` alone, or by the system's
-    authorities.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if ca is None:
-        context.load_default_certs()
-        return context
-    # This flag lets a server's own certificate be the trust anchor, without its issuer.
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    try:
-        context.load_verify_locations(ca)
-    except OSError as error:
-        reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else _reason(error)
-        raise ConfigError(f"cannot use {ca} for --ca: {reason}") from None
-    return context
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    text = error.strerror if isinstance(error, OSError) else None
-    return (text or str(error) or type(error).__name__).lower()

@@ -1,25 +1,21 @@
-"""Open a model that the command line names: a directory or a name on the Hugging Face hub."""
+"""The flags of a model's weights, and models opened with progress on standard error."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from convoy.cli.flags.table import option
-from convoy.cli.running.member import default_cache
-from convoy.cli.running.signed import signed_model
 from convoy.cli.show.output import print_note
 from convoy.cli.show.progress import loading_bars
 from convoy.config.table import row
-from convoy.errors import ConfigError, ModelError
+from convoy.errors import ConfigError
+from convoy.sdk import models
+from convoy.sdk.options import Note, unheard
 
 if TYPE_CHECKING:
-    from convoy.cluster.weights.head_weights import HeadWeights
     from convoy.config.settings import Config
-    from convoy.model.checkpoints.hub.files import HubName
-    from convoy.model.checkpoints.source import ModelSource
-    from convoy.trust.signed_model import SignedModel
+    from convoy.sdk.models import OpenedModel
 
 WeightsFromFlag = Annotated[str | None, option("model", "weights_from")]
 SignedFlag = Annotated[Path | None, option("model", "signed")]
@@ -33,90 +29,17 @@ def weights_from(text: str | None) -> str | None:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """Hold a model for a head. ``own`` is the source of its tensors, if this machine lacks some of them."""
-
-    source: ModelSource
-    own: HeadWeights | None = None
-
-
 def local_model(settings: Config, named: str, *, quiet: bool) -> str:
-    """Return ``named`` itself, or the directory with all files of ``org/name[@revision]``.
-
-    Raises ModelError if the files are not available.
-    """
-    from convoy.model.checkpoints.hub.files import FOLDER, Hub
-
-    name = _hub_name(named)
-    if name is None:
-        return named
-    hub = Hub(_cache(settings) / FOLDER, settings.model.hub)
+    """Return the result of `models.local_model`, and show its progress."""
     with loading_bars(quiet=quiet) as on_load:
-        commit, directory = hub.download(name, on_load)
-    if not quiet:
-        print_note(f"note: {hub.offline}" if hub.offline else f"model: {name.repo} at commit {commit}")
-    return str(directory)
+        return models.local_model(settings, named, on_load, _note(quiet=quiet))
 
 
 def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
-    """Return the model for a head. For a signed commit of a hub, fetch only the files that are not weights
-    now.
-
-    Raises ModelError.
-    """
-    from convoy.model.checkpoints.source import ModelSource
-
-    name, signed = _hub_name(named), signed_model(settings)
-    if name is None or signed is None or not _is_of(name, signed):
-        return OpenedModel(ModelSource.resolve(local_model(settings, named, quiet=quiet)))
-    opened = _open_signed(settings, name, signed)
-    if not quiet:
-        commit = signed.hub.rpartition("@")[2]
-        print_note(
-            f"model: {name.repo} at commit {commit}, signed by the operator; members fetch their own layers"
-        )
-    return opened
+    """Return the result of `models.open_model`, and show its progress."""
+    with loading_bars(quiet=quiet) as on_load:
+        return models.open_model(settings, named, on_load, _note(quiet=quiet))
 
 
-def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> OpenedModel:
-    from convoy.cluster.weights.head_weights import HeadWeights
-    from convoy.model.checkpoints.hub.stream import HubCommit
-    from convoy.model.checkpoints.hub.weights import HubWeights
-    from convoy.model.checkpoints.manifest import Manifest
-    from convoy.model.checkpoints.store.parts import PartFile, is_whole
-    from convoy.model.checkpoints.store.received import ReceivedModel
-
-    commit = HubCommit(name.repo, signed.hub.rpartition("@")[2], settings.model.hub)
-    received = ReceivedModel(_cache(settings), Manifest.decode(signed.manifest, signed.digest))
-    with received.open(lambda: None):
-        for part in map(received.file, received.manifest.files):
-            if is_whole(part):
-                continue
-            with PartFile(part) as file:
-                file.begin_anew()
-                for chunk in commit.stream(part.name, 0, part.num_bytes):
-                    file.write(chunk)
-                if not file.finish():
-                    raise ModelError(
-                        f"{part.name} of {signed.hub} differs from the file that the operator signed"
-                    )
-    source = received.source(name.repo, received.file("config.json"))
-    return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))
-
-
-def _is_of(name: HubName, signed: SignedModel) -> bool:
-    """Return whether the signed manifest is for that name, and for the requested revision if there is one."""
-    repo, _, commit = signed.hub.rpartition("@")
-    return repo == name.repo and name.revision in {"main", commit}
-
-
-def _hub_name(named: str) -> HubName | None:
-    from convoy.model.checkpoints.hub.files import HubName
-    from convoy.model.checkpoints.source import needs_no_files
-
-    return None if needs_no_files(named) else HubName.parse(named)
-
-
-def _cache(settings: Config) -> Path:
-    return settings.model.cache or default_cache()
+def _note(*, quiet: bool) -> Note:
+    return unheard if quiet else print_note

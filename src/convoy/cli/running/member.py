@@ -1,209 +1,32 @@
-"""Convert a convoy.toml to the options of other packages."""
+"""Load a membership from a convoy.toml for a command, and print what a person should know of it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.running.signed import signed_model
-from convoy.cli.show.files import WHENCE_ROSTER, read_bytes
 from convoy.cli.show.output import print_note
 from convoy.config.settings import Config
-from convoy.config.table import DEFAULT_SPECULATE
-from convoy.errors import ConfigError, ConvoyError, RosterError
+from convoy.sdk import head, options
+from convoy.sdk.options import unheard
 
 if TYPE_CHECKING:
-    from convoy.api.listen.options import ServeOptions
-    from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
     from convoy.transport.membership import Membership
-    from convoy.trust.evidence.policy import Policy
-
-_MAX_ROSTER_BYTES = 2 << 20
-_MAX_PEM_BYTES = 1 << 20
 
 
 def load_member(config: Config) -> Membership:
-    """Return this machine's name and keys with the verified roster, or with a newer roster accepted before.
-
-    Raises `ConfigError`, `IdentityError` or `RosterError`.
-    """
-    from convoy.crypto.identity import Identity
-    from convoy.trust.roster.accepted import AcceptedFile
-    from convoy.trust.roster.authority import open_membership
-
-    name = config.require_name()
-    directory = config.require_identity()
-    opened = open_membership(
-        name,
-        Identity.load(directory),
-        read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES, hint=WHENCE_ROSTER),
-        operator_key=config.require_operator_key(),
-        file=AcceptedFile(directory),
-    )
-    for note in opened.notes:
-        print_note(f"note: {note}")
-    return opened.membership
+    """Return the result of `options.load_member`, with its notes on standard error."""
+    return options.load_member(config, print_note)
 
 
-def _older(config: Config, me: Membership) -> bytes | None:
-    """Return the roster file's bytes if an epoch accepted before counts in its place. `load_member` reported
-    that.
-    """
-    from convoy.trust.roster.roster import verify_roster
-
-    try:
-        signed = read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES)
-        older = verify_roster(signed, operator_key=config.require_operator_key()).roster
-    except ConvoyError:
-        return None
-    return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
+def load_head(config: Config) -> Membership:
+    """Return the result of `options.load_head`, with its notes on standard error."""
+    return options.load_head(config, print_note)
 
 
 @contextmanager
 def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> Iterator[None]:
     """Watch the roster file while the block runs, and print its changes."""
-    from convoy.cluster.roster_watch import RosterWatch
-
-    tell = (lambda _text: None) if quiet else print_note
-    end = me.subscribe(lambda roster: tell(f"roster: epoch {roster.epoch} counts now"))
-    watch = RosterWatch(config.require_roster(), me, tell, judged=_older(config, me))
-    try:
+    with head.watched_roster(config, me, unheard if quiet else print_note):
         yield
-    finally:
-        watch.close()
-        end()
-
-
-def load_head(config: Config) -> Membership:
-    """Return `load_member`'s result for a head. Raises `RosterError` if this member may not be the head."""
-    me = load_member(config)
-    if not me.member.head:
-        heads = ", ".join(member.name for member in me.roster.members if member.head)
-        raise RosterError(
-            f"{me.name} may not be the head; the roster allows {heads}",
-            hint=f"run `convoy join` on {me.name}, or sign a roster with --head {me.name}",
-        )
-    return me
-
-
-def load_policy(file: Path | None) -> Policy:
-    """Return the policy of a file, or an empty one for None. Raises `ConfigError`."""
-    from convoy.trust.evidence.policy import MAX_POLICY_BYTES, Policy, parse_policy
-
-    if file is None:
-        return Policy()
-    return parse_policy(read_bytes(file, max_bytes=MAX_POLICY_BYTES + 1), str(file))
-
-
-def member_options(config: Config) -> MemberOptions:
-    from convoy.cluster.options import MemberOptions
-
-    model, signed = config.model, signed_model(config)
-    return MemberOptions(
-        memory_bytes=int(model.memory_gb * 1e9),
-        num_threads=model.num_threads,
-        kernel=model.kernel,
-        device=model.device,
-        activation_dtype=model.activation_dtype,
-        policy=load_policy(config.cluster.policy),
-        tpm=config.cluster.tpm,
-        cache=model.cache or default_cache(),
-        weights_from=model.weights_from,
-        hub=model.hub,
-        signed=None if signed is None else signed.digest,
-    )
-
-
-def default_cache() -> Path:
-    """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification demands to ignore a relative path.
-    home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
-    return home / "convoy"
-
-
-def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
-    """Return the options of a peer. ``model`` is the flag.
-
-    A name that needs no files counts as none, because the head sends such names itself.
-    """
-    from convoy.cluster.options import PeerOptions
-    from convoy.model.checkpoints.source import needs_no_files
-
-    chosen = model or config.model_name()
-    path = None if chosen is None or needs_no_files(chosen) else Path(chosen)
-    return PeerOptions(
-        member=member_options(config),
-        model_path=path,
-        exit_with_head=exit_with_head,
-        standby=config.cluster.standby,
-    )
-
-
-def head_options(config: Config) -> HeadOptions:
-    from convoy.cluster.options import HeadOptions
-
-    engine, plan = config.engine, config.plan
-    return HeadOptions(
-        member=member_options(config),
-        spans=plan.layers,
-        wait_s=plan.wait_s,
-        recover_wait_s=plan.recover_wait_s,
-        block_size=engine.block_size,
-        num_blocks=engine.num_blocks,
-        max_context=engine.max_model_len,
-        max_batch=engine.max_batch,
-        max_step_tokens=engine.max_step_tokens,
-        prefill_chunk=engine.prefill_chunk,
-        prefill_window=engine.prefill_window,
-        micro_batches=engine.micro_batches,
-        speculate=DEFAULT_SPECULATE if engine.speculate is None else engine.speculate,
-        # An explicit setting allows guesses even where they may change a text.
-        guess_inexact=engine.speculate is not None,
-        share_across_keys=engine.share_across_keys,
-        level_chunks=engine.level_chunks,
-        max_waiting=config.serve.max_waiting,
-        parallel=plan.parallel,
-        ranks=plan.ranks,
-    )
-
-
-def serve_options(config: Config) -> ServeOptions:
-    """Return the options of the HTTP server. Raises `ConfigError` for a wrong file."""
-    from convoy.api.keys.keys import KeyRing
-    from convoy.api.listen.options import ServeOptions
-
-    serve, tls = config.serve, _tls_files(config)
-    return ServeOptions(
-        host=serve.host,
-        port=serve.port,
-        keys=None if serve.api_key_file is None else KeyRing.open(serve.api_key_file),
-        allow_unauthenticated=serve.allow_unauthenticated,
-        allowed_hosts=(*serve.allowed_hosts, *(() if tls is None else _names_of(tls[0]))),
-        allowed_origins=serve.allowed_origins,
-        tls=tls,
-        drain_s=serve.drain_s,
-    )
-
-
-def _tls_files(config: Config) -> tuple[str, str] | None:
-    certificate, key = config.serve.tls_certificate, config.serve.tls_key
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        missing = "tls_certificate" if certificate is None else "tls_key"
-        raise ConfigError(
-            f"a TLS listener needs a certificate and its key, and {missing} is missing",
-            hint="--tls-certificate FILE and --tls-key FILE go together",
-        )
-    return str(certificate), str(key)
-
-
-def _names_of(certificate: str) -> tuple[str, ...]:
-    """Return the names in a certificate, because the server answers to them."""
-    from convoy.crypto.certificate import certificate_names
-
-    return certificate_names(read_bytes(Path(certificate), max_bytes=_MAX_PEM_BYTES))

@@ -10,10 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from convoy.model.library import collector_at_rest
 
 _SWITCH_S = 0.001
 # A fraction of a millisecond: longer than the gap between two products of a step.
@@ -64,14 +60,3 @@ def settle_memory() -> None:
     # Collect first, so that garbage is not frozen with the rest.
     gc.collect()
     gc.freeze()
-
-
-@contextmanager
-def heavy_rooms(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
-    """Import heavy packages in the block, without garbage collection. ``say`` is told if torch is yet to
-    load.
-    """
-    if "torch" not in sys.modules:
-        say("loading PyTorch ...")
-    with collector_at_rest():
-        yield

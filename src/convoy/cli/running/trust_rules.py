@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from convoy.cli.running.member import load_policy
 from convoy.config.settings import decode_public_key
 from convoy.errors import ConfigError
+from convoy.sdk.options import load_policy
 
 if TYPE_CHECKING:
     from convoy.trust.evidence.provider import ProviderRules

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Stream(Protocol):
-    """Carry bytes in order. `tcp.TlsStream` and `memory.MemoryStream` pass one test suite."""
+    """Carry bytes in order. `tcp.TlsStream` and `convoy.testing.MemoryStream` pass one test suite."""
 
     def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of ``data``. Raises `LinkBroken` if either end closed the stream, or the deadline

@@ -20,10 +20,10 @@ from convoy.engine.ranks.sums.mailbox import MAX_HELD_BYTES, PartMailbox, code_o
 from convoy.engine.ranks.sums.pieces import PIECE_ELEMENTS
 from convoy.engine.ranks.sums.sealed import PART, SHARE, SealedCollective
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, StageLost, StepError
+from convoy.testing.links import memory_link_pair
+from convoy.testing.streams import Cut, Drop, FlipBit, Reorder, Repeat, Stall
 from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.transport.link.outgoing import OutgoingFrame
-from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.streams.memory import Cut, Drop, FlipBit, Reorder, Repeat, Stall
 from convoy.wire.messages.control import FrameType
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor

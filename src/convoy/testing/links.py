@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
 from convoy.errors import ConvoyError, Incompatible
+from convoy.testing.streams import Fault, RecordedStream, memory_stream_pair
 from convoy.transport.link.establish import establish_initiator, establish_responder
 from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
-from convoy.transport.streams.memory import Fault, RecordedStream, memory_stream_pair
 from convoy.transport.streams.stream import Stream
 from convoy.transport.transfer import settle
 

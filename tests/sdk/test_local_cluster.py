@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 
 @pytest.mark.parametrize(

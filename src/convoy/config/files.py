@@ -1,4 +1,4 @@
-"""Files that the command line names: read with a size limit, written as a whole or not at all."""
+"""Files that a flag or a setting names: read with a size limit, written as a whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the kernels' results in plain torch, slowly. The tests compare the kernels with this module."""
+"""Compute the CUDA kernels' results in plain torch, slowly: the reference that tests compare them with."""
 
 from __future__ import annotations
 

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from convoy.cli.local.members import local_names, spans_by_name
-from convoy.cli.local.pin import Cores, pin_process
-from convoy.cli.running.start import heavy_rooms
-from convoy.cli.show.output import print_note
 from convoy.cluster.children import Started, end
 from convoy.config.settings import Config, load_config, override
 from convoy.config.table import EngineConfig, PlanConfig
 from convoy.errors import ConvoyError, PeerError
+from convoy.model.library import heavy_rooms
+from convoy.sdk.names import local_names, spans_by_name
+from convoy.sdk.options import Note, head_options, unheard
 from convoy.transport.ports import free_ports
 
 if TYPE_CHECKING:
     from convoy.plan.spec.model import ModelSpec
 
 Address = tuple[str, int]
+Cores = tuple[int, ...]
 _STOP_WAIT_S = 5.0
 
 
@@ -58,6 +58,8 @@ class LocalOptions:
     publish: Callable[[str, Address], Address] = lambda _name, address: address
     # Keys of [plan]: parallel and ranks.
     sharing: dict[str, Any] = field(default_factory=dict)
+    # Told that torch is being loaded.
+    note: Note = unheard
 
     @property
     def head_cores(self) -> Cores | None:
@@ -79,7 +81,7 @@ class LocalOptions:
             # A lone member looks for devices itself.
             return [self.device] * self.num_members
         # This import loads torch, which takes seconds.
-        with heavy_rooms(print_note):
+        with heavy_rooms(self.note):
             from convoy.model.device import deal_devices
 
         return deal_devices(self.device, self.num_members, self.kernel)
@@ -98,7 +100,6 @@ class LocalOptions:
         Raises the errors of `plan.placement.ways.choose_way` for the spans, and those of `HeadOptions.check`
         for the flags of the engine.
         """
-        from convoy.cli.running.member import head_options
         from convoy.plan.offer import MemberOffer
         from convoy.plan.placement.ways import choose_way, find_ways
 
@@ -241,6 +242,11 @@ class LocalCluster(Started):
         if self._options.spans is not None:
             plan["layers"] = self._options.spans
         return tables | ({"plan": plan} if plan else {})
+
+
+def pin_process(process_id: int, cores: Cores) -> None:
+    """Pin a process right after its start. Threads that it starts later inherit the cores."""
+    os.sched_setaffinity(process_id, cores)
 
 
 def _kernel_on(device: str, kernel: str) -> str:

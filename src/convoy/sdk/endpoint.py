@@ -1,0 +1,221 @@
+"""The HTTP API of a running head, with errors in Convoy's grammar: JSON in, JSON or events out."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from convoy.config.table import SERVE
+from convoy.errors import (
+    ConfigError,
+    ConvoyError,
+    Incompatible,
+    PeerUnreachable,
+    Unavailable,
+    UsageError,
+)
+
+KEY_VARIABLE = "CONVOY_API_KEY"
+DEFAULT_URL = f"http://{SERVE.host}:{SERVE.port}"
+_MAX_BODY_BYTES = 16 << 20
+_BUSY = frozenset({429, 502, 503, 504})
+
+
+# Named after the event, as the other errors are: it is no fault of this program.
+class HttpRefused(ConvoyError):  # noqa: N818
+    """Report an error answer of the server, in the server's words."""
+
+
+class ServerBusy(HttpRefused, Unavailable):
+    """Report that the server cannot serve the request now. Another try may succeed."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Call the HTTP API of a server.
+
+    ``get`` and ``post`` raise PeerUnreachable if no server answers, and HttpRefused for an error status.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+    server: str = "head"
+    start: str = "convoy serve"
+    url_option: str = "--url"
+    ca: Path | None = None
+    ca_option: str = "--ca"
+    key_hint: str = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
+
+    @classmethod
+    def of(
+        cls,
+        url: str,
+        api_key: str | None = None,
+        ca: Path | None = None,
+        timeout_s: float = 600.0,
+        **words: str,
+    ) -> Endpoint:
+        """Return the endpoint for a caller's values. The address may end in ``/v1``, as clients write it.
+
+        ``words`` are fields that name the caller's options, in place of those of the command line.
+
+        Raises UsageError for a wrong address, and ConfigError for a file without certificates.
+        """
+        found = cls(url, api_key, timeout_s, ca=ca, **words)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UsageError(
+                f"{found.url_option} {url} is no HTTP address", hint=f"for example {DEFAULT_URL}"
+            )
+        address = parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
+        if ca is not None:
+            if parts.scheme != "https":
+                raise UsageError(
+                    f"{found.ca_option} is for https, and the address is {address}",
+                    hint=f"{found.url_option} https://{parts.netloc}",
+                )
+            found.trusting()
+        return replace(found, url=address)
+
+    def get(self, path: str, *, accept: frozenset[int] = frozenset({200})) -> object:
+        """Return the JSON at ``path``. The statuses in ``accept`` are no error."""
+        with self._open("GET", path, None) as response:
+            data = response.read(_MAX_BODY_BYTES)
+            if response.status not in accept:
+                raise self._refusal(response.status, data)
+            return self._json(data)
+
+    def post(self, path: str, body: object) -> object:
+        """Send ``body`` and return the JSON of the answer."""
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            data = response.read(_MAX_BODY_BYTES)
+            if response.status not in {http.client.OK, http.client.CREATED}:
+                raise self._refusal(response.status, data)
+            return self._json(data)
+
+    def stream(self, path: str, body: object) -> Iterator[dict[str, object]]:
+        """POST and yield the JSON of each event until ``[DONE]``. Raises HttpRefused for an error event."""
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            if response.status != http.client.OK:
+                raise self._refusal(response.status, response.read(_MAX_BODY_BYTES))
+            for line in self._lines(response):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    event = self._json(line.removeprefix(b"data: "))
+                    if not isinstance(event, dict):
+                        raise self.not_ours("no JSON object")
+                    # Once the status line is sent, the server can only report an error as an event.
+                    if "error" in event:
+                        raise self._refusal(response.status, line.removeprefix(b"data: "))
+                    yield event
+            # Without [DONE] the answer is incomplete, even if the connection closed in order.
+            raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            while line := response.readline(_MAX_BODY_BYTES):
+                yield line.strip()
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerUnreachable(f"the stream from {self.url} broke: {_reason(error)}") from None
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        host, port = parts.hostname or "", parts.port
+        connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+        if parts.scheme == "https":
+            context = self.trusting()
+            connection = http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
+        headers = {"Accept": "application/json, text/event-stream"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        try:
+            try:
+                connection.request(method, parts.path + path, body, headers)
+                response = connection.getresponse()
+            except ssl.SSLCertVerificationError as error:
+                raise ConfigError(
+                    f"the certificate that {self.url} shows is not trusted: {error.verify_message}",
+                    hint=f"{self.ca_option} FILE trusts the certificates in FILE",
+                ) from None
+            except ssl.SSLError:
+                raise ConfigError(
+                    f"the server at {self.url} does not speak TLS",
+                    hint=f"{self.url_option} http://... for a server without a certificate",
+                ) from None
+            except (OSError, http.client.HTTPException) as error:
+                raise PeerUnreachable(
+                    f"no {self.server} answers at {self.url}: {_reason(error)}",
+                    hint=f"start one with `{self.start}`, or name its address with {self.url_option}",
+                ) from None
+            yield response
+        finally:
+            connection.close()
+
+    def _json(self, data: bytes) -> object:
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise self.not_ours("no JSON") from None
+
+    def not_ours(self, why: str) -> ConvoyError:
+        """Return the error for an answer that no head of this version gives."""
+        return Incompatible(
+            f"the server at {self.url} is not this version of Convoy: {why}", hint=f"check {self.url_option}"
+        )
+
+    def trusting(self) -> ssl.SSLContext:
+        """Return a TLS context that checks a server's certificate by its own ``ca`` alone, or by the system's
+        authorities.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.ca is None:
+            context.load_default_certs()
+            return context
+        # This flag lets a server's own certificate be the trust anchor, without its issuer.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        try:
+            context.load_verify_locations(self.ca)
+        except OSError as error:
+            reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else _reason(error)
+            raise ConfigError(f"cannot use {self.ca} for {self.ca_option}: {reason}") from None
+        return context
+
+    def _refusal(self, status: int, data: bytes) -> HttpRefused:
+        """Return the error for a status, with the server's own message if it sent one."""
+        message, hint = f"the server answered {status}", None
+        try:
+            error = json.loads(data)["error"]
+            message = str(error["message"])
+            hint = None if error.get("hint") is None else str(error["hint"])
+            # The server's advice is for programs that have other servers to ask.
+            if error.get("code") == "draining":
+                message = message.removesuffix(" (send the request to another server)")
+                hint = "ask again once `convoy serve` is started again"
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # The body explains nothing, so the status is all there is to report.
+            pass
+        if status == http.client.UNAUTHORIZED and hint is None:
+            hint = self.key_hint
+        return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error) or type(error).__name__).lower()

@@ -1,0 +1,74 @@
+"""The surroundings of a serving head: its network, its view of the roster file, and its HTTP service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from convoy.config.files import read_bytes
+from convoy.config.settings import Config
+from convoy.errors import ConvoyError
+from convoy.sdk.options import MAX_ROSTER_BYTES, Note
+
+if TYPE_CHECKING:
+    from convoy.api.service import Service
+    from convoy.cluster.running import RunningCluster
+    from convoy.transport.membership import Membership
+    from convoy.transport.network import Network
+
+
+@contextmanager
+def network_of(config: Config) -> Iterator[Network | None]:
+    """Yield the network to use; None is the standard one. Raises `ConfigError` without the extra."""
+    if not config.listen.discover:
+        yield None
+        return
+    from convoy.cluster.discovery import DiscoveredNetwork
+
+    network = DiscoveredNetwork()
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+@contextmanager
+def watched_roster(config: Config, me: Membership, note: Note) -> Iterator[None]:
+    """Watch the roster file while the block runs, and tell ``note`` of its changes."""
+    from convoy.cluster.roster_watch import RosterWatch
+
+    end = me.subscribe(lambda roster: note(f"roster: epoch {roster.epoch} counts now"))
+    watch = RosterWatch(config.require_roster(), me, note, judged=_older(config, me))
+    try:
+        yield
+    finally:
+        watch.close()
+        end()
+
+
+def _older(config: Config, me: Membership) -> bytes | None:
+    """Return the roster file's bytes if an epoch accepted before counts in its place. `load_member` reported
+    that.
+    """
+    from convoy.trust.roster.roster import verify_roster
+
+    try:
+        signed = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)
+        older = verify_roster(signed, operator_key=config.require_operator_key()).roster
+    except ConvoyError:
+        return None
+    return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
+
+
+def service_of(cluster: RunningCluster) -> Service:
+    """Return the service of one model over HTTP, with the cluster's health, status and metrics."""
+    from convoy.api.service import ServedModel, Service
+    from convoy.cluster.metrics.member import head_families
+
+    granted = cluster.head.granted
+    assert granted is not None
+    served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
+    scraped = (partial(head_families, cluster),)
+    return Service((served,), cluster.health, cluster.status, cluster.level, scraped)

@@ -1,0 +1,106 @@
+"""Open a model by its name: a directory, a bundled model, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.errors import ModelError
+from convoy.sdk.options import Note, default_cache, signed_model, unheard
+
+if TYPE_CHECKING:
+    from convoy.cluster.head.head import LoadProgress
+    from convoy.cluster.weights.head_weights import HeadWeights
+    from convoy.config.settings import Config
+    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.trust.signed_model import SignedModel
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """Hold a model for a head. ``own`` is the source of its tensors, if this machine lacks some of them."""
+
+    source: ModelSource
+    own: HeadWeights | None = None
+
+
+def local_model(
+    settings: Config, named: str, on_load: LoadProgress | None = None, note: Note = unheard
+) -> str:
+    """Return ``named`` itself, or the directory with all files of ``org/name[@revision]``.
+
+    ``on_load`` hears how much is downloaded. Raises ModelError if the files are not available.
+    """
+    from convoy.model.checkpoints.hub.files import FOLDER, Hub
+
+    name = _hub_name(named)
+    if name is None:
+        return named
+    hub = Hub(_cache(settings) / FOLDER, settings.model.hub)
+    commit, directory = hub.download(name, on_load)
+    note(f"note: {hub.offline}" if hub.offline else f"model: {name.repo} at commit {commit}")
+    return str(directory)
+
+
+def open_model(
+    settings: Config, named: str, on_load: LoadProgress | None = None, note: Note = unheard
+) -> OpenedModel:
+    """Return the model for a head. For a signed commit of a hub, fetch only the files that are not weights
+    now.
+
+    Raises ModelError.
+    """
+    from convoy.model.checkpoints.source import ModelSource
+
+    name, signed = _hub_name(named), signed_model(settings)
+    if name is None or signed is None or not _is_of(name, signed):
+        return OpenedModel(ModelSource.resolve(local_model(settings, named, on_load, note)))
+    opened = _open_signed(settings, name, signed)
+    commit = signed.hub.rpartition("@")[2]
+    note(f"model: {name.repo} at commit {commit}, signed by the operator; members fetch their own layers")
+    return opened
+
+
+def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> OpenedModel:
+    from convoy.cluster.weights.head_weights import HeadWeights
+    from convoy.model.checkpoints.hub.stream import HubCommit
+    from convoy.model.checkpoints.hub.weights import HubWeights
+    from convoy.model.checkpoints.manifest import Manifest
+    from convoy.model.checkpoints.store.parts import PartFile, is_whole
+    from convoy.model.checkpoints.store.received import ReceivedModel
+
+    commit = HubCommit(name.repo, signed.hub.rpartition("@")[2], settings.model.hub)
+    received = ReceivedModel(_cache(settings), Manifest.decode(signed.manifest, signed.digest))
+    with received.open(lambda: None):
+        for part in map(received.file, received.manifest.files):
+            if is_whole(part):
+                continue
+            with PartFile(part) as file:
+                file.begin_anew()
+                for chunk in commit.stream(part.name, 0, part.num_bytes):
+                    file.write(chunk)
+                if not file.finish():
+                    raise ModelError(
+                        f"{part.name} of {signed.hub} differs from the file that the operator signed"
+                    )
+    source = received.source(name.repo, received.file("config.json"))
+    return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))
+
+
+def _is_of(name: HubName, signed: SignedModel) -> bool:
+    """Return whether the signed manifest is for that name, and for the requested revision if there is one."""
+    repo, _, commit = signed.hub.rpartition("@")
+    return repo == name.repo and name.revision in {"main", commit}
+
+
+def _hub_name(named: str) -> HubName | None:
+    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.source import needs_no_files
+
+    return None if needs_no_files(named) else HubName.parse(named)
+
+
+def _cache(settings: Config) -> Path:
+    return settings.model.cache or default_cache()
