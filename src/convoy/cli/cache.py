@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
+from convoy.config.files import default_cache
 from convoy.config.settings import load_config
 from convoy.errors import UsageError
-from convoy.sdk.options import default_cache
 
 if TYPE_CHECKING:
     from convoy.model.checkpoints.hub.cache import Cached

@@ -15,10 +15,10 @@ from convoy.cli.checks.doctor_subject import DoctorSubject
 from convoy.cli.operator.home import config_file
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
+from convoy.config.files import default_cache
 from convoy.config.settings import Config
 from convoy.errors import ConvoyError
 from convoy.sdk.head import network_of
-from convoy.sdk.options import default_cache
 
 if TYPE_CHECKING:
     from convoy.cluster.checkup.finding import Check, Finding

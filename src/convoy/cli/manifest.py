@@ -13,10 +13,9 @@ from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
 from convoy.cli.running.hub import local_model
 from convoy.cli.show.output import JsonFlag, format_bytes, print_fields, print_json
 from convoy.cli.show.progress import loading_bars
-from convoy.config.files import read_bytes, replace_file
+from convoy.config.files import default_cache, read_bytes, replace_file
 from convoy.config.settings import decode_public_key, load_config
 from convoy.errors import ModelError
-from convoy.sdk.options import default_cache
 
 if TYPE_CHECKING:
     from convoy.config.settings import Config

@@ -58,3 +58,11 @@ def replace_file(path: Path, data: bytes) -> None:
         Path(file.name).replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None
+
+
+def default_cache() -> Path:
+    """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification demands to ignore a relative path.
+    home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
+    return home / "convoy"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.config.files import default_cache
 from convoy.errors import ModelError
-from convoy.sdk.options import Note, default_cache, signed_model, unheard
+from convoy.sdk.options import Note, signed_model, unheard
 
 if TYPE_CHECKING:
     from convoy.cluster.head.head import LoadProgress

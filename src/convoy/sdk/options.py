@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.files import WHENCE_ROSTER, read_bytes
+from convoy.config.files import WHENCE_ROSTER, default_cache, read_bytes
 from convoy.config.settings import Config
 from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConfigError, RosterError
@@ -115,14 +114,6 @@ def _operator(config: Config) -> bytes:
     if accepted is None or accepted.configured != configured:
         return configured
     return accepted.trusted
-
-
-def default_cache() -> Path:
-    """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification demands to ignore a relative path.
-    home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
-    return home / "convoy"
 
 
 def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
