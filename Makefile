@@ -119,6 +119,7 @@ check: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/test_architecture.py tests/architecture
+	@$(BIN)/python scripts/house.py
 
 # The site's tools have an environment of their own: they share no package with what users run.
 DOCS := .venv-docs

@@ -1,6 +1,6 @@
-"""Print how far the prose of the repository is from its targets, or the offences in single files.
+"""Print how far the house and its prose are from their targets, or the offences of prose in single files.
 
-    python scripts/house.py                    the table of all figures: at first, now, limit and target
+    python scripts/house.py                    the table of all figures: old, new, limit and target
     python scripts/house.py --files FILE...    each offence as file:line: reason, and a summary per file
     python scripts/house.py --lower            write the present values as limits, where they are better
 
