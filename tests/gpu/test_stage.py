@@ -26,7 +26,7 @@ from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.options import CHECK_KERNEL, KERNEL
 from convoy.model.backends.cuda.several_stages import SeveralStages
 from convoy.model.backends.cuda.stage import CudaStage
-from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import load_stage
 from convoy.model.device import check_device
 from convoy.model.stage import StageOptions
 from support.tiny_models import Chain, build_model
@@ -72,7 +72,7 @@ def chain(
         device = devices[i % len(devices)]
         chosen = kernel if device != "cpu" else "plain-f32"
         options = StageOptions(kernel=chosen, device=device, require_tags=False)
-        stage = HostStage.load(source, assignment, options)
+        stage = load_stage(source, assignment, options)
         if not captured:
             device_stage(stage).captured = False
         stages.append(stage)
@@ -80,7 +80,7 @@ def chain(
 
 
 def device_stage(stage: Any) -> CudaStage:
-    """What `HostStage.load` gave, as what it is."""
+    """What `load_stage` gave, as what it is."""
     assert isinstance(stage, CudaStage)
     return stage
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from convoy.evaluate.prompts import TEXTS
-from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import CUDA_KERNELS
 from convoy.model.stage import StageOptions
@@ -97,7 +97,7 @@ def _logits_and_bytes(
     source: ModelSource, texts: list[list[int]], options: StageOptions
 ) -> tuple[torch.Tensor, int]:
     assignment = StageAssignment("m", 0, source.spec.num_layers, True, True)
-    stage = HostStage.load(source, assignment, options)
+    stage = load_stage(source, assignment, options)
     parts = (Chain([stage]).run((number, text)) for number, text in enumerate(texts))
     return torch.cat(list(itertools.chain.from_iterable(parts))), stage.weight_bytes
 

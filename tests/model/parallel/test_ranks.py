@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import load_slice
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Alone
@@ -159,7 +160,7 @@ def test_ranks_that_cannot_share_a_layer_are_refused_before_anything_is_read(mod
     with pytest.raises(PlanError, match="4 heads in layers of full, which 3 ranks"):
         HostStage.load(source, assignment_of(source), EXACT, shard=Shard(0, 3))
     with pytest.raises(ModelError, match="the layers of a stage on cpu, not on cuda:0"):
-        HostStage.load(source, assignment_of(source), StageOptions(device="cuda:0"), shard=Shard(0, 2))
+        load_slice(source, assignment_of(source), StageOptions(device="cuda:0"), Shard(0, 2))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Choice:
         """
         self.meter.admitted()
         end = row.start + row.num_tokens
-        return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
+        return [self._sample_job(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
     def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
         """Append the sampled tokens; accept drafts in order while each equals the sampled token.
@@ -93,7 +93,7 @@ class Choice:
         if error is not None:
             self.emit(ErrorOutput(error))
 
-    def _draw(self, position: int, drafts: SequenceOf[int]) -> SampleJob:
+    def _sample_job(self, position: int, drafts: SequenceOf[int]) -> SampleJob:
         request, known = self.request, len(self.sequence.tokens)
         if position < len(request.prompt_ids):
             params = replace(request.params, logprobs=request.prompt_logprobs)

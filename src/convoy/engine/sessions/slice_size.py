@@ -1,4 +1,7 @@
-"""The size of the next slice, from the time of the last one: a slice delays every other step."""
+"""The size of the next slice, from the time of the last one: a slice delays every other step.
+
+It is apart from `blocks` because it knows neither blocks nor executors: its tests need only a clock.
+"""
 
 from __future__ import annotations
 
