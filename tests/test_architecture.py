@@ -28,7 +28,7 @@ def modules() -> list[Module]:
 
 @pytest.fixture(scope="module")
 def scripts() -> list[Module]:
-    return [*load_scripts(ROOT / "training"), *load_scripts(ROOT / "scripts")]
+    return [script for name in ("training", "scripts", "bench") for script in load_scripts(ROOT / name)]
 
 
 def listed(violations: list[str]) -> str:

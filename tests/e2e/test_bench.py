@@ -97,19 +97,6 @@ def test_prefill_has_a_row_for_each_chunk_window_and_number_of_members(bench: Be
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_fair_measures_running_streams_while_a_long_prompt_is_read(bench: Bench, tmp_path: Path) -> None:
-    model = f"synthetic:{write_config(tmp_path)}"
-    sizes = ("--running", "2", "--context", "20", "--prompt-tokens", "300", "--chunk", "32")
-    shown = bench("fair", model, *sizes, *QUICK)
-    assert [row["members"] for row in shown["rows"]] == [1, 2]
-    for row in shown["rows"]:
-        assert 0 < row["p50_ms"] <= row["p99_ms"]
-        assert row["p99_over_mixed_step"] == pytest.approx(row["p99_ms"] / row["mixed_step_ms"], rel=0.01)
-    assert shown["ratios"].keys() == {"one_member_p99_over_mixed_step", "two_members_p99_over_mixed_step"}
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(
     bench: Bench, tmp_path: Path
 ) -> None:

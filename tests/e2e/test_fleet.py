@@ -1,6 +1,6 @@
 """A fleet of real processes: what its clients see while providers, members and the coordinator are killed.
 
-The scenarios of `convoy bench providers` ask it under load; here something is lost meanwhile.
+The scenarios of `bench/compare.py providers` ask it under load; here something is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from openai import OpenAI
 
 from cli.transcript import run_convoy
-from convoy.bench.fleet.load import FleetLoad, LoadResult
-from convoy.bench.fleet.scenario import PRICE, Scenario, account_name
-from convoy.cli.local.fleet import FleetOptions, LocalFleet
+from comparisons.fleet.load import FleetLoad, LoadResult
+from comparisons.fleet.scenario import PRICE, Scenario, account_name
+from comparisons.local_fleet import FleetOptions, LocalFleet
 from support.fleet import streamed
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

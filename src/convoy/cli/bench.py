@@ -1,17 +1,16 @@
-"""``convoy bench``: measurements that others can repeat; bench/METHODOLOGY.md says how they are made."""
+"""``convoy bench``: measurements that users repeat; bench/METHODOLOGY.md says how they are made.
+
+The comparisons that only developers run are beside it, in bench/compare.py.
+"""
 
 from __future__ import annotations
 
 import typer
 
 from convoy.cli.benches import device as bench_device
-from convoy.cli.benches import fair as bench_fair
-from convoy.cli.benches import fleet as bench_fleet
 from convoy.cli.benches import floor as bench_floor
 from convoy.cli.benches import hop as bench_hop
-from convoy.cli.benches import providers as bench_providers
 from convoy.cli.benches import recover as bench_recover
-from convoy.cli.benches import soak as bench_soak
 from convoy.cli.benches import spec as bench_spec
 from convoy.cli.benches import throughput
 from convoy.cli.benches import tp as bench_tp
@@ -27,15 +26,11 @@ def bench() -> None:
 for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.prefill, bench_floor.floor):
     app.command()(verb)
 for verb in (
-    bench_fair.fair,
     bench_device.device,
     bench_hop.hop,
     bench_hop.comms,
     bench_recover.recover,
     bench_spec.spec,
-    bench_soak.soak,
     bench_tp.tp,
 ):
     app.command()(verb)
-app.command("fleet-sim")(bench_fleet.fleet_sim)
-app.command()(bench_providers.providers)

@@ -73,8 +73,11 @@ def convoy(
         print(context.get_help())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script. Exit with 0, with 130 when interrupted, or with a code of `exit_codes`."""
+def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = None) -> None:
+    """Run the console script, or one with other ``commands``.
+
+    Exit with 0, with 130 when interrupted, or with a code of `exit_codes`.
+    """
     set_up_logs()
     # torch reads the environment when it is imported, so these calls come first.
     ask_for_huge_pages()
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stopped = _terminator()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, stopped)
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    code = run(list(sys.argv[1:] if arguments is None else arguments), commands)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # The process ends anyway: a signal must not interrupt its end.
         signal.signal(number, signal.SIG_IGN)
@@ -97,13 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; every error has been reported by then."""
+def run(arguments: list[str], commands: typer.Typer | None = None) -> int:
+    """Run one command line and return its exit code; every error has been reported by then.
+
+    ``commands`` are those of a script of its own, in place of all of `convoy`.
+    """
     # Words after -- are arguments, even if they look like options.
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json = "--json" in options
     try:
-        code = app(args=arguments, prog_name="convoy", standalone_mode=False)
+        code = (commands or app)(args=arguments, prog_name="convoy", standalone_mode=False)
         # A reader that has gone must show here, where the error is handled, and not at exit.
         sys.stdout.flush()
         # Typer returns this code for Ctrl-C.

@@ -39,7 +39,13 @@ class Server(Client):
     """
 
     def __init__(
-        self, cluster: RunningCluster, url: str, stack: ExitStack, *, key: str | None, ca: str | Path | None
+        self,
+        cluster: RunningCluster,
+        url: str,
+        stack: ExitStack,
+        *,
+        key: str | None = None,
+        ca: str | Path | None = None,
     ) -> None:
         """Hold a started cluster. ``stack`` ends all that was started, in order."""
         super().__init__(url, key=key, ca=ca)
@@ -122,7 +128,7 @@ def serve(
         try:
             options = serve_options(settings)
             cluster = _start(settings, opened, options, stack, None if local is None else local.check_alive)
-            url = stack.enter_context(_http(service_of(cluster), options))
+            url = stack.enter_context(http_server(service_of(cluster), options))
         except ConvoyError as error:
             raise error if local is None else local.explain(error) from error
         owned = ExitStack()
@@ -183,7 +189,7 @@ def _start(
 
 
 @contextmanager
-def _http(service: Service, options: ServeOptions) -> Iterator[str]:
+def http_server(service: Service, options: ServeOptions) -> Iterator[str]:
     """Serve on a thread and yield the URL. On leaving, drain; after an error, end at once."""
     from convoy.api.server import Stop, run_server
 

@@ -29,8 +29,8 @@ def test_only_its_own_verbs_import_the_bench() -> None:
         for name, edges in graph().items()
         if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
     }
-    # The two local scenes are started by bench verbs alone, and report the machine that they ran on.
-    scenes = {"convoy.cli.local.served_cluster", "convoy.cli.local.fleet"}
+    # This scene is started by bench verbs alone, and its links go through a relay of the bench.
+    scenes = {"convoy.cli.local.served_cluster"}
     assert importers > scenes
     assert all(name.startswith("convoy.cli.bench") for name in importers - scenes)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
+from comparisons.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.errors import QueueFull
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.coordinator.routing.dispatch import Dispatcher, QueueLimits

@@ -1,7 +1,7 @@
 """Measure two devices of one process, a stage on each, with several micro-batches between them.
 
 Neither link nor sealing is involved: only the host's memory lies between the devices. So this is the
-reference for members on two devices. Run it with ``python -m convoy.bench.cuda.pair FILE``.
+reference for members on two devices. Run it with ``python -m comparisons.cuda.pair FILE``.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def measure_pair(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure one device, then two, and write the file."""
-    parser = argparse.ArgumentParser(prog="convoy.bench.cuda.pair", description=__doc__)
+    parser = argparse.ArgumentParser(prog="comparisons.cuda.pair", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default="synthetic:llama-3-8b")
     parser.add_argument("--batch", type=int, default=64)

@@ -1,4 +1,4 @@
-"""Measure the gain and cost of rounded weights on CUDA: ``python -m convoy.bench.cuda.rounded FILE``.
+"""Measure the gain and cost of rounded weights on CUDA: ``python -m comparisons.cuda.rounded FILE``.
 
 Linears have the shapes of Llama 3 8B. Several copies of each take turns, so that no weight is in a cache.
 They are captured, and compared with the library's in bfloat16 and torch's own 4-bit product.
@@ -107,7 +107,7 @@ def _each(work: Work, count: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the file."""
-    parser = argparse.ArgumentParser(prog="convoy.bench.cuda.rounded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="comparisons.cuda.rounded", description=__doc__)
     parser.add_argument("file", type=Path)
     chosen = parser.parse_args(arguments)
     findings = Findings(chosen.file, time.monotonic() + 240)

@@ -1,4 +1,4 @@
-"""Compare two CUDA devices that share every layer with one: ``python -m convoy.bench.cuda.ranks FILE``.
+"""Compare two CUDA devices that share every layer with one: ``python -m comparisons.cuda.ranks FILE``.
 
 Steps are made by hand, from token ids on the host to the likeliest next ones on the host: on one device, and
 on two as ranks of one member. Sums by size are captured, so that Python's time does not count. The file is
@@ -162,7 +162,7 @@ def _captured_us(end: DeviceSums, x: torch.Tensor) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the file."""
-    parser = argparse.ArgumentParser(prog="convoy.bench.cuda.ranks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="comparisons.cuda.ranks", description=__doc__)
     parser.add_argument("file", type=Path)
     chosen = parser.parse_args(arguments)
     # The same interval as in the `convoy` command.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from comparisons.soak import Bodies, RssRow, SoakOptions, measure_soak, soak_ratios, soak_rows
 from convoy.bench.report.clock import Deadline
-from convoy.bench.soak import Bodies, RssRow, SoakOptions, measure_soak, soak_ratios, soak_rows
 from convoy.errors import ConvoyError, StageLost
 
 OPTIONS = SoakOptions(num_requests=100, first=10, concurrent=4, idle_s=0.0)

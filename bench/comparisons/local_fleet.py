@@ -28,7 +28,7 @@ from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.transport.ports import free_port
 
 if TYPE_CHECKING:
-    from convoy.bench.fleet.verdict import Books
+    from comparisons.fleet.verdict import Books
 
 _END_S = 20.0
 _POLL_S = 0.1
@@ -102,7 +102,7 @@ class LocalFleet(Started):
 
     def books(self) -> Books:
         """Return the present contents of the ledger."""
-        from convoy.bench.fleet.verdict import books_of
+        from comparisons.fleet.verdict import books_of
         from convoy.fleet.books.ledger import Ledger
         from convoy.fleet.books.store import Store
 

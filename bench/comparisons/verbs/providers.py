@@ -1,4 +1,4 @@
-"""``convoy bench providers``: run ten scenarios of a fleet, and check each of them."""
+"""``bench/compare.py providers``: run ten scenarios of a fleet, and check each of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from convoy.cli.show.output import print_table
 from convoy.config.files import replace_file
 
 if TYPE_CHECKING:
-    from convoy.bench.fleet.load import LoadResult
-    from convoy.bench.fleet.scenario import Scenario
-    from convoy.bench.fleet.verdict import CheckRow
+    from comparisons.fleet.load import LoadResult
+    from comparisons.fleet.scenario import Scenario
+    from comparisons.fleet.verdict import CheckRow
+    from comparisons.local_fleet import LocalFleet
     from convoy.bench.report.report import Report
-    from convoy.cli.local.fleet import LocalFleet
 
 
 @bench_verb(model=None, max_seconds=3600)
@@ -31,9 +31,9 @@ def providers(
     ] = None,
 ) -> None:
     """Run ten loads on a coordinator and its providers. Exit 1 unless every request is answered correctly."""
-    from convoy.bench.fleet.page import page, waits
-    from convoy.bench.fleet.scenario import chosen_scenarios
-    from convoy.bench.fleet.verdict import failure_rows
+    from comparisons.fleet.page import page, waits
+    from comparisons.fleet.scenario import chosen_scenarios
+    from comparisons.fleet.verdict import failure_rows
 
     chosen = chosen_scenarios(scenario)
     deadline = run.clock.deadline
@@ -67,10 +67,10 @@ def providers(
 def _measure(
     run: BenchRun, scenario: Scenario, slots: int
 ) -> tuple[Any, Any, list[CheckRow], list[LoadResult]]:
-    from convoy.bench.fleet.load import FleetLoad
-    from convoy.bench.fleet.scenario import PRICE, account_name
-    from convoy.bench.fleet.verdict import check_rows, scenario_row, segment_rows
-    from convoy.cli.local.fleet import FleetOptions, LocalFleet
+    from comparisons.fleet.load import FleetLoad
+    from comparisons.fleet.scenario import PRICE, account_name
+    from comparisons.fleet.verdict import check_rows, scenario_row, segment_rows
+    from comparisons.local_fleet import FleetOptions, LocalFleet
 
     run.say(f"{scenario.name}: starting {scenario.num_providers} providers")
     prices = {"prompt_micro": PRICE.prompt_micro, "completion_micro": PRICE.completion_micro}
@@ -91,7 +91,7 @@ def _measure(
 
 def _own_answers(fleet: LocalFleet, scenario: Scenario) -> dict[int, str]:
     """Return the answers of the models themselves. Ask after the load, so that the load finds no cache."""
-    from convoy.bench.fleet.load import ask_directly
+    from comparisons.fleet.load import ask_directly
 
     found: dict[int, str] = {}
     for model in scenario.providers:

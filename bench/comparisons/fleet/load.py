@@ -1,4 +1,4 @@
-"""Send the load of `convoy bench providers`: so many requests at once, each once, and keep the answers."""
+"""Send the load of `bench/compare.py providers`: many requests at once, each once. Keep the answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from convoy.bench.fleet.scenario import Scenario, SimulatedRequest
+from comparisons.fleet.scenario import Scenario, SimulatedRequest
 from convoy.errors import PeerUnreachable
 
 # The seconds that a client waits for an answer's next byte.

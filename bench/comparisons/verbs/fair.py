@@ -1,4 +1,4 @@
-"""``convoy bench fair``: measure the effect of a long prompt on streams that run during its prefill."""
+"""``bench/compare.py fair``: measure the effect of a long prompt on streams that run during its prefill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from convoy.cli.benches.run import BenchRun, bench_verb
 
 if TYPE_CHECKING:
-    from convoy.bench.fair import FairOptions, FairRow
+    from comparisons.fair import FairOptions, FairRow
 
 
 @bench_verb(max_seconds=1800)
@@ -21,7 +21,7 @@ def fair(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, at most.")] = 256,
 ) -> None:
     """Measure pauses between two tokens during a long prefill. Compares them with a step that has both."""
-    from convoy.bench.fair import FairOptions, fair_ratios
+    from comparisons.fair import FairOptions, fair_ratios
 
     options = FairOptions(running, context, prompt_tokens, chunk)
     run.check_context(max(prompt_tokens + 1, context + options.max_tokens))
@@ -36,7 +36,7 @@ def fair(
 
 
 def _fair(run: BenchRun, members: int, options: FairOptions) -> FairRow:
-    from convoy.bench.fair import TimedExecutor, measure_fair
+    from comparisons.fair import TimedExecutor, measure_fair
     from convoy.engine.engine import Engine, EngineOptions
     from convoy.model.checkpoints.source import ModelSource
     from convoy.model.text.tokens import Tokenizer

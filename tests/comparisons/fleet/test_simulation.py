@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
-from convoy.bench.fleet.simulation import (
+from comparisons.fleet.provider import SimulatedProvider, SimulatedWork
+from comparisons.fleet.simulation import (
     FIRST_TO_FINISH,
     SimOptions,
     SimRow,

@@ -1,4 +1,4 @@
-"""``convoy bench fleet-sim``: run the coordinator's own routing and queues over simulated providers."""
+"""``bench/compare.py fleet-sim``: run the coordinator's own routing and queues over simulated providers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fleet_sim(
     seed: Annotated[int, typer.Option(help="Random seed of lengths, arrivals and machines.")] = 1,
 ) -> None:
     """Simulate routing by the time to finish. The rivals are the least loaded provider, and a random one."""
-    from convoy.bench.fleet.simulation import SimOptions, measure_fleet, policies, sim_ratios
+    from comparisons.fleet.simulation import SimOptions, measure_fleet, policies, sim_ratios
 
     rows = []
     for count in counts("--providers", providers, _MAX_PROVIDERS):

@@ -1,4 +1,4 @@
-"""The load, the verdict and the report of `convoy bench providers`, over a coordinator with a fake engine."""
+"""The load, verdict and report of `bench/compare.py providers`, over a coordinator with a fake engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.fleet.load import FleetLoad, LoadResult, ask_directly
-from convoy.bench.fleet.page import page, waits
-from convoy.bench.fleet.scenario import PRICE, Scenario, account_name, chosen_scenarios, load_scenarios
-from convoy.bench.fleet.verdict import (
+from compare import app
+from comparisons.fleet.load import FleetLoad, LoadResult, ask_directly
+from comparisons.fleet.page import page, waits
+from comparisons.fleet.scenario import PRICE, Scenario, account_name, chosen_scenarios, load_scenarios
+from comparisons.fleet.verdict import (
     Books,
     CheckRow,
     books_of,
@@ -20,9 +21,9 @@ from convoy.bench.fleet.verdict import (
     scenario_row,
     segment_rows,
 )
+from comparisons.verbs import providers as bench_providers
 from convoy.bench.report.machine import Machine
 from convoy.bench.report.report import Report
-from convoy.cli.benches import providers as bench_providers
 from convoy.cli.main import run
 from convoy.errors import UsageError
 from convoy.fleet.books.keys import Scope
@@ -223,10 +224,10 @@ def test_a_failed_check_is_exit_status_1(
         return scenario_row(SMALL, answers, own, 1.0, checks), segment_rows("small", answers), checks, answers
 
     monkeypatch.setattr(bench_providers, "_measure", measured)
-    verb = ["bench", "providers", "--scenario", "1-provider-scaling", "--html", str(tmp_path / "page.html")]
-    assert run(verb) == 0
+    verb = ["providers", "--scenario", "1-provider-scaling", "--html", str(tmp_path / "page.html")]
+    assert run(verb, app) == 0
     assert "checks hold" in capsys.readouterr().out
     answers[0].status = 429
-    assert run(verb) == 1
+    assert run(verb, app) == 1
     assert "requests served" in capsys.readouterr().out
     assert (tmp_path / "page.html").exists()

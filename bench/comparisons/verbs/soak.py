@@ -1,4 +1,4 @@
-"""``convoy bench soak``: the load of an idle cluster, and memory over many requests, on real processes."""
+"""``bench/compare.py soak``: the load of an idle cluster of processes, and its memory over many requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def soak(
     idle: Annotated[float, typer.Option(min=0.1, help="Seconds to watch the idle cluster.")] = 30.0,
 ) -> None:
     """Measure cores and memory of head and peers, idle and busy. Busy means many requests over HTTP."""
-    from convoy.bench.soak import Bodies, SoakOptions, measure_soak, soak_ratios
+    from comparisons.soak import Bodies, SoakOptions, measure_soak, soak_ratios
     from convoy.model.checkpoints.source import ModelSource
 
     options = SoakOptions(max(requests, first), first, concurrent, tokens, idle)

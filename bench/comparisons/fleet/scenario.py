@@ -1,4 +1,4 @@
-"""Read the scenarios of `convoy bench providers`: numbers of providers, accounts and requests, and the
+"""Read the scenarios of `bench/compare.py providers`: numbers of providers, accounts and requests, and the
 questions.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.bench.fair import FairOptions, FairRow, StepTime, TimedExecutor, fair_ratios, fair_row
+from comparisons.fair import FairOptions, FairRow, StepTime, TimedExecutor, fair_ratios, fair_row
 from convoy.engine.run.executor import Executor, StepResult
 from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import GREEDY

@@ -1,4 +1,4 @@
-"""Write the report of `convoy bench providers` as one HTML page: tables, and a plot for each scenario."""
+"""Write the report of `bench/compare.py providers` as one HTML page: tables, and a plot for each scenario."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from convoy.bench.fleet.load import LoadResult
+from comparisons.fleet.load import LoadResult
 from convoy.bench.report.plot import Point, plot
 from convoy.bench.report.report import Report
 

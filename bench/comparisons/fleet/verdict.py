@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from convoy.bench.fleet.load import LoadResult
-from convoy.bench.fleet.scenario import PRICE, Scenario
+from comparisons.fleet.load import LoadResult
+from comparisons.fleet.scenario import PRICE, Scenario
 from convoy.bench.report.percentile import percentile
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.timing import SEGMENTS

@@ -13,11 +13,11 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 
 import numpy as np
 
-from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
+from comparisons.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.errors import QueueFull
@@ -116,7 +116,7 @@ class SimRow:
 
 def machines() -> list[tuple[float, Capacity]]:
     """Return the kinds of machines with their shares."""
-    text = resources.files("convoy.bench").joinpath("fleet/machines.toml").read_text()
+    text = Path(__file__).with_name("machines.toml").read_text("utf-8")
     return [
         (
             one["share"],

@@ -1,0 +1,1 @@
+"""Compare stages over several CUDA devices, and linears of rounded weights."""
