@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from support.examined import examine_once
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
@@ -36,3 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = MAX_WORKER_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_WORKER_BYTES)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def examined_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        examine_once(patch)
+        yield
