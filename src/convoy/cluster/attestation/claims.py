@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 20
 
 @functools.cache
 def own_claims() -> Claims:
-    """Return the claims of the first call. Call it at the start: then the files are those that were loaded."""
+    """Return the claims. The first call makes them: at the start, the files are those that are loaded."""
     return Claims(
         package=package_digest(Path(convoy.__file__).resolve().parent),
         versions={
