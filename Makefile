@@ -9,11 +9,12 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
+.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
-	@echo "make test    set up, then run the tests (under 10 minutes on 2 cores)"
+	@echo "make test    set up, then run the tests (under 5 minutes on 2 quiet cores)"
+	@echo "make test-unit  set up, then run the tests that need no socket and no process (under a minute)"
 	@echo "make test-survival  set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
@@ -67,8 +68,14 @@ demo: setup
 # a new one pytest-xdist would wait for ever.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# `make check` runs the tests of the architecture.
 test: setup
-	@$(BIN)/python -m pytest -m 'not long' $(PARALLEL)
+	@$(BIN)/python -m pytest -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
+
+# --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
+UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
+test-unit: setup
+	@$(BIN)/python -m pytest --unit -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
@@ -91,7 +98,7 @@ test-chaos: setup
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
-# Those of the tests that would make `make test` longer than ten minutes.
+# Those of the tests that would make `make test` longer than five minutes.
 test-long: setup
 	@$(BIN)/python -m pytest -m long $(PARALLEL)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from support.examined import examine_once
+from support.unit import Guard
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
@@ -22,9 +26,18 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--postgres", default="", help="URL of a PostgreSQL server where databases may be made")
+    parser.addoption(
+        "--unit", action="store_true", help="fail a test that opens a socket or starts a process"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--unit"):
+        config.pluginmanager.register(Guard())
+    bound_memory(config)
+
+
+def bound_memory(config: pytest.Config) -> None:
     """A test that runs away fails with MemoryError and its name, where the system would kill some process.
 
     Data, not address space: torch and the threads reserve far more than they use. Elsewhere than on Linux
@@ -36,3 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = MAX_WORKER_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_WORKER_BYTES)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def examined_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        examine_once(patch)
+        yield

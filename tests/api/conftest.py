@@ -11,6 +11,12 @@ from openai import OpenAI
 from support.fake_service import Running, serving
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.outside)
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
     with serving() as running:

@@ -24,6 +24,7 @@ print([name for name in heavy if name in sys.modules], "numpy" in sys.modules)
         (("convoy.cli.main", "convoy.cli.proxy", "convoy.fleet.proxy.server"), False),
     ],
 )
+@pytest.mark.outside
 def test_a_coordinator_and_a_proxy_start_without_torch(modules: tuple[str, ...], numpy: bool) -> None:
     command = [sys.executable, "-c", SHOWN, *modules]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

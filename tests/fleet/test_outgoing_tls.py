@@ -19,6 +19,7 @@ async def refused() -> BaseException:
     return caught.value
 
 
+@pytest.mark.outside
 def test_a_reason_is_said_in_words_whichever_library_gave_it() -> None:
     assert "refused" in why_unreachable(ConnectionRefusedError(111, "Connection refused"))
     said = why_unreachable(asyncio.run(refused()))

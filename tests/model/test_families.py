@@ -72,7 +72,8 @@ def test_no_cut_chunk_or_neighbour_changes_a_bit(models: Models, prompt: Prompt,
     prompts = {0: prompt(130), 1: prompt(7, seed=1), 2: prompt(61, seed=2)}
     whole = {s: models.chain(kind).run((s, tokens))[0] for s, tokens in prompts.items()}
     cuts = allowed_cuts(models, kind)
-    for cut in [(), *((cut,) for cut in cuts[::2]), tuple(cuts[1:3])]:
+    # `make test-verify` cuts each family in every allowed way.
+    for cut in [(), tuple(cuts[1:3] or cuts[:1])]:
         chain = models.chain(kind, *cut)
         first = chain.run((0, prompts[0][:50]), (1, prompts[1]), (2, prompts[2][:60]))
         second = chain.run((2, prompts[2][60:]), (0, prompts[0][50:]))
@@ -111,8 +112,10 @@ def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -
     source = models.source(kind)
     num_layers = source.spec.num_layers
     limits = [0, *allowed_cuts(models, kind)[:2], num_layers]
-    for kernel in ("exact-f32", "plain-f32", "w8a8"):
-        for start, end in [(0, num_layers), *itertools.pairwise(limits)]:
+    whole = (0, num_layers)
+    # What a part adds to the bytes depends on no kernel.
+    for kernel, parts in (("exact-f32", itertools.pairwise(limits)), ("plain-f32", ()), ("w8a8", ())):
+        for start, end in [whole, *parts]:
             ends = {"embed": start == 0, "output": end == num_layers}
             assignment = StageAssignment("a", start, end, embed=ends["embed"], output=ends["output"])
             stage = HostStage.load(source, assignment, StageOptions(kernel=kernel))

@@ -146,7 +146,7 @@ def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: Mo
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts, FEW_TOKENS))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 50, 256])
+@pytest.mark.parametrize("chunk", [1, 16, 50])
 def test_batch_and_chunks_around_a_row_change_no_bit(
     demo: ModelSource, expected: tuple[Run, ...], chunk: int
 ) -> None:
@@ -161,8 +161,9 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[
     assert_equal_to_the_bit(expected, runs)
 
 
-@pytest.mark.parametrize("chunk", [7, 256])
-@pytest.mark.parametrize("layout", ["whole", "default", "reverse", "forward"])
+@pytest.mark.parametrize(
+    ("layout", "chunk"), [("whole", 256), ("whole", 7), ("default", 7), ("reverse", 256), ("forward", 7)]
+)
 def test_a_shared_prefix_changes_no_bit(
     demo: ModelSource,
     expected: tuple[Run, ...],
@@ -195,7 +196,7 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
     source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
     expected = alone(source)
-    for spans in [*layouts[:-2:4], *layouts[-2:]]:
+    for spans in [layouts[0], *layouts[-2:]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))

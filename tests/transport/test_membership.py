@@ -77,7 +77,7 @@ class Town:
             end.link.close()
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", pytest.param("tcp", marks=pytest.mark.outside)])
 def town(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Town]:
     tcp = request.param == "tcp"
     members = make_local_members(NAMES, tmp_path if tcp else None)
@@ -147,6 +147,7 @@ def test_a_roster_that_does_not_verify_at_the_end_that_lags_ends_the_dial_with_b
     assert town["alpha"].roster.epoch == 1
 
 
+@pytest.mark.outside
 def test_a_member_that_came_in_later_can_call_a_listener_that_runs_already(tmp_path: Path) -> None:
     alpha, beta, gamma = make_local_members(NAMES, tmp_path)
     before = replace(beta.roster, members=beta.roster.members[:2])
@@ -309,6 +310,7 @@ def test_s9_a_partitioned_member_is_out_when_its_roster_expires(by: str) -> None
         me.require_valid()
 
 
+@pytest.mark.outside
 def test_s9_nobody_dials_or_is_let_in_with_an_expired_roster(tmp_path: Path) -> None:
     alpha, beta, _ = make_local_members(NAMES, tmp_path)
     clock = Clock()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from convoy.transport.ports import free_port, free_ports
+
+pytestmark = pytest.mark.outside
 
 
 def test_ports_differ_and_are_never_offered_twice() -> None:

@@ -57,7 +57,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-@pytest.fixture(params=["memory", "tls", "recorded"])
+@pytest.fixture(params=["memory", pytest.param("tls", marks=pytest.mark.outside), "recorded"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     if request.param == "tls":
         ends = tls_pair(tmp_path)

@@ -48,6 +48,8 @@ from support.members import make_local_members, membership_of, shifted, with_ros
 from support.relay import Relay
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.outside
+
 STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"")
 
 

@@ -39,6 +39,7 @@ def _use(directory: Path, number: int, won: multiprocessing.Queue[int]) -> None:
     won.put(number)
 
 
+@pytest.mark.outside
 def test_of_eight_processes_one_uses_it(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     won: multiprocessing.Queue[int] = context.Queue()

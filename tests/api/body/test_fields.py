@@ -361,6 +361,7 @@ def test_a_field_that_stands_twice_counts_as_its_last() -> None:
     assert decode_body(b'{"prompt": "a", "n": 1, "n": 2}', CompletionBody).n == 2
 
 
+@pytest.mark.outside
 def test_a_served_model_answers_after_every_refusal() -> None:
     with serving() as running:
         for body in (b'{"prompt": "\xff"}', b'{"prompt": "a", "logit_bias": {"' + b"9" * 5000 + b'": 1}}'):

@@ -202,6 +202,7 @@ def test_the_limit_of_a_body_follows_from_the_context(
     assert most_body_bytes([model], ServeOptions(), chat=chat) == expected
 
 
+@pytest.mark.outside
 def test_no_text_that_fits_is_refused_for_the_length_of_its_body() -> None:
     # every character escaped
     with serving(max_context=40_000) as running, httpx.Client(base_url=running.url, timeout=60.0) as http:
@@ -212,6 +213,7 @@ def test_no_text_that_fits_is_refused_for_the_length_of_its_body() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.outside
 def test_a_long_body_arrives_whether_or_not_its_length_is_said(chunked: bool) -> None:
     data = b'{"max_tokens": 1, "prompt": "' + b"x" * 400_000 + b'"}'
 

@@ -200,6 +200,7 @@ def test_a_token_that_is_no_byte_reads_as_its_number(tokenizer: Tokenizer) -> No
     assert all(tokenizer.token_bytes(byte) == bytes([byte]) for byte in range(256))
 
 
+@pytest.mark.outside
 def test_a_conversation_has_turns_that_no_text_can_forge(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "<|end|>"}])
     assert ids == [258, *b"<|end|>", 256, 259]

@@ -74,6 +74,7 @@ def test_a_callers_dict_cannot_change_the_parameters_later() -> None:
     assert dict(params.logit_bias) == {3: 1.0}
 
 
+@pytest.mark.outside
 def test_params_import_neither_torch_nor_numpy() -> None:
     code = "import sys, convoy.model.sampling.params as _; "
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"

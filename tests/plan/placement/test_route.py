@@ -133,6 +133,7 @@ def test_every_member_with_a_layer_can_read_prompts_and_one_without_cannot() -> 
     }
 
 
+@pytest.mark.outside
 def test_the_plan_room_imports_neither_torch_nor_sockets_nor_asyncio() -> None:
     code = (
         "import sys; sys.path[:] = sys.argv[1:]; import convoy.plan.report, convoy.plan.spec.model; "

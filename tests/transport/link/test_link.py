@@ -31,7 +31,7 @@ def tensor(num_bytes: int, seed: int = 1) -> WireTensor:
     return WireTensor("bfloat16", (num_bytes // 2,), data)
 
 
-@pytest.fixture(params=["memory", "tls"])
+@pytest.fixture(params=["memory", pytest.param("tls", marks=pytest.mark.outside)])
 def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[End, End]]:
     if request.param == "tls":
         links = tls_link_pair(*make_local_members(["alpha", "beta"], tmp_path))

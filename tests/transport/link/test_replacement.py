@@ -80,7 +80,7 @@ def count(pair: Pair, fail_first: int = 0) -> Pair:
 Make = Callable[[LinkOptions], Pair]
 
 
-@pytest.fixture(params=["memory", "tls"])
+@pytest.fixture(params=["memory", pytest.param("tls", marks=pytest.mark.outside)])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     made: list[Pair] = []
     listeners: list[Listener] = []
@@ -352,6 +352,7 @@ def test_new_connections_that_the_listener_does_not_confirm_are_given_up_and_the
 
 
 @pytest.mark.parametrize("case", ["unknown", "of another member", "over"])
+@pytest.mark.outside
 def test_a_listener_replaces_only_a_link_that_stands_with_the_same_member(case: str, tmp_path: Path) -> None:
     alpha, beta, gamma = make_local_members(["alpha", "beta", "gamma"], tmp_path)
     arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()

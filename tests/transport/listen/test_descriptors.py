@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.outside
+
 _SCRIPT = """
 import resource, sys
 from convoy.transport.listen.descriptors import descriptor_limit, raise_descriptor_limit

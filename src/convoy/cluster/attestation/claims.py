@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -15,8 +16,9 @@ _PACKAGES = ("torch", "transformers", "cryptography")
 _CHUNK_BYTES = 1 << 20
 
 
+@functools.cache
 def own_claims() -> Claims:
-    """Return the claims. Call it once, at the start: then the files are those that this process loads."""
+    """Return the claims. The first call makes them: at the start, the files are those that are loaded."""
     return Claims(
         package=package_digest(Path(convoy.__file__).resolve().parent),
         versions={
@@ -37,9 +39,9 @@ def package_digest(folder: Path) -> str:
     files again.
     """
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
+    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
-            total.update(f"{path.relative_to(folder).as_posix()}\0{_digest(path)}\n".encode())
+            total.update(f"{name}\0{_digest(path)}\n".encode())
     return total.hexdigest()
 
 

@@ -23,6 +23,8 @@ from support.links import tls_link_pair
 from support.members import make_local_members
 from support.rings import run_at_once
 
+pytestmark = pytest.mark.outside
+
 ALLOWED = RANK_TYPES | {FrameType.REFUSE}
 
 

@@ -22,6 +22,8 @@ from support.odd_models import make_odd_llama
 from support.small_disk import mounted_small_disk
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.outside
+
 NOWHERE = "http://127.0.0.1:9"
 NAME = HubName("somebody/odd")
 

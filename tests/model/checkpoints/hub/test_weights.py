@@ -20,6 +20,8 @@ from convoy.model.checkpoints.store.parts import ModelPart, is_whole
 from convoy.model.checkpoints.store.received import ReceivedModel
 from support.fake_hub import COMMIT, REPO, FakeHub
 
+pytestmark = pytest.mark.outside
+
 
 @pytest.fixture
 def received(manifest: Manifest, tmp_path: Path) -> Iterator[ReceivedModel]:

@@ -118,6 +118,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.outside
 def test_a_disk_that_fills_up_is_named_with_the_tensor_and_what_came_stays(small_disk: Path) -> None:
     model = ReceivedModel(small_disk / "cache", MANIFEST)
     part = model.tensor("t")
