@@ -18,7 +18,6 @@ from adversary.process import VictimProcess
 from convoy.cluster.active_plan import plan_digest
 from convoy.cluster.attestation.exchange import Attestation
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.engine.completion import generate
@@ -33,6 +32,7 @@ from convoy.transport.network import MemoryNetwork, TcpNetwork
 from convoy.transport.ports import free_port
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster, sign_roster
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
     Activate,
     Activated,
@@ -42,6 +42,7 @@ from convoy.wire.messages.control import (
     Message,
     Plan,
     Ready,
+    Sender,
     StageAssignment,
     Step,
     StepFailed,
@@ -105,7 +106,7 @@ class Hostile:
         self._process = besieged.process
         self.link = TcpNetwork().dial(membership_of(besieged.alpha), besieged.beta.member, 10)
         self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
-        self.link.start(self._keep, self._keep, FROM_PEER)
+        self.link.start(self._keep, self._keep, frames_from(Sender.PEER))
         assert isinstance(self.ask(HELLO), Hello)
 
     def _keep(self, _link: Link, item: Received | ConvoyError) -> None:

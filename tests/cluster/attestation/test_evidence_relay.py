@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
@@ -16,9 +15,10 @@ from convoy.trust.evidence.evidence import Occasion, provider_binding
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verify import VerificationContext, appraise
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
-from convoy.wire.messages.control import Evidence, FrameType
-from convoy.wire.messages.vouch import Vouched
+from convoy.wire.messages.control import FrameType, Sender
+from convoy.wire.messages.evidence import Evidence, Vouched
 from support.members import make_local_members
 
 CLAIMS = Claims("ab" * 32, {"convoy": "0.1.0"}, "here", "", [])
@@ -44,8 +44,8 @@ def head_and_peer() -> Iterator[tuple[Side, Side]]:
     members = make_local_members(("alpha", "beta"))
     links = memory_link_pair(members[0], members[1])
     alpha, beta = Side(members[0], links[0]), Side(members[1], links[1])
-    links[0].start(alpha.deliver, alpha.ended, FROM_PEER)
-    links[1].start(beta.deliver, beta.ended, FROM_HEAD)
+    links[0].start(alpha.deliver, alpha.ended, frames_from(Sender.PEER))
+    links[1].start(beta.deliver, beta.ended, frames_from(Sender.HEAD))
     try:
         yield alpha, beta
     finally:
@@ -88,5 +88,5 @@ def test_evidence_for_another_purpose_than_was_asked_is_of_no_effect() -> None:
 
 
 def test_a_peer_asks_its_head_for_nothing() -> None:
-    assert FrameType.VOUCH not in FROM_PEER
-    assert FrameType.VOUCHED not in FROM_HEAD
+    assert FrameType.VOUCH not in frames_from(Sender.PEER)
+    assert FrameType.VOUCHED not in frames_from(Sender.HEAD)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER, FROM_PREDECESSOR
 from convoy.cluster.weights.client import MAX_ASKED, PIECE_BYTES, PartClient, Want, pieces_of
 from convoy.cluster.weights.head_server import HeadWeightServer
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
@@ -21,7 +20,8 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, StageAssignment
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, Sender, StageAssignment
 from convoy.wire.messages.fetch import Fetch, Piece, Prepare, Prepared
 from support.cluster import MEMBER, PeerThread
 from support.links import End
@@ -54,8 +54,8 @@ class Ends:
         def take(link: Link, received: Received) -> None:
             assert self.fetches.takes(link, received)
 
-        to_peer.start(answer, lambda *_: None, FROM_PEER)
-        self.to_head.start(take, end, FROM_HEAD)
+        to_peer.start(answer, lambda *_: None, frames_from(Sender.PEER))
+        self.to_head.start(take, end, frames_from(Sender.HEAD))
 
     def pull(self, manifest: str, *wants: Want) -> Iterator[tuple[Want, Piece]]:
         return self.fetches.pull(self.to_head, manifest, wants, lambda: None)
@@ -225,7 +225,7 @@ def head_by_hand(tmp_path: Path) -> tuple[PeerThread, End]:
     network, members = MemoryNetwork(), make_local_members(("alpha", "beta"))
     peer = PeerThread(members[1], PeerOptions(replace(MEMBER, cache=tmp_path / "cache")), network)
     link = network.dial(membership_of(members[0]), members[1].member, 5)
-    end = End(link).start(FROM_PEER)
+    end = End(link).start(frames_from(Sender.PEER))
     link.send(HELLO)
     said(end, Hello)
     return peer, end
@@ -277,7 +277,7 @@ def test_a_preparation_that_comes_to_nothing_is_answered(tmp_path: Path) -> None
 def test_a_neighbour_that_is_no_head_may_send_no_piece() -> None:
     ours = {FrameType.FETCH, FrameType.PIECE, FrameType.PREPARE, FrameType.PREPARED}
     ours |= {FrameType.HOLDING, FrameType.HELD}
-    assert not ours & FROM_PREDECESSOR
+    assert not ours & frames_from(Sender.PREDECESSOR)
     asks = {FrameType.FETCH, FrameType.PIECE}
-    assert ours & FROM_HEAD == asks | {FrameType.PREPARE, FrameType.HOLDING}
-    assert ours & FROM_PEER == asks | {FrameType.PREPARED, FrameType.HELD}
+    assert ours & frames_from(Sender.HEAD) == asks | {FrameType.PREPARE, FrameType.HOLDING}
+    assert ours & frames_from(Sender.PEER) == asks | {FrameType.PREPARED, FrameType.HELD}

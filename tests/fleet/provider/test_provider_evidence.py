@@ -18,7 +18,6 @@ from websockets.sync.client import connect
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.cluster.head.provider_evidence import GatheredEvidence, HeadEvidence, OwnProcess
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConvoyError
@@ -44,7 +43,9 @@ from convoy.wire.fleet.messages import (
     registration_bytes,
 )
 from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_evidence
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
+from convoy.wire.messages.control import Sender
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.members import OPERATOR, make_local_members, membership_of
 from support.proxy import HostileCoordinator, hostile_server, proxy
@@ -223,7 +224,10 @@ def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator
     links = memory_link_pair(alpha, beta)
     head = EvidenceRelay(lambda: alpha, EvidenceMaker(SoftTpm(), CLAIMS))
     peer = EvidenceRelay(lambda: beta, EvidenceMaker(SoftTpm(), CLAIMS))
-    for link, vouching, allowed in ((links[0], head, FROM_PEER), (links[1], peer, FROM_HEAD)):
+    for link, vouching, allowed in (
+        (links[0], head, frames_from(Sender.PEER)),
+        (links[1], peer, frames_from(Sender.HEAD)),
+    ):
         link.start(_to(vouching), _from(vouching), allowed)
     try:
         yield HeadEvidence(membership_of(alpha), head, lambda: [links[0]], 5.0)

@@ -18,8 +18,7 @@ from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import provider_binding
-from convoy.wire.messages.control import Challenge
-from convoy.wire.messages.vouch import Vouch, Vouched
+from convoy.wire.messages.evidence import Challenge, Vouch, Vouched
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class _Asked:
 
 
 class EvidenceRelay:
-    """Ask for evidence and answer with it. `cluster.rights` fixes which of both a link allows."""
+    """Ask for evidence and answer with it. The messages' rows fix which of both a link allows."""
 
     def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
         self._me = me

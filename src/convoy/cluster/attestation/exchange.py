@@ -28,7 +28,7 @@ from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verdict import Verdict, no_evidence
 from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
-from convoy.wire.messages.control import Challenge, Evidence
+from convoy.wire.messages.evidence import Challenge, Evidence
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from convoy.wire.fleet.provider_evidence import (
     MemberEvidence,
 )
 from convoy.wire.messages.claims import encode_claims
-from convoy.wire.messages.vouch import Vouched
+from convoy.wire.messages.evidence import Vouched
 
 if TYPE_CHECKING:
     from convoy.cluster.head.head import Head

@@ -20,7 +20,6 @@ from convoy.cluster.peer.loaded_plan import LoadedPlan, could_not_leave, load_pl
 from convoy.cluster.peer.plan_clock import SUPERSEDED, PlanClock
 from convoy.cluster.peer.prefetch import PeerPrefetch
 from convoy.cluster.peer.refusal import refusal
-from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
 from convoy.cluster.traffic import Traffic
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
@@ -33,6 +32,7 @@ from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.evidence.verdict import Verdict
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
     Activate,
     Activated,
@@ -44,6 +44,7 @@ from convoy.wire.messages.control import (
     ReadBlocks,
     Ready,
     Refuse,
+    Sender,
     Step,
     StepFailed,
     WriteBlocks,
@@ -52,6 +53,9 @@ from convoy.wire.messages.fetch import Prepare
 from convoy.wire.messages.ranks import RankOutput, RankStep
 
 _log = logging.getLogger(__name__)
+
+# A member that dials and is no head. The plan says whether it is the predecessor or rank 0.
+_DIALLER = Sender.PREDECESSOR | Sender.LEADER
 
 
 class Peer:
@@ -130,7 +134,7 @@ class Peer:
         # Use the roster entry by which the link was judged, not a roster that was adopted since.
         from_head = link.facts.member.head
         self._attestation.attach(link)
-        self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
+        self._begin_link(link, frames_from(Sender.HEAD if from_head else _DIALLER))
 
     def _deliver(self, link: Link, received: Received) -> None:
         # Each of these three handles its frames on this thread. They must not wait behind a stage that

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from convoy.cluster.rights import FROM_FOLLOWER, FROM_RANK
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.protocol import prove
 from convoy.engine.ranks.sums.sealed import SealedCollective
@@ -19,7 +18,8 @@ from convoy.errors import CollectiveError, ConvoyError, PeerRefused, StepError
 from convoy.model.backends.host.stage import Stage
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages.control import MAX_RANKS, FrameType, Plan, Refuse, StepFailed
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import MAX_RANKS, FrameType, Plan, Refuse, Sender, StepFailed
 from convoy.wire.messages.ranks import Agree
 
 # Links to these members, made now; the frames that each of them may send.
@@ -213,9 +213,9 @@ class RankPeers:
 
     def _to_dial(self, known: Mapping[str, Link]) -> dict[str, frozenset[FrameType]]:
         if self.rank == 0:
-            return {name: FROM_FOLLOWER for name in self.names[1:] if name not in known}
+            return {name: frames_from(Sender.FOLLOWER) for name in self.names[1:] if name not in known}
         following = self.names[self.rank + 1 : self.rank + 2]
-        return {name: FROM_RANK for name in following if name not in known}
+        return {name: frames_from(Sender.RANK) for name in following if name not in known}
 
     def _begin(self) -> SealedCollective:
         """Wait for both neighbours in the ring of ranks, and return the collective over their links."""

@@ -22,14 +22,14 @@ from convoy.cluster.presence.first_dial import Arrival, FirstDial
 from convoy.cluster.presence.idle import IdleTimes
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
-from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.traffic import Traffic
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
-from convoy.wire.messages.control import Hello, Inquire, Reached
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import Hello, Inquire, Reached, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class Peers:
         self.vetting.attestation.attach(link)
         with self._changed:
             self._greeting[link] = mailbox
-        link.start(self._deliver, self._ended, FROM_PEER)
+        link.start(self._deliver, self._ended, frames_from(Sender.PEER))
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from convoy.crypto.keys import prefixed
 from convoy.errors import FrameError, FrameTooLong
-from convoy.wire.messages.control import Register as TpmRegister
+from convoy.wire.messages.evidence import Register as TpmRegister
 from convoy.wire.text import plain_text
 
 PROTOCOL = 2
