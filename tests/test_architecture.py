@@ -44,6 +44,8 @@ def listed(violations: list[str]) -> str:
         shape.crowded_packages,
         shape.silent_packages,
         shape.repeated_class_names,
+        shape.asking_methods,
+        shape.stray_frame_types,
         shape.prints,
         shape.environment_reads,
     ],

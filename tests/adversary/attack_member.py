@@ -48,6 +48,7 @@ from convoy.wire.messages.control import (
     StepFailed,
 )
 from convoy.wire.messages.control import Row as StepRow
+from convoy.wire.messages.evidence import Challenge, Evidence
 from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
@@ -591,10 +592,14 @@ class FalsePeer:
         link.start(self._deliver, lambda _link, error: self.ended.put(error), everything)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        if self._attestation.takes(link, received) or not isinstance(received, ReceivedMessage):
+        if not isinstance(received, ReceivedMessage):
             return
         generation = received.generation
         match received.message:
+            case Challenge() as challenge:
+                self._attestation.handle_challenge(link, challenge)
+            case Evidence() as evidence:
+                self._attestation.handle_evidence(link, evidence)
             case Hello():
                 self._say(link, "hello", HELLO, generation)
             case Plan():

@@ -73,9 +73,15 @@ class Side:
     passed: list[Received] = field(default_factory=list)
 
     def deliver(self, link: Link, received: Received) -> None:
-        if isinstance(received, ReceivedMessage) and isinstance(received.message, Evidence | Challenge):
-            self.passed.append(received)
-        self.attestation.takes(link, received)
+        if not isinstance(received, ReceivedMessage):
+            return
+        match received.message:
+            case Challenge() as challenge:
+                self.passed.append(received)
+                self.attestation.handle_challenge(link, challenge)
+            case Evidence() as evidence:
+                self.passed.append(received)
+                self.attestation.handle_evidence(link, evidence)
 
     def ended(self, link: Link, _error: ConvoyError) -> None:
         self.attestation.detach(link)
@@ -125,8 +131,7 @@ def test_a_member_that_asks_and_takes_nothing_keeps_no_evidence_from_others() ->
         beta.attestation.attach(stalled)
         stalled._outgoing._busy = True  # a write under way that gamma does not take
         for _ in range(stalled._options.max_queued_frames + 1):
-            asked = ReceivedMessage(0, 0, Challenge(secrets.token_bytes(32), []))
-            assert beta.attestation.takes(stalled, asked)
+            beta.attestation.handle_challenge(stalled, Challenge(secrets.token_bytes(32), []))
             assert alpha.attestation.check([alpha.link])["beta"].level is Level.SELF_SIGNED
         stalled._outgoing._busy = False
 

@@ -16,7 +16,7 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
-from convoy.transport.link.link import Link
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
@@ -32,14 +32,19 @@ def company_of(
     me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
 ) -> Peers:
     """``joined`` is set whenever somebody came."""
-    return Peers(
+
+    def receive(link: Link, received: Received) -> None:
+        company.after_greeting(lambda *_: None)(link, received)
+
+    company = Peers(
         membership_of(me),
         network,
         HeadOptions(options),
-        receive=lambda *_: None,
+        receive=receive,
         lost=lambda *_: None,
         joined=lambda _name: joined.set(),
     )
+    return company
 
 
 def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(

@@ -42,17 +42,21 @@ class Ends:
         self.to_peer = to_peer
 
         def answer(link: Link, received: Received) -> None:
-            if supply is None or not supply.takes(link, received):
-                assert isinstance(received, ReceivedMessage)
-                assert isinstance(received.message, Fetch)
+            assert isinstance(received, ReceivedMessage)
+            assert isinstance(received.message, Fetch)
+            if supply is None:
                 self.asked.put(received.message)
+            else:
+                supply.handle_fetch(link, received.message)
 
         def end(_link: Link, error: ConvoyError) -> None:
             self.fetches.ended(_link)
             self.ended.put(error)
 
         def take(link: Link, received: Received) -> None:
-            assert self.fetches.takes(link, received)
+            assert isinstance(received, ReceivedMessage)
+            assert isinstance(received.message, Piece)
+            self.fetches.handle_piece(link, received.message)
 
         to_peer.start(answer, lambda *_: None, frames_from(Sender.PEER))
         self.to_head.start(take, end, frames_from(Sender.HEAD))

@@ -17,6 +17,7 @@ from websockets.sync.client import connect
 
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
+from convoy.cluster.handlers import HandlerTable, on
 from convoy.cluster.head.provider_evidence import GatheredEvidence, HeadEvidence, OwnProcess
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
@@ -46,6 +47,7 @@ from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_
 from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
 from convoy.wire.messages.control import Sender
+from convoy.wire.messages.evidence import Vouch, Vouched
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.members import OPERATOR, make_local_members, membership_of
 from support.proxy import HostileCoordinator, hostile_server, proxy
@@ -198,16 +200,13 @@ def test_a_provider_that_drifts_is_out_at_the_next_challenge_and_hears_why(
     fleet.stop_provider(-1)
 
 
-def _to(vouching: EvidenceRelay) -> Callable[[Link, Received], None]:
-    def deliver(link: Link, received: Received) -> None:
-        assert vouching.takes(link, received)
-
-    return deliver
+def _to(relay: EvidenceRelay) -> Callable[[Link, Received], None]:
+    return HandlerTable([on(Vouch, relay.handle_vouch), on(Vouched, relay.handle_vouched)]).handle
 
 
-def _from(vouching: EvidenceRelay) -> Callable[[Link, ConvoyError], None]:
+def _from(relay: EvidenceRelay) -> Callable[[Link, ConvoyError], None]:
     def ended(link: Link, _: ConvoyError) -> None:
-        vouching.detach(link)
+        relay.detach(link)
 
     return ended
 
@@ -224,16 +223,16 @@ def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator
     links = memory_link_pair(alpha, beta)
     head = EvidenceRelay(lambda: alpha, EvidenceMaker(SoftTpm(), CLAIMS))
     peer = EvidenceRelay(lambda: beta, EvidenceMaker(SoftTpm(), CLAIMS))
-    for link, vouching, allowed in (
+    for link, relay, allowed in (
         (links[0], head, frames_from(Sender.PEER)),
         (links[1], peer, frames_from(Sender.HEAD)),
     ):
-        link.start(_to(vouching), _from(vouching), allowed)
+        link.start(_to(relay), _from(relay), allowed)
     try:
         yield HeadEvidence(membership_of(alpha), head, lambda: [links[0]], 5.0)
     finally:
-        for vouching, link in zip((head, peer), links, strict=True):
-            vouching.close()
+        for relay, link in zip((head, peer), links, strict=True):
+            relay.close()
             link.close()
 
 

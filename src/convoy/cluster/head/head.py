@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from convoy.cluster.active_plan import ActivePlan, NoRoom, common_blocks, plan_digest
 from convoy.cluster.attestation.member_verifier import MemberVerifier
+from convoy.cluster.handlers import HandlerTable, on, on_frame
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
 from convoy.cluster.head.picture import describe_stages
@@ -23,7 +24,7 @@ from convoy.cluster.head.standbys import Standbys
 from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.peer.loaded_plan import group_of, stage_options
-from convoy.cluster.peer.ranks import RankPeers
+from convoy.cluster.peer.ranks import RankHandlers, RankPeers
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.status import StageStatus, StandbyStatus
@@ -44,11 +45,27 @@ from convoy.model.backends.host.stage import Stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.blocks import Room
 from convoy.plan.placement.route import Route
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.messages.control import Activate, Activated, Hello, Plan, Progress, Ready
+from convoy.wire.messages.control import (
+    Activate,
+    Activated,
+    BlocksDone,
+    FrameType,
+    Hello,
+    Plan,
+    Progress,
+    Reached,
+    Ready,
+    Refuse,
+    SampleReplies,
+    StepFailed,
+)
+from convoy.wire.messages.evidence import Challenge, Evidence, Vouched
+from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepared
+from convoy.wire.messages.ranks import Agree
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +102,7 @@ class Head:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
         self.company = Peers(
-            me, network or TcpNetwork(), options, receive=self._deliver, lost=self._lost, joined=self._joined
+            me, network or TcpNetwork(), options, receive=self._receive, lost=self._lost, joined=self._joined
         )
         self._supply = HeadWeightServer(source, options.member, own, self.company.present)
         vetting, supply = self.company.vetting, self._supply
@@ -94,6 +111,7 @@ class Head:
             me, source, options, vetting, lambda: self.manifest, hub=supply.hub, predict=pace
         )
         self._preparations = HeadPrefetch(me.name, self.company, self.planner, options.load_wait_s)
+        self.handlers = self._make_handlers()
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         # The head's own stage.
@@ -372,16 +390,51 @@ class Head:
         assert granted is not None, "standbys() before bring_up()"
         return self._standbys.report(self.company.present(), granted.members)
 
-    def _deliver(self, link: Link, received: Received) -> None:
-        if self._supply.takes(link, received) or self._preparations.takes(link, received):
-            return
-        group, receiver = self._group, self._receiver
-        if group is not None and group.takes(link, received):
-            return
+    # Receiver threads.
+
+    def _make_handlers(self) -> HandlerTable:
+        """Return the handler of each frame that a peer may send."""
+        attestation, sources = self.vetting.attestation, self._supply.sources
+        ranks = RankHandlers(lambda: self._group, self._to_plan)
+        connected = [
+            on(Fetch, self._supply.handle_fetch),
+            on(Piece, sources.fetches.handle_piece),
+            on(Held, sources.handle_held),
+            on(Prepared, self._preparations.handle_prepared),
+            *on_frame(Progress, handle=self._handle_progress),
+            *on_frame(Agree, FrameType.PARTIAL, handle=ranks.handle_sum),
+            *on_frame(BlocksDone, FrameType.BLOCKS, handle=ranks.handle_kv),
+            *on_frame(StepFailed, Refuse, handle=ranks.handle_failure),
+            *on_frame(Hello, Ready, Activated, SampleReplies, FrameType.HIDDEN, handle=self._to_plan),
+        ]
+        return HandlerTable(
+            [
+                # A peer is asked for evidence before it is admitted.
+                on(Challenge, attestation.handle_challenge),
+                on(Evidence, attestation.handle_evidence),
+                on(Vouched, attestation.relay.handle_vouched),
+                on(Reached, self.company.handle_reached),
+                *((kind, self.company.after_greeting(handle)) for kind, handle in connected),
+            ]
+        )
+
+    def _receive(self, link: Link, received: Received) -> None:
+        self.handlers.handle(link, received)
+
+    def _to_plan(self, link: Link, received: Received) -> None:
+        """Hand a frame to the plan that is brought up or runs; without a stage in it, to the standbys."""
+        receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.deliver(link, received)
         else:
             self._standbys.note(link, received)
+
+    def _handle_progress(self, link: Link, received: Received) -> None:
+        said = received.message if isinstance(received, ReceivedMessage) else None
+        if isinstance(said, Progress) and self._preparations.is_about_preparing(link, said):
+            self._preparations.handle_progress(link, said)
+        else:
+            self._to_plan(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
         """Report a loss.

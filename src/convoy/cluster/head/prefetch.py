@@ -17,7 +17,7 @@ from convoy.cluster.presence.peers import Peers
 from convoy.cluster.weights.progress_watch import ProgressWatch
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import needs_no_files
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Plan, Progress
 from convoy.wire.messages.fetch import SUPERSEDED, Prepare, Prepared
 
@@ -30,7 +30,7 @@ _AGAIN_S = 1.0
 
 
 class HeadPrefetch:
-    """Prepare later plans at a head. ``takes`` is for receiver threads; ``joined`` returns at once."""
+    """Prepare later plans at a head. Receiver threads call the handlers; ``joined`` returns at once."""
 
     def __init__(self, me: str, company: Peers, planner: Planner, wait_s: float) -> None:
         self._me = me
@@ -47,24 +47,30 @@ class HeadPrefetch:
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
         self._num_told = 0
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a message about a plan that is being prepared, and return whether it was one."""
-        if not isinstance(received, ReceivedMessage):
-            return False
-        message = received.message
-        if not isinstance(message, Prepared | Progress):
-            return False
-        key = message.generation, link.peer
+    def handle_prepared(self, link: Link, prepared: Prepared) -> None:
+        """Note the answer of a member. Answers that were not asked for are not kept."""
         with self._changed:
-            is_asked = link.peer in self._asked.get(message.generation, ())
-            if isinstance(message, Progress):
-                if is_asked and self._advance[message.generation].is_further(link.peer, message):
-                    self._num_told += 1
-            # Answers that were not asked for are not kept.
-            elif is_asked:
-                self._answers[key] = message.error
+            if self._is_asked(link.peer, prepared.generation):
+                self._answers[prepared.generation, link.peer] = prepared.error
             self._changed.notify_all()
-            return is_asked or isinstance(message, Prepared) or message.generation in self._over
+
+    def is_about_preparing(self, link: Link, progress: Progress) -> bool:
+        """Return whether a report of progress is about a plan that is, or was, only prepared."""
+        with self._changed:
+            is_over = progress.generation in self._over
+            return is_over or self._is_asked(link.peer, progress.generation)
+
+    def handle_progress(self, link: Link, progress: Progress) -> None:
+        """Note the progress of a member that prepares."""
+        with self._changed:
+            is_asked = self._is_asked(link.peer, progress.generation)
+            if is_asked and self._advance[progress.generation].is_further(link.peer, progress):
+                self._num_told += 1
+            self._changed.notify_all()
+
+    def _is_asked(self, name: str, generation: int) -> bool:
+        """Return whether a member is asked to prepare that plan. The caller holds the lock."""
+        return name in self._asked.get(generation, ())
 
     def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Call ``then`` once all members have the weights for a plan with ``name``.

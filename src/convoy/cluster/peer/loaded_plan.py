@@ -23,7 +23,7 @@ from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatibl
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.device import stage_device
 from convoy.plan.spec.model import ModelSpec
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Activate, Hello, Plan, StageAssignment, StepFailed
 
 _log = logging.getLogger(__name__)
@@ -205,12 +205,6 @@ class LoadedPlan:
         self.stage.forget()
 
     # Threads of links.
-
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a frame between ranks at once, and return whether it was one. It never waits behind other
-        work.
-        """
-        return self.group is not None and self.group.takes(link, received)
 
     def ended(self, link: Link, error: ConvoyError) -> None:
         """Note that a link ended, so that no rank waits for frames on it."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from convoy.cluster.attestation.member_verifier import MemberVerifier
+from convoy.cluster.handlers import Handler
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
@@ -24,7 +25,7 @@ from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.traffic import Traffic
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
@@ -41,7 +42,8 @@ _EXCLUDED_AGAIN_S = 60.0
 class Peers:
     """Hold the connected peers. Thread-safe.
 
-    ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's thread.
+    ``receive`` gets every frame that a peer sends; see `after_greeting`. It and ``lost`` are called on
+    receiver threads, ``joined`` on a dial's thread.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Peers:
         network: Network,
         options: HeadOptions,
         *,
-        receive: Callable[[Link, Received], None],
+        receive: Handler,
         lost: Callable[[Link, ConvoyError], None],
         joined: Callable[[str], None],
     ) -> None:
@@ -291,7 +293,7 @@ class Peers:
         self.vetting.attestation.attach(link)
         with self._changed:
             self._greeting[link] = mailbox
-        link.start(self._deliver, self._ended, frames_from(Sender.PEER))
+        link.start(self._receive, self._ended, frames_from(Sender.PEER))
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:
@@ -316,19 +318,26 @@ class Peers:
             _log.warning(text, name, hello.memory_bytes / 1e9, counted / 1e9)
         return msgspec.structs.replace(hello, memory_bytes=counted)
 
-    def _deliver(self, link: Link, received: Received) -> None:
-        if self.vetting.attestation.takes(link, received):
-            return
-        if isinstance(received, ReceivedMessage) and isinstance(received.message, Reached):
-            with self._answered:
-                self._reached[link.peer] = received.message
-                self._answered.notify_all()
-            return
-        mailbox = self._greeting.get(link)
-        if mailbox is not None:
-            mailbox.deliver(link, received)
-        elif self.links.get(link.peer) is link:
-            self._receive(link, received)
+    def handle_reached(self, link: Link, reached: Reached) -> None:
+        """Note how far a peer is, for `positions`."""
+        with self._answered:
+            self._reached[link.peer] = reached
+            self._answered.notify_all()
+
+    def after_greeting(self, handle: Handler) -> Handler:
+        """Return a handler that calls ``handle`` for connected peers alone.
+
+        Before a peer is admitted, its frames belong to its greeting. After it was given up they are dropped.
+        """
+
+        def handle_connected(link: Link, received: Received) -> None:
+            mailbox = self._greeting.get(link)
+            if mailbox is not None:
+                mailbox.deliver(link, received)
+            elif self.links.get(link.peer) is link:
+                handle(link, received)
+
+        return handle_connected
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self.traffic.ended(link, error)
