@@ -31,9 +31,9 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
 class Ends:
-    """A head's end that answers from ``supply``, or by hand where there is none, and a peer's."""
+    """A head's end that answers from ``weights``, or by hand where there is none, and a peer's."""
 
-    def __init__(self, supply: HeadWeightServer | None) -> None:
+    def __init__(self, weights: HeadWeightServer | None) -> None:
         head, peer = make_local_members(("alpha", "beta"))
         self.fetches = PartClient()
         to_peer, self.to_head = memory_link_pair(head, peer)
@@ -44,10 +44,10 @@ class Ends:
         def answer(link: Link, received: Received) -> None:
             assert isinstance(received, ReceivedMessage)
             assert isinstance(received.message, Fetch)
-            if supply is None:
+            if weights is None:
                 self.asked.put(received.message)
             else:
-                supply.handle_fetch(link, received.message)
+                weights.handle_fetch(link, received.message)
 
         def end(_link: Link, error: ConvoyError) -> None:
             self.fetches.ended(_link)
@@ -70,18 +70,18 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def supply() -> HeadWeightServer:
+def weights() -> HeadWeightServer:
     return HeadWeightServer(ModelSource.resolve("demo-mini"), MemberOptions())
 
 
 @pytest.fixture(scope="module")
-def manifest(supply: HeadWeightServer) -> Manifest:
-    return supply.manifest()
+def manifest(weights: HeadWeightServer) -> Manifest:
+    return weights.manifest()
 
 
 @pytest.fixture
-def served(supply: HeadWeightServer) -> Iterator[Ends]:
-    ends = Ends(supply)
+def served(weights: HeadWeightServer) -> Iterator[Ends]:
+    ends = Ends(weights)
     yield ends
     ends.close()
 
@@ -133,10 +133,10 @@ def test_a_head_hands_out_nothing_but_what_its_manifest_lists(
 
 
 def test_drawn_weights_are_handed_out_by_nobody() -> None:
-    supply = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
-    manifest = supply.manifest()
+    weights = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
+    manifest = weights.manifest()
     norm = manifest.tensors["model.norm.weight"]
-    assert supply._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
+    assert weights._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
 
 
 def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:

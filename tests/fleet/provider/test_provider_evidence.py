@@ -34,9 +34,9 @@ from convoy.trust.evidence.provider import ProviderRules
 from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Challenge,
-    Hello,
     Offer,
+    ProviderChallenge,
+    ProviderHello,
     Refused,
     Register,
     decode_from_coordinator,
@@ -125,9 +125,9 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
             return decode_from_coordinator(data, MAX_MESSAGE_BYTES)
 
         authority = f"127.0.0.1:{fleet.port}"
-        socket.send(encode_fleet(Hello(PROTOCOL, bytes(32), authority, tls=False, pinned=False)))
+        socket.send(encode_fleet(ProviderHello(PROTOCOL, bytes(32), authority, tls=False, pinned=False)))
         challenge = receive()
-        assert isinstance(challenge, Challenge)
+        assert isinstance(challenge, ProviderChallenge)
         assert set(range(8)) <= set(challenge.registers)
         register = Register(
             identity=identity.public_key,
@@ -148,7 +148,12 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
 
 
 def shown(
-    identity: Identity, challenge: Challenge, key: bytes, expires_s: int, *, signer: Identity | None = None
+    identity: Identity,
+    challenge: ProviderChallenge,
+    key: bytes,
+    expires_s: int,
+    *,
+    signer: Identity | None = None,
 ) -> bytes:
     purpose = provider_purpose(challenge.coordinator, challenge.nonce, key, expires_s)
     found = own(identity).gather(purpose, challenge.registers)
@@ -166,13 +171,13 @@ def test_a_provider_without_evidence_is_refused_where_a_level_is_wanted(fleet: F
 def test_evidence_that_is_replayed_foreign_or_rubbish_is_refused_with_its_own_reason(
     fleet: FleetUnderTest,
 ) -> None:
-    def replayed(identity: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def replayed(identity: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(identity, msgspec.structs.replace(challenge, nonce=b"o" * 32), *key)
 
-    def stolen(_: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def stolen(_: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(Identity.generate(), challenge, *key)
 
-    def relabelled(identity: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def relabelled(identity: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(Identity.generate(), challenge, *key, signer=identity)
 
     assert "another challenge" in registered_with(fleet, "replays", replayed)
@@ -290,7 +295,7 @@ def test_a_proxy_judges_by_its_own_rules_and_fails_closed(
             honest = hostile.lease
             hostile.lease = lambda lease: {**lease, "evidence": ""}
             assert "the provider has level none" in refusal(url)
-            other = shown(Identity.generate(), Challenge(1, b"c" * 32, b"n" * 32), b"k" * 1216, 5)
+            other = shown(Identity.generate(), ProviderChallenge(1, b"c" * 32, b"n" * 32), b"k" * 1216, 5)
             hostile.lease = lambda lease: {**lease, "evidence": base64.b64encode(other).decode()}
             assert "not signed by this provider for its key for requests" in refusal(url)
             hostile.lease = lambda lease: {**lease, "evidence": "A" * 2_000_000}

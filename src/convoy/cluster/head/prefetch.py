@@ -32,9 +32,9 @@ _AGAIN_S = 1.0
 class HeadPrefetch:
     """Prepare later plans at a head. Receiver threads call the handlers; ``joined`` returns at once."""
 
-    def __init__(self, me: str, company: Peers, planner: Planner, wait_s: float) -> None:
+    def __init__(self, me: str, peers: Peers, planner: Planner, wait_s: float) -> None:
         self._me = me
-        self._company = company
+        self._peers = peers
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
@@ -87,10 +87,10 @@ class HeadPrefetch:
         ).start()
 
     def _better_with(self, name: str) -> Plan | None:
-        company = self._company
-        hellos = {self._me: company.hello} | {n: hello for n, (_, hello) in company.present().items()}
+        peers = self._peers
+        hellos = {self._me: peers.hello} | {n: hello for n, (_, hello) in peers.present().items()}
         try:
-            proposal = self._planner.again(hellos, None, company.slow.names() - {name})
+            proposal = self._planner.again(hellos, None, peers.slow.names() - {name})
         except ConvoyError:
             return None
         return proposal.plan if name in proposal.members else None
@@ -100,7 +100,7 @@ class HeadPrefetch:
         with self._changed:
             self._asked[plan.generation], self._advance[plan.generation] = names, ProgressWatch()
         try:
-            for link in self._company.require(sorted(names)).values():
+            for link in self._peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
             errors = self._wait(plan.generation, names)
         except ConvoyError as error:
@@ -110,7 +110,7 @@ class HeadPrefetch:
         if not errors:
             then()
             return
-        if SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
+        if SUPERSEDED in errors.values() and not self._peers.closed_within(_AGAIN_S):
             # The preparations of two newcomers must not overtake each other for ever.
             with self._changed:
                 is_with_others = any(name in asked for asked in self._asked.values())
@@ -132,10 +132,10 @@ class HeadPrefetch:
         with self._changed:
             while missing := {name for name in names if (generation, name) not in self._answers}:
                 self._changed.wait(_LOOK_UP_S)
-                gone = missing - self._company.present().keys()
+                gone = missing - self._peers.present().keys()
                 if told != self._num_told:
                     until_s, told = time.monotonic() + self._wait_s, self._num_told
-                if gone or time.monotonic() > until_s or self._company.closed_within(0):
+                if gone or time.monotonic() > until_s or self._peers.closed_within(0):
                     return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
             answers = {name: self._answers[generation, name] for name in names}
         return {name: error for name, error in answers.items() if error}

@@ -93,7 +93,7 @@ class HeadEvidence:
         return GatheredEvidence(members, signed if len(signed) <= MAX_ROSTER_BYTES else b"")
 
 
-def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
+def evidence_source_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
     """Return the source of evidence for a provider with this identity, for which ``head`` answers.
 
     A head with another identity was started without a roster of its owner. It proves this process alone.
@@ -102,7 +102,7 @@ def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
 
     if me.member.identity_key != identity.public_key:
         return OwnProcess(identity, attestation.attester)
-    return HeadEvidence(me, attestation.relay, lambda: [link for link, _ in head.company.present().values()])
+    return HeadEvidence(me, attestation.relay, lambda: [link for link, _ in head.peers.present().values()])
 
 
 def _relayed(name: str, identity: bytes, one: Vouched) -> MemberEvidence:

@@ -147,7 +147,7 @@ class Peer:
         All but `_queue` handle a frame on the receiver thread: it must not wait behind a stage that loads.
         """
         attestation, weights = self._attestation, self._weights
-        ranks = RankHandlers(lambda: None if self._loaded is None else self._loaded.group, self._queue)
+        ranks = RankHandlers(lambda: None if self._loaded is None else self._loaded.ranks, self._queue)
         from_head = [
             on(Piece, weights.fetches.handle_piece),
             on(Fetch, weights.server.handle_question),

@@ -155,7 +155,7 @@ class Peers:
             self._greet(link, mailbox)
 
         try:
-            muster = FirstDial(
+            first_dial = FirstDial(
                 self._me,
                 self._network,
                 self._options.wait_s,
@@ -163,8 +163,8 @@ class Peers:
                 on_link=greet,
                 on_arrival=self.on_arrival,
             )
-            mustered = muster.call()
-            links, self.absent = mustered.links, mustered.absent
+            dialled = first_dial.call()
+            links, self.absent = dialled.links, dialled.absent
             hellos = mailbox.gather(links, Hello, self._options.answer_s)
             self.vetting.admit(links, watch)
         except BaseException:

@@ -17,7 +17,7 @@ from convoy.wire.messages.control import Plan
 _log = logging.getLogger(__name__)
 
 
-def drop_failed_kernel(company: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
+def drop_failed_kernel(peers: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
     """Withdraw a member's offer of a kernel if ``error`` says that the kernel failed there.
 
     ``head`` is the member that loads in this process. Returns False if the error has another reason, or
@@ -26,7 +26,7 @@ def drop_failed_kernel(company: Peers, plan: Plan, head: str, error: ConvoyError
     member = error.member if isinstance(error, KernelRefused) else head
     kernel = error.kernel if isinstance(error, KernelRefused) else failed_kernel(plan, head, error)
     why = f"{kernel} does not hold on {member} for this model"
-    if not kernel or not company.drop_kernel(member, kernel, why):
+    if not kernel or not peers.drop_kernel(member, kernel, why):
         return False
     _log.warning("%s, and another kernel is taken: %s", why, error.message)
     return True

@@ -190,7 +190,7 @@ class Absent:
         """Return the bytes, and the peer that sent them. Raises ModelError with the reason of each source."""
         num_bytes = place.clip(fetch.start, fetch.num_bytes)
         if fetch.wrong:
-            self.peers.blame(place, fetch.part, fetch.wrong)
+            self.peers.report_wrong(place, fetch.part, fetch.wrong)
         try:
             return self.peers.read(place, fetch.part, fetch.start, num_bytes)
         except ModelError as error:

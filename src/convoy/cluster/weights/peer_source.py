@@ -187,7 +187,7 @@ class PeerReader:
         # Bytes, by member.
         self.taken: Counter[str] = Counter()
 
-    def blame(self, place: PartLocation, digest: str, member: str) -> None:
+    def report_wrong(self, place: PartLocation, digest: str, member: str) -> None:
         """Note that ``asker`` got wrong bytes of a part from ``member``."""
         link = self._sources.link_to(member)
         if link is not None and (digest, link) not in self._wrong:
@@ -235,7 +235,7 @@ class PeerReader:
                 if file.finish():
                     return
             if not resumed and len(members) == 1:
-                self.blame(place, part.digest, members.pop())
+                self.report_wrong(place, part.digest, members.pop())
         raise ModelError(f"{_MAX_TRIES} times other bytes of {part.name} came than the manifest lists")
 
     def _begin(self, place: PartLocation, digest: str, start: int) -> _At:
