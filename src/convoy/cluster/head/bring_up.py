@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.planning import PlannedStages, Planner
+from convoy.cluster.peer.refusal import failed_kernel
+from convoy.cluster.presence.mailbox import KernelRefused
 from convoy.cluster.presence.peers import Peers
-from convoy.cluster.presence.unfit import drop_failed_kernel
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
-from convoy.wire.messages.control import Hello
+from convoy.wire.messages.control import Hello, Plan
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def begin(
             try:
                 return install(proposal)
             except (PeerError, LinkClosed, SelfCheckError) as error:
-                if drop_failed_kernel(peers, proposal.plan, next(iter(hellos())), error):
+                if _drop_failed_kernel(peers, proposal.plan, next(iter(hellos())), error):
                     proposal = planner.first(hellos())
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
@@ -112,3 +113,22 @@ def _next(
     if gone:
         _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
     return proposal
+
+
+def _drop_failed_kernel(peers: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
+    """Withdraw a member's offer of a kernel if ``error`` says that the kernel failed there.
+
+    A kernel may pass a machine's self-check but fail for the shapes of the model at hand. Loading a stage
+    shows that, before anything runs. Then the plan is made anew with a kernel that works on every member.
+    If the operator named that one kernel for the member, there is no other to take.
+
+    ``head`` is the member that loads in this process. Returns False if the error has another reason, or
+    if the member offers no other kernel.
+    """
+    member = error.member if isinstance(error, KernelRefused) else head
+    kernel = error.kernel if isinstance(error, KernelRefused) else failed_kernel(plan, head, error)
+    why = f"{kernel} does not hold on {member} for this model"
+    if not kernel or not peers.drop_kernel(member, kernel, why):
+        return False
+    _log.warning("%s, and another kernel is taken: %s", why, error.message)
+    return True

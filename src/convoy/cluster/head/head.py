@@ -17,9 +17,9 @@ from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.handlers import HandlerTable, on, on_frame
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
-from convoy.cluster.head.picture import describe_stages
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
+from convoy.cluster.head.stage_report import describe_stages
 from convoy.cluster.head.standbys import Standbys
 from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -16,7 +17,6 @@ from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer.dials import Dials
 from convoy.cluster.peer.event import PeerEvent
-from convoy.cluster.peer.facts import PeerFacts, facts_of
 from convoy.cluster.peer.loaded_plan import LoadedPlan, could_not_leave, load_plan
 from convoy.cluster.peer.plan_clock import SUPERSEDED, PlanClock
 from convoy.cluster.peer.prefetch import PeerPrefetch
@@ -62,6 +62,18 @@ _log = logging.getLogger(__name__)
 _DIALLER = Sender.PREDECESSOR | Sender.LEADER
 
 
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """Describe a peer at one moment. ``generation`` is that of the loaded plan; 0 means no plan."""
+
+    has_head: bool
+    is_active: bool
+    epoch: int
+    generation: int
+    num_layers: int
+    weight_bytes: int
+
+
 class Peer:
     """Run one peer. One thread owns the plan, the stage and its K/V; links only fill its bounded inbox."""
 
@@ -101,7 +113,12 @@ class Peer:
 
     def facts(self) -> PeerFacts:
         """Return the state of this peer at this moment. Any thread may call it."""
-        return facts_of(self._loaded, has_head=self._head is not None, epoch=self._me.roster.epoch)
+        loaded, has_head, epoch = self._loaded, self._head is not None, self._me.roster.epoch
+        if loaded is None:
+            return PeerFacts(has_head, False, epoch, 0, 0, 0)
+        own = loaded.assignment
+        generation, num_layers = loaded.plan.generation, own.end - own.start
+        return PeerFacts(has_head, loaded.is_active, epoch, generation, num_layers, loaded.stage.weight_bytes)
 
     def run(self, bind: tuple[str, int]) -> None:
         """Serve until `stop`, or until the head goes if so configured.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -20,9 +20,9 @@ from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
 from convoy.cluster.presence.first_dial import Arrival, FirstDial
-from convoy.cluster.presence.idle import IdleTimes
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
+from convoy.cluster.status import IdleStatus
 from convoy.cluster.traffic import Traffic
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.link import Link, Received
@@ -37,6 +37,30 @@ _log = logging.getLogger(__name__)
 _DIAL_S = 5.0
 _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
+
+
+class IdleTimes:
+    """Track since when each member is idle: since it came, or since a plan began without it."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._since_s: dict[str, float] = {}
+
+    def begin(self, names: Collection[str]) -> None:
+        """Note that these members hold no layers from now on."""
+        for name in names:
+            self._since_s[name] = self._now()
+
+    def report(self, here: Mapping[str, Hello], members: Collection[str]) -> list[IdleStatus]:
+        """Return the idle members of ``here``: those that are not in ``members``, which hold layers.
+
+        Standbys are left out, because they are meant to hold no layers.
+        """
+        return [
+            IdleStatus(name, self._since_s.get(name, self._now()))
+            for name, hello in sorted(here.items())
+            if name not in members and not hello.standby
+        ]
 
 
 class Peers:

@@ -1,4 +1,4 @@
-"""The stages of a running plan as they are shown: each with its member's address, proof and link."""
+"""The stages of a running plan for `convoy status`: each with its member's address, evidence and link."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def _round_trip(link: Link) -> float | None:
     try:
         return link.ping(timeout_s=1.0)
     except (PeerError, LinkClosed):
-        # Shown as unknown. The engine reports a lost stage, not this picture.
+        # Shown as unknown. The engine reports a lost stage, not this report.
         return None
