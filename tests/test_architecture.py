@@ -53,6 +53,8 @@ def listed(violations: list[str]) -> str:
         shape.silent_packages,
         shape.stale_package_names,
         shape.repeated_class_names,
+        shape.asking_methods,
+        shape.stray_frame_types,
         shape.prints,
         shape.environment_reads,
     ],

@@ -18,7 +18,6 @@ from adversary.process import VictimProcess
 from convoy.cluster.active_plan import plan_digest
 from convoy.cluster.attestation.exchange import Attestation
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.engine.completion import generate
@@ -34,6 +33,7 @@ from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster, sign_roster
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
     Activate,
     Activated,
@@ -43,11 +43,13 @@ from convoy.wire.messages.control import (
     Message,
     Plan,
     Ready,
+    Sender,
     StageAssignment,
     Step,
     StepFailed,
 )
 from convoy.wire.messages.control import Row as StepRow
+from convoy.wire.messages.evidence import Challenge, Evidence
 from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
@@ -106,7 +108,7 @@ class Hostile:
         self._process = besieged.process
         self.link = TcpNetwork().dial(membership_of(besieged.alpha), besieged.beta.member, 10)
         self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
-        self.link.start(self._keep, self._keep, FROM_PEER)
+        self.link.start(self._keep, self._keep, frames_from(Sender.PEER))
         assert isinstance(self.ask(HELLO), Hello)
 
     def _keep(self, _link: Link, item: Received | ConvoyError) -> None:
@@ -591,10 +593,14 @@ class FalsePeer:
         link.start(self._deliver, lambda _link, error: self.ended.put(error), everything)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        if self._attestation.takes(link, received) or not isinstance(received, ReceivedMessage):
+        if not isinstance(received, ReceivedMessage):
             return
         generation = received.generation
         match received.message:
+            case Challenge() as challenge:
+                self._attestation.handle_challenge(link, challenge)
+            case Evidence() as evidence:
+                self._attestation.handle_evidence(link, evidence)
             case Hello():
                 self._say(link, "hello", HELLO, generation)
             case Plan():

@@ -154,6 +154,33 @@ def repeated_class_names(modules: list[Module]) -> list[str]:
     ]
 
 
+def asking_methods(modules: list[Module]) -> list[str]:
+    """Return the functions named ``takes``: the handler of a frame stands in a table, so none asks around."""
+    return [
+        f"{module.at(node)}: a row of `cluster.handlers` names the handler of a frame"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "takes"
+    ]
+
+
+def stray_frame_types(modules: list[Module]) -> list[str]:
+    """Return the places that name the frame type of a message outside its class, which has the row.
+
+    Frames of tensors and of the handshake have no class, so their types may stand where they are handled.
+    """
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            is_named = isinstance(node, ast.Attribute) and _is_attribute(node, "FrameType", {node.attr})
+            if not is_named or module.name.startswith("convoy.wire.messages."):
+                continue
+            assert isinstance(node, ast.Attribute)
+            if node.attr not in {"HIDDEN", "BLOCKS", "PARTIAL", "OPENING"} and "HANDSHAKE" not in node.attr:
+                found.append(f"{module.at(node)}: FrameType.{node.attr}: its class has it as `frame.type`")
+    return found
+
+
 def prints(modules: list[Module]) -> list[str]:
     """Calls of print, and writes to the standard streams, outside cli/."""
     found = []

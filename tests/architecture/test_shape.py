@@ -187,3 +187,19 @@ def test_a_public_class_name_of_two_rooms_is_found(tmp_path: Path) -> None:
     ]
     modules = module_of(tmp_path, "", "fleet/capacity.py")
     assert shape.repeated_class_names(modules) == []
+
+
+def test_a_method_that_asks_whether_it_takes_a_frame_is_found(tmp_path: Path) -> None:
+    text = "class A:\n    def takes(self): pass\n    def handle_piece(self): pass"
+    assert shape.asking_methods(module_of(tmp_path, text)) == [
+        "src/convoy/wire/frame.py:2: a row of `cluster.handlers` names the handler of a frame"
+    ]
+
+
+def test_the_frame_type_of_a_message_outside_its_class_is_found(tmp_path: Path) -> None:
+    text = "x = FrameType.STEP\ny = FrameType.HIDDEN\nz = FrameType.HANDSHAKE_1"
+    assert shape.stray_frame_types(module_of(tmp_path, text)) == [
+        "src/convoy/wire/frame.py:1: FrameType.STEP: its class has it as `frame.type`"
+    ]
+    (tmp_path / "src" / "convoy" / "wire" / "frame.py").write_text("")
+    assert shape.stray_frame_types(module_of(tmp_path, text, "wire/messages/control.py")) == []

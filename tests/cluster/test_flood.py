@@ -8,11 +8,11 @@ import time
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer.event import PeerEvent
 from convoy.cluster.peer.peer import Peer
-from convoy.cluster.rights import FROM_PEER
 from convoy.errors import ConvoyError
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import ReceivedMessage
-from convoy.wire.messages.control import Hello, Step
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import Hello, Sender, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER
 from support.links import End
@@ -39,7 +39,7 @@ def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
     running = threading.Thread(target=peer.run, args=(beta.member.address,), daemon=True)
     running.start()
     assert listening.wait(WAIT_S)
-    head = End(network.dial(membership_of(alpha), beta.member, WAIT_S)).start(FROM_PEER)
+    head = End(network.dial(membership_of(alpha), beta.member, WAIT_S)).start(frames_from(Sender.PEER))
     head.link.send(HELLO)
     rogue = End(network.dial(membership_of(gamma), beta.member, WAIT_S)).start(frozenset())
     sent: list[int] = []

@@ -75,9 +75,9 @@ def test_hosts_and_devices_share_one_route(
         "cuda:0 (fake)" if device == "cuda" else "cpu" for device in devices
     ]
     assert {stage.kernel for stage in status.stages if stage.device == "cpu"} == {"exact-f32"}
-    granted = cluster.head.granted
-    assert granted is not None
-    assert granted.plan.activation_dtype == "bfloat16"
+    active = cluster.head.active_plan
+    assert active is not None
+    assert active.plan.activation_dtype == "bfloat16"
     # Only the thread that seals and sends waits for the device.
     holder = NAMES[devices.index("cuda")]
     assert made[0].waited_on == {f"leave {holder}"}

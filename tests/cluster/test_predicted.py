@@ -76,13 +76,13 @@ def test_weights_and_blocks_are_what_the_plan_said(sources: Sources, kind: str, 
     member = replace(MEMBER, memory_bytes=memory, kernel=kernel)
     asked: dict[str, Any] = {"num_blocks": 0, "max_batch": 8, "prefill_chunk": 64, "parallel": "pipeline"}
     with running_cluster(source, 2, member=member, **asked) as cluster:
-        granted = cluster.head.granted
-        assert granted is not None
-        assert granted.placement.stages == placement.stages
+        active = cluster.head.active_plan
+        assert active is not None
+        assert active.placement.stages == placement.stages
         for stage in report(placement).stages:
-            found = granted.weight_bytes[stage.member]
+            found = active.weight_bytes[stage.member]
             assert abs(stage.weight_bytes - found) <= TOLERANCE * found, stage.member
-        for group, count in zip(blocks.groups, granted.num_blocks, strict=True):
+        for group, count in zip(blocks.groups, active.num_blocks, strict=True):
             assert abs(group.num_blocks - count) <= TOLERANCE * count, group.name
     if all(group.attends for group in spec.cache_groups):
         assert not blocks.is_all_wanted, "the members' memory is what limits it"

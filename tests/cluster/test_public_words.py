@@ -51,11 +51,11 @@ def test_why_a_peer_refuses_a_plan_is_not_in_the_health(caplog: pytest.LogCaptur
         caplog.set_level("INFO")
         stubborn = s.join("beta")
         cluster = s.serve(member=small(), recover_wait_s=1.0)
-        assert cluster.head.granted is not None
+        assert cluster.head.active_plan is not None
         stubborn.peer._hello = msgspec.structs.replace(stubborn.peer._hello, kernels=[SECRET])
         link = stubborn.peer._head
         assert link is not None
-        link.send(StepFailed(0, SECRET), generation=cluster.head.granted.plan.generation)
+        link.send(StepFailed(0, SECRET), generation=cluster.head.active_plan.plan.generation)
         told: set[str] = set()
 
         def over() -> bool:

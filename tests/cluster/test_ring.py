@@ -79,11 +79,11 @@ def test_a_member_that_is_not_the_predecessor_cannot_end_a_plan(
     network: MemoryNetwork,
     same_generation: bool,
 ) -> None:
-    granted = cluster.head.granted
-    assert granted is not None
+    active = cluster.head.active_plan
+    assert active is not None
     link, ended = open_link(network, members[2], members[1])
-    generation = granted.plan.generation if same_generation else 99
-    link.send_tensor(hidden_state(), generation=generation, step=1, boundary=granted.plan.stages[1].start)
+    generation = active.plan.generation if same_generation else 99
+    link.send_tensor(hidden_state(), generation=generation, step=1, boundary=active.plan.stages[1].start)
     if same_generation:
         assert ended.wait(10), "the offending link must end"
     link.close("done")
@@ -93,13 +93,13 @@ def test_a_member_that_is_not_the_predecessor_cannot_end_a_plan(
 def test_members_that_are_turned_away_and_do_not_hang_up_hold_up_no_step(
     cluster: RunningCluster, members: tuple[LocalMember, ...], network: MemoryNetwork
 ) -> None:
-    answer, granted = ask(cluster), cluster.head.granted
-    assert granted is not None
+    answer, active = ask(cluster), cluster.head.active_plan
+    assert active is not None
     gamma = membership_of(members[2])
     for _ in range(8):  # never started, so the goodbye is not read: each would cost its second
         link = network.dial(gamma, members[1].member, 5)
         stray = WireTensor("float32", (1,), bytes(4))
-        link.send_tensor(stray, generation=granted.plan.generation, step=1, boundary=1)
+        link.send_tensor(stray, generation=active.plan.generation, step=1, boundary=1)
     began_s = time.monotonic()
     assert ask(cluster) == answer
     assert time.monotonic() - began_s < 4
@@ -117,15 +117,15 @@ def test_a_second_link_of_a_neighbour_that_ends_ends_nothing(
 def test_a_peer_cannot_answer_the_head_in_place_of_the_last_stage(
     cluster: RunningCluster, peers: list[PeerThread], caplog: pytest.LogCaptureFixture
 ) -> None:
-    granted = cluster.head.granted
-    assert granted is not None
+    active = cluster.head.active_plan
+    assert active is not None
     beta = peers[0].peer
     loaded = beta._loaded
     assert loaded is not None
     assert loaded.loop is not None
     assert beta._head is not None
     # beta sends what it computed straight to the head, under gamma's boundary
-    real, head_link, last = loaded.loop._successor, beta._head, granted.plan.stages[-1].end
+    real, head_link, last = loaded.loop._successor, beta._head, active.plan.stages[-1].end
 
     class Shortcut:
         def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:

@@ -63,8 +63,8 @@ def cluster(
 
 
 def plan_of(cluster: RunningCluster) -> tuple[int, str]:
-    assert cluster.head.granted is not None
-    plan = cluster.head.granted.plan
+    assert cluster.head.active_plan is not None
+    plan = cluster.head.active_plan.plan
     return plan.generation, plan.model_digest
 
 

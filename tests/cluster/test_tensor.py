@@ -68,8 +68,8 @@ def two() -> Iterator[RunningCluster]:
 
 
 def ranks(cluster: RunningCluster) -> list[list[str]]:
-    assert cluster.head.granted is not None
-    return [stage.ranks for stage in cluster.head.granted.plan.stages]
+    assert cluster.head.active_plan is not None
+    return [stage.ranks for stage in cluster.head.active_plan.plan.stages]
 
 
 def test_eight_streams_over_two_ranks_say_what_one_member_says(

@@ -42,8 +42,8 @@ class Scene:
 
     @property
     def generation(self) -> int:
-        assert self.cluster.head.granted is not None
-        return self.cluster.head.granted.plan.generation
+        assert self.cluster.head.active_plan is not None
+        return self.cluster.head.active_plan.plan.generation
 
     def ask(self) -> str:
         request = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8)
@@ -132,7 +132,7 @@ def test_a_link_of_a_plan_that_is_over_leads_nobody_and_its_end_is_not_that_of_t
     stage = StageAssignment("beta", 0, 4, True, True, ["beta", "gamma"])
     plan = Plan(2, "demo-mini", "0" * 64, [stage], "exact-f32", "float32", 16, 64)
     group = RankPeers(plan, b"", 0, "gamma", 2)
-    loaded = LoadedPlan(plan, b"", cast("HostStage", None), 0, 0, group=group)
+    loaded = LoadedPlan(plan, b"", cast("HostStage", None), 0, 0, ranks=group)
     assert not loaded.is_led_by(old, 1)
     assert loaded.is_led_by(new, 2)
     assert not loaded.is_led_by(old, 2)

@@ -102,7 +102,7 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_deadline(
 ) -> None:
     monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     released = threading.Event()
-    break_joining(monkeypatch, lambda _group: released.wait(3))
+    break_joining(monkeypatch, lambda _ranks: released.wait(3))
     # The error names the deadline that ended the wait.
     what = r"the ranks of a stage did not come together: .* within 0\.5 s"
     with pytest.raises(PeerRefused, match=what) as caught, scene(2, parallel="tensor"):

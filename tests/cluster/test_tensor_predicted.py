@@ -43,7 +43,7 @@ def hang_up(group: RankPeers) -> None:
 
 
 def say_nothing(released: threading.Event) -> Callable[[RankPeers], None]:
-    def wait(_group: RankPeers) -> None:
+    def wait(_ranks: RankPeers) -> None:
         released.wait(3)
 
     return wait

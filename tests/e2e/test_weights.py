@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.test_from_peers import opened
+from cluster.weights.test_from_peers import opened
 from convoy.cli.main import run
 from convoy.crypto.identity import OperatorKey
 from convoy.model.checkpoints.source import ModelSource

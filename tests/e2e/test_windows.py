@@ -30,9 +30,12 @@ def test_rings_on_two_processes_hold_what_tables_that_keep_everything_hold(tmp_p
         try:
             head.bring_up()
             assert head.executor is not None
-            assert head.granted is not None
+            assert head.active_plan is not None
             chosen = options.limits(
-                source.spec, num_stages=2, num_blocks=head.granted.num_blocks, block_size=options.block_size
+                source.spec,
+                num_stages=2,
+                num_blocks=head.active_plan.num_blocks,
+                block_size=options.block_size,
             )
             assert [group.ring for group in chosen.groups] == [None, 7]  # of 112 positions
             runs = Driver(head.executor, chosen).run(PROMPTS, 20)

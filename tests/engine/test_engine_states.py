@@ -98,8 +98,8 @@ def test_whoever_takes_over_a_lost_stage_runs_its_tokens_again(
 
     try:
         assert generate(cluster.engine, asked(PROMPTS[0]), lose).token_ids == said[0]
-        assert cluster.head.granted is not None
-        assert [stage.member for stage in cluster.head.granted.plan.stages] == ["alpha"]
+        assert cluster.head.active_plan is not None
+        assert [stage.member for stage in cluster.head.active_plan.plan.stages] == ["alpha"]
     finally:
         cluster.close()
         peer.stop()

@@ -88,8 +88,8 @@ def test_requests_and_sessions_over_a_split_say_what_the_whole_says(
     with running(source, SPANS[layout], prefill_chunk=16, speculate=4, max_batch=4, num_blocks=0) as cluster:
         engine = cluster.engine
         ring = 1 + -(-(WINDOW - 1 + 65) // 16)  # a token and 64 guesses are more than a chunk
-        assert cluster.head.granted is not None
-        assert cluster.head.granted.num_blocks == (4 * CONTEXT // 16, 4 * ring)
+        assert cluster.head.active_plan is not None
+        assert cluster.head.active_plan.num_blocks == (4 * CONTEXT // 16, 4 * ring)
         for run in whole:
             asked = GenerationRequest(run.prompt, run.params, max_tokens=20, ignore_eos=True)
             assert list(generate(engine, asked).token_ids) == run.tokens

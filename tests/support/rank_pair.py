@@ -102,7 +102,12 @@ def rank_pair(
 
 def _start(pair: RankPair) -> None:
     def to_leader(link: Link, received: Received) -> None:
-        if not pair.collectives[0].deliver(link, received) and not pair.leader.takes(link, received):
+        if pair.collectives[0].deliver(link, received):
+            return
+        client = pair.leader.kv_client(link)
+        if client is not None and client.expects(link, received):
+            client.handle_answer(link, received)
+        else:
             pair.executor.deliver(link, received)
 
     def to_follower(link: Link, received: Received) -> None:

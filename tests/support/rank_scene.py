@@ -97,5 +97,5 @@ def break_joining(
     monkeypatch.setattr(RankPeers, "_begin", begin)
 
 
-def refuse(_group: RankPeers) -> None:
+def refuse(_ranks: RankPeers) -> None:
     raise StepError("no sums today")

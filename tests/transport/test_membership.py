@@ -30,8 +30,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.roster.roster import sign_roster
-from convoy.wire.codec import encode_message
-from convoy.wire.messages.control import FrameType, Hello, RosterUpdate
+from convoy.wire.messages.control import Hello, RosterUpdate
 from support.links import WAIT_S, End
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted, with_roster
 from support.waiting import wait_until
@@ -245,7 +244,7 @@ def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_long_befo
 
 
 def _frame(signed: bytes) -> OutgoingFrame:
-    return message_frame(FrameType.ROSTER, encode_message(RosterUpdate(signed)), 0, 0)
+    return message_frame(RosterUpdate(signed))
 
 
 def test_a_lower_epoch_is_refused_and_both_are_named() -> None:

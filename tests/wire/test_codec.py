@@ -11,19 +11,17 @@ from convoy.errors import FrameError
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.link.incoming import ReceivedMessage
 from convoy.transport.link.outgoing import OutgoingFrame, message_frame
-from convoy.wire.codec import decode_message, encode_message, frame_type_of
+from convoy.wire.codec import decode_message, encode_message
+from convoy.wire.frame import TENSOR_TYPES
 from convoy.wire.messages.control import (
     MAX_OFFER_BYTES,
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
-    TENSOR_TYPES,
     Activate,
     Activated,
     BlockGrant,
     BlocksDone,
     Bye,
-    Challenge,
-    Evidence,
     FrameType,
     Hello,
     Inquire,
@@ -47,10 +45,10 @@ from convoy.wire.messages.control import (
     Switch,
     WriteBlocks,
 )
+from convoy.wire.messages.evidence import Challenge, Evidence, Vouch, Vouched
 from convoy.wire.messages.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
-from convoy.wire.messages.vouch import Vouch, Vouched
 from convoy.wire.tensor import WireTensor
 
 MESSAGES: list[Message] = [
@@ -131,12 +129,12 @@ MESSAGES: list[Message] = [
 
 
 def test_every_message_type_is_tried_here() -> None:
-    assert {frame_type_of(message) for message in MESSAGES} == set(MESSAGE_TYPES)
+    assert {message.frame.type for message in MESSAGES} == set(MESSAGE_TYPES)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_a_message_survives_the_way_there_and_back(message: Message) -> None:
-    assert decode_message(frame_type_of(message), encode_message(message)) == message
+    assert decode_message(message.frame.type, encode_message(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -144,7 +142,7 @@ def test_a_truncated_or_padded_message_is_refused(message: Message) -> None:
     payload = encode_message(message)
     for changed in (payload[:-1], payload + b"\0", b"", payload[:1]):
         with pytest.raises(FrameError, match="is not the message its type says"):
-            decode_message(frame_type_of(message), changed)
+            decode_message(message.frame.type, changed)
 
 
 def test_fields_of_another_type_or_number_are_refused() -> None:
@@ -357,7 +355,7 @@ ANSWER = SampleReply(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 
         SampleReplies(5, [ANSWER]),
         ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW])),
         ReceivedMessage(1, 4, SampleReplies(5, [ANSWER])),
-        message_frame(FrameType.STEP, encode_message(Step(4, [], [], [], TOKENS, [DRAW])), 1, 4),
+        message_frame(Step(4, [], [], [], TOKENS, [DRAW]), 1, 4),
         WireTensor("float32", (3,), TOKENS),
         OutgoingFrame(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
     ],

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from convoy.errors import FrameError
-from convoy.wire.codec import decode_message, encode_message, frame_type_of
+from convoy.wire.codec import decode_message, encode_message
 from convoy.wire.messages.control import Bye, Hello, Message, Plan, Refuse, StageAssignment, StepFailed
 from convoy.wire.text import plain_text
 
@@ -16,7 +16,7 @@ HELLO = Hello("convoy", ["float32"], ["exact-f32"], 1, 1, "Linux")
 
 
 def through_the_codec(message: Message) -> Message:
-    return decode_message(frame_type_of(message), encode_message(message))
+    return decode_message(message.frame.type, encode_message(message))
 
 
 def test_control_characters_and_line_ends_are_taken_out() -> None:

@@ -49,16 +49,16 @@ def _fair(run: BenchRun, members: int, options: FairOptions) -> FairRow:
     source = ModelSource.resolve(run.named_model)
     with run.head(members, limits) as (head, asked):
         assert head.executor is not None
-        assert head.granted is not None
-        plan = head.granted.plan
+        assert head.active_plan is not None
+        plan = head.active_plan.plan
         timed = TimedExecutor(head.executor)
         scheduled = asked.limits(
             source.spec,
             num_stages=len(plan.stages),
-            num_blocks=head.granted.num_blocks,
+            num_blocks=head.active_plan.num_blocks,
             block_size=plan.block_size,
         )
-        engine = Engine(timed, Tokenizer(source), scheduled, EngineOptions(head.granted.max_context))
+        engine = Engine(timed, Tokenizer(source), scheduled, EngineOptions(head.active_plan.max_context))
         try:
             engine.start()
             return measure_fair(

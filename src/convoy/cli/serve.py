@@ -336,10 +336,10 @@ def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
     from convoy.model.backends.host.checks.selfcheck import EXACT, why_not_exact
     from convoy.model.device import CUDA_KERNELS
 
-    granted = cluster.head.granted
-    assert granted is not None
-    if not {granted.plan.kernel, *granted.plan.kernels}.isdisjoint(CUDA_KERNELS):
+    active = cluster.head.active_plan
+    assert active is not None
+    if not {active.plan.kernel, *active.plan.kernels}.isdisjoint(CUDA_KERNELS):
         print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
-    elif granted.plan.kernel != EXACT and settings.model.kernel == "auto":
+    elif active.plan.kernel != EXACT and settings.model.kernel == "auto":
         here = why_not_exact(settings.model.num_threads) or "another member refuses it"
         print_note(f"not in exact mode, so a split equals the whole to rounding only: {here}")

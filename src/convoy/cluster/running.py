@@ -63,13 +63,13 @@ class RunningCluster:
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch, own=own)
         if on_arrival is not None:
-            head.company.on_arrival = on_arrival
-        granted = head.bring_up(on_load)
-        num_guesses = options.num_guesses(source.spec, steady=granted.plan.kernel in STEADY)
+            head.peers.on_arrival = on_arrival
+        active = head.bring_up(on_load)
+        num_guesses = options.num_guesses(source.spec, steady=active.plan.kernel in STEADY)
         if num_guesses < options.speculate:
-            why = options.why_no_guesses(source.spec, granted.plan.kernel)
+            why = options.why_no_guesses(source.spec, active.plan.kernel)
             _log.info("no token is guessed ahead: %s", why)
-        engine = _engine_over(head, granted, tokenizer, options)
+        engine = _engine_over(head, active, tokenizer, options)
         running = cls(head, engine, tokenizer, source, num_guesses)
         try:
             engine.start()
@@ -89,19 +89,19 @@ class RunningCluster:
 
         ``params`` are its default sampling parameters; None is greedy.
         """
-        granted = self.head.granted
-        assert granted is not None
+        active = self.head.active_plan
+        assert active is not None
         spec = self.source.spec
         group = spec.cache_groups[0]
         model = SessionModel(
-            name=granted.plan.model,
-            digest=granted.plan.model_digest,
-            kernel=granted.plan.kernel,
+            name=active.plan.model,
+            digest=active.plan.model_digest,
+            kernel=active.plan.kernel,
             num_layers=spec.num_layers,
             num_kv_heads=group.num_kv_heads,
             head_dim=group.head_dim,
             vocab_size=spec.vocab_size,
-            max_context=granted.max_context,
+            max_context=active.max_context,
             manifest=self.head.manifest,
             keeps_kv=len(spec.cache_groups) == 1 and group.is_full and group.is_carried,
         )
@@ -124,17 +124,17 @@ class RunningCluster:
 
         Pings every peer: tens of microseconds each, a second for one that hangs.
         """
-        granted = self.head.granted
-        assert granted is not None
+        active = self.head.active_plan
+        assert active is not None
         ready, reason = self.health()
         stats = self.engine.stats()
         return ClusterStatus(
-            model=granted.plan.model,
+            model=active.plan.model,
             ready=ready,
             reason=reason,
             route=self.head.route().describe(),
-            kernel=granted.plan.kernel,
-            generation=granted.plan.generation,
+            kernel=active.plan.kernel,
+            generation=active.plan.generation,
             stages=self.head.stages(),
             running=stats.running,
             waiting=stats.waiting,
@@ -150,15 +150,15 @@ class RunningCluster:
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             guesses=self._num_guesses,
-            why_kernel=self.head.company.why_kernel,
-            other_bits=other_bits(self.head.hellos(), self.head.name, granted.plan.kernel),
+            why_kernel=self.head.peers.why_kernel,
+            other_bits=other_bits(self.head.hellos(), self.head.name, active.plan.kernel),
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
             standbys=self.head.standbys(),
-            parallel=ParallelStatus(granted.placement.mode, granted.placement.reason),
-            absent=self.head.company.missing(),
-            idle=self.head.company.idle.report(self.head.hellos(), granted.members),
+            parallel=ParallelStatus(active.placement.mode, active.placement.reason),
+            absent=self.head.peers.missing(),
+            idle=self.head.peers.idle.report(self.head.hellos(), active.members),
         )
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -168,16 +168,16 @@ class RunningCluster:
         self.tokenizer.close()
 
 
-def _engine_over(head: Head, granted: ActivePlan, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
+def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
     """Return an engine that asks the head for other stages, and hears from it of losses and arrivals."""
-    spec = granted.placement.spec
+    spec = active.placement.spec
 
-    def limits_of(granted: ActivePlan) -> SchedulerLimits:
-        return options.for_kernels(granted.kernels).limits(
+    def limits_of(active: ActivePlan) -> SchedulerLimits:
+        return options.for_kernels(active.kernels).limits(
             spec,
-            num_stages=granted.num_places,
-            num_blocks=granted.num_blocks,
-            block_size=granted.plan.block_size,
+            num_stages=active.num_places,
+            num_blocks=active.num_blocks,
+            block_size=active.plan.block_size,
         )
 
     def joined(name: str) -> None:
@@ -189,13 +189,13 @@ def _engine_over(head: Head, granted: ActivePlan, tokenizer: Tokenizer, options:
     engine = Engine(
         head.executor,
         tokenizer,
-        limits_of(granted),
-        EngineOptions(granted.max_context, share_across_keys=options.share_across_keys),
-        options.drafter(spec, steady=granted.plan.kernel in STEADY),
+        limits_of(active),
+        EngineOptions(active.max_context, share_across_keys=options.share_across_keys),
+        options.drafter(spec, steady=active.plan.kernel in STEADY),
         recovery=recovery,
     )
-    head.company.on_gone = recovery.lost
-    renewals = Rebalancer(head.company, recovery, engine.renew, engine.between_steps, head.prepare)
+    head.peers.on_gone = recovery.lost
+    renewals = Rebalancer(head.peers, recovery, engine.renew, engine.between_steps, head.prepare)
     recovery.on_plan = renewals.plan_began
     head.seek(engine.wake, joined)
     # A member may have come while the first plan was loaded.

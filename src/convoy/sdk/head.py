@@ -67,8 +67,8 @@ def service_of(cluster: RunningCluster) -> Service:
     from convoy.api.service import ServedModel, Service
     from convoy.cluster.metrics.member import head_families
 
-    granted = cluster.head.granted
-    assert granted is not None
-    served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
+    active = cluster.head.active_plan
+    assert active is not None
+    served = ServedModel(active.plan.model, cluster.engine, cluster.tokenizer)
     scraped = (partial(head_families, cluster),)
     return Service((served,), cluster.health, cluster.status, cluster.level, scraped)

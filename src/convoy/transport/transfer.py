@@ -14,13 +14,12 @@ from convoy.transport.link.link import Link
 from convoy.transport.link.outgoing import message_frame
 from convoy.transport.link.replacement import Connections
 from convoy.transport.membership import Membership
-from convoy.wire.codec import encode_message, frame_type_of
-from convoy.wire.messages.control import Bye, FrameType, Message, RosterUpdate
+from convoy.wire.messages.control import Bye, Message, RosterUpdate
 
 ADOPTED = "adopted"
 _REFUSED = "refused"
-_ROSTER = frozenset({FrameType.ROSTER})
-_BYE = frozenset({FrameType.BYE})
+_ROSTER = frozenset({RosterUpdate.frame.type})
+_BYE = frozenset({Bye.frame.type})
 
 
 def settle(link: Link, membership: Membership) -> bool:
@@ -73,4 +72,4 @@ def _take(connections: Connections, peer: str, membership: Membership, epoch: in
 
 
 def _send(connections: Connections, message: Message) -> None:
-    connections.outgoing.send(message_frame(frame_type_of(message), encode_message(message), 0, 0))
+    connections.outgoing.send(message_frame(message))

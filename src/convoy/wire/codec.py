@@ -16,35 +16,21 @@ from convoy.wire.messages.control import (
     MAX_STEP_BIASES,
     MAX_STEP_BLOCKS,
     BlockGrant,
-    BlocksDone,
-    Bye,
     Entries,
     FrameType,
-    Hello,
     Message,
-    Plan,
-    Refuse,
     Released,
     Row,
     SampleRequest,
     Step,
-    StepFailed,
 )
-from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepare, Prepared
-from convoy.wire.messages.ranks import Agree, RankStep
+from convoy.wire.messages.ranks import RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
 from convoy.wire.text import plain_text, require_plain
 
-_TYPE_OF: dict[type[Message], FrameType] = {message: kind for kind, message in MESSAGE_TYPES.items()}
-_DECODERS: dict[FrameType, msgspec.msgpack.Decoder[Message]] = {
-    kind: msgspec.msgpack.Decoder(message) for kind, message in MESSAGE_TYPES.items()
-}
+Payload = bytes | bytearray | memoryview
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
-
-
-def frame_type_of(message: Message) -> FrameType:
-    """Return the frame type that carries ``message``."""
-    return _TYPE_OF[type(message)]
 
 
 def encode_message(message: Message) -> bytes:
@@ -52,23 +38,16 @@ def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_message(kind: FrameType, payload: bytes | bytearray | memoryview) -> Message:
+def decode_message(kind: FrameType, payload: Payload) -> Message:
     """Return the message in an opened payload. Raises `FrameError`, without quoting the payload."""
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
+    decode = _DECODERS.get(kind)
+    if decode is None:
         raise FrameError(f"a {kind.name} carries no message")
     try:
-        if kind is FrameType.STEP and len(payload) > RECORD_BYTES:
-            return _decode_long_step(payload)
-        if kind is FrameType.RANK_STEP:
-            return _decode_rank_step(payload)
-        message = decoder.decode(payload)
+        message = decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"a {kind.name} of {len(payload)} bytes is not the message its type says") from None
     return _made_plain(message)
-
-
-T = TypeVar("T")
 
 
 class _StepParts(Message, frozen=True):
@@ -97,7 +76,11 @@ _grant = msgspec.msgpack.Decoder(BlockGrant)
 _draw = msgspec.msgpack.Decoder(SampleRequest)
 
 
-def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:
+def _decode_step(payload: Payload) -> Step:
+    return _decode_long_step(payload) if len(payload) > RECORD_BYTES else _step.decode(payload)
+
+
+def _decode_long_step(payload: Payload) -> Step:
     """Decode a long step entry by entry, and count blocks and biases on the way.
 
     A bias of 3 bytes takes 88 in memory, and a frame has room for millions.
@@ -108,7 +91,7 @@ def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:
     return Step(parts.number, parts.released, grants, parts.rows, parts.tokens, draws)
 
 
-def _decode_rank_step(payload: bytes | bytearray | memoryview) -> RankStep:
+def _decode_rank_step(payload: Payload) -> RankStep:
     parts = _rank_step_parts.decode(payload)
     is_long = len(payload) > RECORD_BYTES
     step = _decode_long_step(memoryview(parts.step)) if is_long else _step.decode(parts.step)
@@ -130,16 +113,14 @@ def _decode_each(
     return found
 
 
-# The fields with text for people, and the number of characters that are kept of each.
-_PROSE: dict[type[Message], dict[str, int]] = {
-    Hello: {"software": 100, "platform": 200, "device": 200},
-    Refuse: {"reason": 500, "hint": 500},
-    StepFailed: {"reason": 500},
-    BlocksDone: {"error": 500},
-    Piece: {"error": 500},
-    Prepared: {"error": 500},
-    Held: {"error": 500},
-    Bye: {"reason": 200},
+# The messages with lists that no frame's size bounds enough.
+_SPECIAL: dict[type[Message], Callable[[Payload], Message]] = {
+    Step: _decode_step,
+    RankStep: _decode_rank_step,
+}
+_DECODERS: dict[FrameType, Callable[[Payload], Message]] = {
+    kind: _SPECIAL.get(message) or msgspec.msgpack.Decoder(message).decode
+    for kind, message in MESSAGE_TYPES.items()
 }
 
 
@@ -148,27 +129,10 @@ def _made_plain(message: Message) -> Message:
 
     Raises `FrameError` for a name that cannot be printed or is too long.
     """
-    prose = _PROSE.get(type(message))
-    if prose is not None:
+    prose = message.frame.prose
+    if prose:
         kept = {name: plain_text(getattr(message, name), limit) for name, limit in prose.items()}
         message = msgspec.structs.replace(message, **kept)
-    match message:
-        case Hello(dtypes=dtypes, kernels=kernels):
-            names = [*dtypes, *kernels]
-        case Plan(model=model, model_digest=digest, kernel=kernel, activation_dtype=dtype, stages=stages):
-            names = [model, digest, kernel, dtype, *message.kernels]
-            names += [name for stage in stages for name in (stage.member, *stage.ranks)]
-        case Agree(dtype=dtype):
-            names = [dtype] if dtype else []
-        case StepFailed(about=about):
-            names = [about] if about else []
-        case Fetch(wrong=member) | Piece(source=member):
-            names = [member] if member else []
-        case Prepare(plan=plan):
-            _made_plain(plan)
-            return message
-        case _:
-            return message
-    for name in names:
+    for name in message.names():
         require_plain(name, f"a name in a {type(message).__name__}")
     return message

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.errors import FrameError, FrameTooLong
-from convoy.wire.messages.control import FrameType
-from convoy.wire.messages.fetch import MAX_HELD_BYTES, MAX_PIECE_BYTES
+from convoy.wire.messages.control import FrameRow, FrameType, Sender
+from convoy.wire.messages.types import MESSAGE_TYPES
 
 HEADER_BYTES = 48
 
@@ -38,53 +38,21 @@ _HEADER = struct.Struct(">BBHI8sQQQII")
 _PREAMBLE = struct.Struct(">4sBBH")
 _SIZE = struct.Struct(">I")
 
+# The frames that carry a tensor and no message.
+TENSOR_ROWS = (
+    FrameRow(FrameType.HIDDEN, RECORD_BYTES, Sender.HEAD | Sender.PEER | Sender.PREDECESSOR | Sender.LEADER),
+    FrameRow(FrameType.BLOCKS, RECORD_BYTES, Sender.HEAD | Sender.PEER | Sender.LEADER | Sender.FOLLOWER),
+    FrameRow(
+        FrameType.PARTIAL,
+        RECORD_BYTES,
+        Sender.HEAD | Sender.PEER | Sender.LEADER | Sender.FOLLOWER | Sender.RANK,
+    ),
+)
+TENSOR_TYPES = frozenset(row.type for row in TENSOR_ROWS)
+
+_ROWS = (*TENSOR_ROWS, *(message.frame for message in MESSAGE_TYPES.values()))
 # Limits of whole payloads in bytes, before sealing. Types that are missing here are never sealed.
-#
-# A STEP is largest through the tokens that its sample requests look back on. A head has by default 32
-# sequences and 64 guesses in a step, each with 131,072 tokens of 4 bytes: 48 MiB. Beside that,
-# `MAX_STEP_BIASES` of 15 bytes are 4.7 MiB, 320 sample requests with 1,024 restricted tokens are 1.3 MiB, and
-# 32 shared prompts of that length in blocks of 16 (5 bytes and a tag of 16) are 5.3 MiB.
-# A RANK_STEP is a STEP without sample requests.
-# A DRAWN is largest with the logits of 32 sessions over a vocabulary of 262,144, which are 32 MiB, and 20
-# alternatives of 15 bytes for each of `MAX_STEP_TOKENS` answers, which are 4.7 MiB.
-MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
-    FrameType.HELLO: 4 * 1024,
-    FrameType.PLAN: 1024 * 1024,
-    FrameType.PROGRESS: 256,
-    FrameType.READY: 256,
-    FrameType.REFUSE: 16 * 1024,
-    FrameType.ACTIVATE: 1024,
-    FrameType.ACTIVATED: 256,
-    FrameType.HOLDING: 128,
-    FrameType.ROSTER: 1024 * 1024 + 64,
-    FrameType.CHALLENGE: 4 * 1024,
-    FrameType.EVIDENCE: 64 * 1024,
-    FrameType.FETCH: 256,
-    FrameType.PIECE: MAX_PIECE_BYTES + 4 * 1024,
-    FrameType.PREPARE: 1024 * 1024,
-    FrameType.PREPARED: 4 * 1024,
-    FrameType.HELD: MAX_HELD_BYTES + 1024,
-    FrameType.STEP: 64 * 1024 * 1024,
-    FrameType.HIDDEN: RECORD_BYTES,
-    FrameType.STEP_FAILED: 16 * 1024,
-    FrameType.DRAWN: 40 * 1024 * 1024,
-    FrameType.READ_BLOCKS: 8 * 1024,
-    FrameType.WRITE_BLOCKS: 32 * 1024,
-    FrameType.BLOCKS: RECORD_BYTES,
-    FrameType.BLOCKS_DONE: 4 * 1024,
-    FrameType.INQUIRE: 64,
-    FrameType.REACHED: 64,
-    FrameType.PARTIAL: RECORD_BYTES,
-    FrameType.AGREE: 256,
-    FrameType.RANK_STEP: 16 * 1024 * 1024,
-    FrameType.RANK_OUTPUT: 64,
-    FrameType.VOUCH: 256,
-    FrameType.VOUCHED: 64 * 1024,
-    FrameType.PING: 64,
-    FrameType.PONG: 64,
-    FrameType.SWITCH: 64,
-    FrameType.BYE: 1024,
-}
+MAX_PAYLOAD_BYTES: dict[FrameType, int] = {row.type: row.max_bytes for row in sorted(_ROWS)}
 
 _TYPES: dict[int, FrameType] = {int(kind): kind for kind in MAX_PAYLOAD_BYTES}
 _HANDSHAKE_TYPES: dict[int, FrameType] = {int(kind): kind for kind in MAX_HANDSHAKE_BYTES}
@@ -114,6 +82,11 @@ class FrameHeader(NamedTuple):
     @property
     def last(self) -> bool:
         return bool(self.flags & FLAG_LAST)
+
+
+def frames_from(senders: Sender) -> frozenset[FrameType]:
+    """Return the frames that any of these senders may send. Any other frame ends its link undecoded."""
+    return frozenset(row.type for row in _ROWS if row.senders & senders)
 
 
 def cluster_tag(cluster_id: str) -> bytes:

@@ -8,17 +8,18 @@ from contextlib import contextmanager
 
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER
+from convoy.cluster.handlers import HandlerTable, on
 from convoy.testing.links import memory_link_pair
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import Occasion, provider_binding
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verify import VerificationContext, appraise
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
-from convoy.wire.messages.control import Evidence, FrameType
-from convoy.wire.messages.vouch import Vouched
+from convoy.wire.messages.control import FrameType, Sender
+from convoy.wire.messages.evidence import Evidence, Vouch, Vouched
 from support.members import make_local_members
 
 CLAIMS = Claims("ab" * 32, {"convoy": "0.1.0"}, "here", "", [])
@@ -28,15 +29,18 @@ PURPOSE = b"p" * 32
 class Side:
     def __init__(self, me: LocalMember, link: Link) -> None:
         self.me, self.link = me, link
-        self.vouching = EvidenceRelay(lambda: me, EvidenceMaker(None, CLAIMS))
+        self.relay = EvidenceRelay(lambda: me, EvidenceMaker(None, CLAIMS))
+        self.handlers = HandlerTable(
+            [on(Vouch, self.relay.handle_vouch), on(Vouched, self.relay.handle_vouched)]
+        )
         self.silent = False
 
     def deliver(self, link: Link, received: Received) -> None:
         if not self.silent:
-            assert self.vouching.takes(link, received)
+            self.handlers.handle(link, received)
 
     def ended(self, link: Link, _error: object) -> None:
-        self.vouching.detach(link)
+        self.relay.detach(link)
 
 
 @contextmanager
@@ -44,13 +48,13 @@ def head_and_peer() -> Iterator[tuple[Side, Side]]:
     members = make_local_members(("alpha", "beta"))
     links = memory_link_pair(members[0], members[1])
     alpha, beta = Side(members[0], links[0]), Side(members[1], links[1])
-    links[0].start(alpha.deliver, alpha.ended, FROM_PEER)
-    links[1].start(beta.deliver, beta.ended, FROM_HEAD)
+    links[0].start(alpha.deliver, alpha.ended, frames_from(Sender.PEER))
+    links[1].start(beta.deliver, beta.ended, frames_from(Sender.HEAD))
     try:
         yield alpha, beta
     finally:
         for one in (alpha, beta):
-            one.vouching.close()
+            one.relay.close()
             one.link.close()
 
 
@@ -62,31 +66,31 @@ def level(of: LocalMember, vouched: Vouched, provider: bytes, purpose: bytes = P
 
 def test_a_peer_proves_itself_for_its_head_and_this_purpose_alone() -> None:
     with head_and_peer() as (alpha, beta):
-        found = alpha.vouching.gather([alpha.link], PURPOSE, [0, 7], 10.0)
+        found = alpha.relay.gather([alpha.link], PURPOSE, [0, 7], 10.0)
         assert list(found) == ["beta"]
         head = alpha.me.identity.public_key
         assert level(beta.me, found["beta"], head) is Level.SELF_SIGNED
         assert level(beta.me, found["beta"], beta.me.identity.public_key) is Level.NONE, "another provider"
         assert level(beta.me, found["beta"], head, secrets.token_bytes(32)) is Level.NONE, "another purpose"
-        assert level(alpha.me, alpha.vouching.own(PURPOSE, [0, 7]), head) is Level.SELF_SIGNED
+        assert level(alpha.me, alpha.relay.own(PURPOSE, [0, 7]), head) is Level.SELF_SIGNED
 
 
 def test_a_peer_that_says_nothing_keeps_nobody_longer_than_the_deadline() -> None:
     with head_and_peer() as (alpha, beta):
         beta.silent = True
-        assert alpha.vouching.gather([alpha.link], PURPOSE, [], 0.05) == {}
+        assert alpha.relay.gather([alpha.link], PURPOSE, [], 0.05) == {}
         beta.silent = False
-        assert list(alpha.vouching.gather([alpha.link], PURPOSE, [], 10.0)) == ["beta"]
+        assert list(alpha.relay.gather([alpha.link], PURPOSE, [], 10.0)) == ["beta"]
 
 
 def test_evidence_for_another_purpose_than_was_asked_is_of_no_effect() -> None:
     with head_and_peer() as (alpha, beta):
         beta.silent = True
-        late = beta.vouching.own(b"q" * 32, [])
-        assert alpha.vouching.takes(alpha.link, ReceivedMessage(0, 0, late))
-        assert alpha.vouching.gather([alpha.link], PURPOSE, [], 0.05) == {}
+        late = beta.relay.own(b"q" * 32, [])
+        alpha.relay.handle_vouched(alpha.link, late)
+        assert alpha.relay.gather([alpha.link], PURPOSE, [], 0.05) == {}
 
 
 def test_a_peer_asks_its_head_for_nothing() -> None:
-    assert FrameType.VOUCH not in FROM_PEER
-    assert FrameType.VOUCHED not in FROM_HEAD
+    assert FrameType.VOUCH not in frames_from(Sender.PEER)
+    assert FrameType.VOUCHED not in frames_from(Sender.HEAD)

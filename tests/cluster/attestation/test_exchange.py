@@ -17,7 +17,6 @@ from convoy.cluster.attestation.claims import own_claims, package_digest
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.exchange import Attestation
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PlanError, StageLost
 from convoy.model.checkpoints.source import ModelSource
@@ -28,8 +27,10 @@ from convoy.transport.member import LocalMember
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
-from convoy.wire.messages.control import Challenge, Evidence, FrameType, Hello, Plan, StageAssignment
+from convoy.wire.messages.control import FrameType, Hello, Plan, Sender, StageAssignment
+from convoy.wire.messages.evidence import Challenge, Evidence
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.tpm_vectors import LyingTpm
@@ -72,9 +73,15 @@ class Side:
     passed: list[Received] = field(default_factory=list)
 
     def deliver(self, link: Link, received: Received) -> None:
-        if isinstance(received, ReceivedMessage) and isinstance(received.message, Evidence | Challenge):
-            self.passed.append(received)
-        self.attestation.takes(link, received)
+        if not isinstance(received, ReceivedMessage):
+            return
+        match received.message:
+            case Challenge() as challenge:
+                self.passed.append(received)
+                self.attestation.handle_challenge(link, challenge)
+            case Evidence() as evidence:
+                self.passed.append(received)
+                self.attestation.handle_evidence(link, evidence)
 
     def ended(self, link: Link, _error: ConvoyError) -> None:
         self.attestation.detach(link)
@@ -124,8 +131,7 @@ def test_a_member_that_asks_and_takes_nothing_keeps_no_evidence_from_others() ->
         beta.attestation.attach(stalled)
         stalled._outgoing._busy = True  # a write under way that gamma does not take
         for _ in range(stalled._options.max_queued_frames + 1):
-            asked = ReceivedMessage(0, 0, Challenge(secrets.token_bytes(32), []))
-            assert beta.attestation.takes(stalled, asked)
+            beta.attestation.handle_challenge(stalled, Challenge(secrets.token_bytes(32), []))
             assert alpha.attestation.check([alpha.link])["beta"].level is Level.SELF_SIGNED
         stalled._outgoing._busy = False
 
@@ -431,7 +437,7 @@ def test_what_still_waits_of_a_head_that_was_refused_is_not_loaded() -> None:
     options = PeerOptions(replace(MEMBER, policy=Policy(minimum=Level.HARDWARE, deadline_s=0.5)))
     peer = PeerThread(members[1], options, network)
     link = network.dial(membership_of(members[0]), members[1].member, 5)
-    link.start(lambda *_: None, lambda *_: None, FROM_PEER)
+    link.start(lambda *_: None, lambda *_: None, frames_from(Sender.PEER))
     source = ModelSource.resolve("demo-mini")
     stages = [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)]
     plan = Plan(1, source.name, source.digest, stages, "exact-f32", "float32", 16, 256)

@@ -13,7 +13,6 @@ import pytest
 from convoy.cluster.active_plan import plan_digest
 from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
@@ -23,7 +22,18 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
-from convoy.wire.messages.control import Activate, Hello, Message, Plan, Ready, Refuse, Step, StepFailed
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import (
+    Activate,
+    Hello,
+    Message,
+    Plan,
+    Ready,
+    Refuse,
+    Sender,
+    Step,
+    StepFailed,
+)
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
@@ -58,7 +68,7 @@ class Conversation:
     def __init__(self, me: LocalMember, peer: LocalMember, network: MemoryNetwork) -> None:
         self.link = network.dial(membership_of(me), peer.member, 5)
         self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
-        self.link.start(self._keep, self._ended, FROM_PEER)
+        self.link.start(self._keep, self._ended, frames_from(Sender.PEER))
 
     def _keep(self, _link: Link, received: Received) -> None:
         self._arrived.put(received)

@@ -55,7 +55,7 @@ def ask(cluster: RunningCluster, text: str) -> str:
 
 def crash(cluster: RunningCluster) -> None:
     """End a head as when its machine goes: its connections end without a word, and it dials no more."""
-    cluster.head.company._closed.set()
+    cluster.head.peers._closed.set()
     for link in cluster.head.links.values():
         for stream in link._streams:
             stream.close()

@@ -27,7 +27,7 @@ class Failing(MemoryNetwork):
         return super().dial(me, peer, timeout_s)
 
 
-def muster(network: Failing, wait_s: float) -> Mustered:
+def dial_all(network: Failing, wait_s: float) -> Mustered:
     """Of beta, by alpha."""
     alpha, beta = make_local_members(("alpha", "beta"))
     came: list[Link] = []
@@ -41,13 +41,13 @@ def muster(network: Failing, wait_s: float) -> Mustered:
 
 def test_a_member_whose_handshake_took_too_long_is_dialled_again() -> None:
     network = Failing(HandshakeLate("the handshake with beta broke off: nothing came in time"), times=2)
-    assert list(muster(network, wait_s=20).links) == ["beta"]
+    assert list(dial_all(network, wait_s=20).links) == ["beta"]
     assert network.left == 0
 
 
 def test_one_whose_handshakes_all_break_off_is_absent_and_the_reason_is_said() -> None:
     network = Failing(HandshakeLate("the handshake with beta broke off: nothing came in time"), times=1 << 30)
-    found = muster(network, wait_s=0.05)
+    found = dial_all(network, wait_s=0.05)
     assert not found.links
     assert "did not answer within 0.05 s: the handshake with beta broke" in found.absent["beta"].message
 
@@ -55,4 +55,4 @@ def test_one_whose_handshakes_all_break_off_is_absent_and_the_reason_is_said() -
 def test_one_that_proves_to_be_somebody_else_ends_the_muster_at_once() -> None:
     network = Failing(HandshakeError("beta proved to be somebody else"), times=1)
     with pytest.raises(HandshakeError, match="somebody else"):
-        muster(network, wait_s=600)
+        dial_all(network, wait_s=600)

@@ -17,7 +17,7 @@ from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.testing.network import MemoryNetwork
-from convoy.transport.link.link import Link
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.trust.evidence.policy import OfferRule, Policy
@@ -28,18 +28,23 @@ from support.members import make_local_members, membership_of
 HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
-def company_of(
+def peers_of(
     me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
 ) -> Peers:
     """``joined`` is set whenever somebody came."""
-    return Peers(
+
+    def receive(link: Link, received: Received) -> None:
+        peers.after_greeting(lambda *_: None)(link, received)
+
+    peers = Peers(
         membership_of(me),
         network,
         HeadOptions(options),
-        receive=lambda *_: None,
+        receive=receive,
         lost=lambda *_: None,
         joined=lambda _name: joined.set(),
     )
+    return peers
 
 
 def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
@@ -55,13 +60,13 @@ def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
 
     policy = Policy(offers=(OfferRule(10**9 // 2),))
     network.listen(membership_of(beta), beta.member.address, greet)
-    company = company_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
-    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
-    company.seek()
+    peers = peers_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
+    monkeypatch.setattr(peers.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
+    peers.seek()
     assert joined.wait(30)
-    assert company.hellos["beta"].memory_bytes == 10**9 // 2
-    assert company.hello.memory_bytes == 1 << 30, "the head's own is its owner's choice"
-    company.close("done")
+    assert peers.hellos["beta"].memory_bytes == 10**9 // 2
+    assert peers.hello.memory_bytes == 1 << 30, "the head's own is its owner's choice"
+    peers.close("done")
     assert "beta offers 17592.2 GB of memory, and the policy lets 0.5 GB count" in caplog.text
 
 
@@ -86,13 +91,13 @@ def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
 
     company_has = threading.Event()
     network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
-    company = company_of(alpha, network, company_has)
-    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
-    company.seek()
+    peers = peers_of(alpha, network, company_has)
+    monkeypatch.setattr(peers.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
+    peers.seek()
     assert twice.wait(20)
     threading.Event().wait(1.0)  # the time in which it would dial a hundred times
     num_dials = len(links)
-    company.close("done")
+    peers.close("done")
     assert num_dials <= 10
 
 
@@ -120,18 +125,18 @@ def test_a_member_is_sought_on_after_an_error_that_is_not_ours(
     network = ShortOfThreads() if at_the_dial else MemoryNetwork()
     peer = PeerThread(beta, PeerOptions(MEMBER), network)
     joined = threading.Event()
-    company = company_of(alpha, network, joined)
+    peers = peers_of(alpha, network, joined)
     try:
         if at_the_dial:
-            company.seek()
+            peers.seek()
         else:
             with monkeypatch.context() as patched:
                 patched.setattr(threading.Thread, "start", _no_thread)
-                company.seek()
-            company.wait(company.num_changes, 0.01)  # a thread that waits for a member looks again
+                peers.seek()
+            peers.wait(peers.num_changes, 0.01)  # a thread that waits for a member looks again
         assert joined.wait(20)
     finally:
-        company.close("done")
+        peers.close("done")
         peer.stop()
 
 
@@ -146,16 +151,16 @@ def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> 
         tries.append(time.monotonic())
         raise PlanError("nobody can hold it")
 
-    company = SimpleNamespace(
+    peers = SimpleNamespace(
         num_changes=0, wait=lambda *_: True, present=dict, slow=SimpleNamespace(names=set[str])
     )
     head = SimpleNamespace(
         name="alpha",
         failed=None,
-        company=company,
+        peers=peers,
         hellos=dict,
         planner=SimpleNamespace(again=again),
-        granted=SimpleNamespace(members={"alpha", "beta"}, placement=None),
+        active=SimpleNamespace(members={"alpha", "beta"}, placement=None),
         route=lambda: SimpleNamespace(missing="layers 2-3"),
     )
     recovery = StageRecovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))

@@ -132,10 +132,10 @@ def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
 
 
 def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
-    assert cluster.head.granted is not None
+    assert cluster.head.active_plan is not None
     link = s.peers[name].peer._head
     assert link is not None
-    link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.granted.plan.generation)
+    link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.active_plan.plan.generation)
 
 
 def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
@@ -297,15 +297,15 @@ def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch
         cluster = s.serve(member=small())
         standby.wait_for("ready")
         s.stack.callback(over.set)
-        granted = cluster.head.granted
-        assert granted is not None
+        active = cluster.head.active_plan
+        assert active is not None
         never_loads(monkeypatch, over)
         link = cluster.head.links["gamma"]
         for number, cut in ((1, 1), (2, 2), (3, 2)):
             hello = cluster.head.hellos()["gamma"]
-            alpha, gamma = cluster.head.planner.in_place_of(granted.plan, "beta", "gamma", hello).stages
+            alpha, gamma = cluster.head.planner.in_place_of(active.plan, "beta", "gamma", hello).stages
             halves = [change(alpha, end=cut), change(gamma, start=cut)]
-            plan = change(granted.plan, stages=halves, generation=granted.plan.generation + number)
+            plan = change(active.plan, stages=halves, generation=active.plan.generation + number)
             link.send(plan, generation=plan.generation)
             if number == 2:
                 assert "a newer plan came while this one was loaded" in standby.wait_for("refused").text
@@ -344,10 +344,10 @@ class FakeRecovery:
 
 @contextmanager
 def renewals_over_fakes(
-    num_failures: int = 0, company: FakeCompany | None = None
+    num_failures: int = 0, peers: FakeCompany | None = None
 ) -> Iterator[tuple[Rebalancer, FakeCompany, queue.SimpleQueue[str]]]:
     """The first ``num_failures`` preparations fail."""
-    company, asked, prepared = company or FakeCompany(), queue.SimpleQueue[str](), list[str]()
+    peers, asked, prepared = peers or FakeCompany(), queue.SimpleQueue[str](), list[str]()
 
     def prepare(name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         prepared.append(name)
@@ -358,12 +358,12 @@ def renewals_over_fakes(
 
     try:
         yield (
-            Rebalancer(cast(Peers, company), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
-            company,
+            Rebalancer(cast(Peers, peers), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
+            peers,
             asked,
         )
     finally:
-        company.closed.set()
+        peers.closed.set()
 
 
 def test_a_plan_that_begins_has_every_member_without_a_stage_considered() -> None:
@@ -373,25 +373,25 @@ def test_a_plan_that_begins_has_every_member_without_a_stage_considered() -> Non
 
 
 def test_a_member_with_which_no_plan_came_to_run_is_not_tried_again_at_once() -> None:
-    with renewals_over_fakes() as (renewals, company, asked):
+    with renewals_over_fakes() as (renewals, peers, asked):
         renewals.plan_began({"beta", "gamma"})
-        company.waits_s.get(timeout=30)
+        peers.waits_s.get(timeout=30)
         assert renewals._left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
         assert asked.empty()
 
 
 def test_a_member_that_comes_anew_is_tried_although_it_was_in_vain_before() -> None:
-    with renewals_over_fakes() as (renewals, company, asked):
+    with renewals_over_fakes() as (renewals, peers, asked):
         renewals.plan_began({"gamma"})
-        company.waits_s.get(timeout=30)
+        peers.waits_s.get(timeout=30)
         renewals.joined("gamma")
         assert asked.get(timeout=30) == "gamma is here again"
 
 
 def test_a_member_that_waits_already_is_not_counted_twice() -> None:
-    with renewals_over_fakes() as (renewals, company, asked):
+    with renewals_over_fakes() as (renewals, peers, asked):
         renewals.joined("gamma")
-        company.waits_s.get(timeout=30)
+        peers.waits_s.get(timeout=30)
         assert asked.get(timeout=30)
         renewals._look_round(set())
         assert asked.empty()
@@ -420,13 +420,13 @@ def test_a_member_whose_preparation_failed_is_prepared_again(monkeypatch: pytest
 
 
 def test_a_member_whose_preparations_fail_waits_twice_as_long_each_time() -> None:
-    with renewals_over_fakes(9) as (renewals, company, asked):
+    with renewals_over_fakes(9) as (renewals, peers, asked):
         renewals.joined("gamma")
-        company.waits_s.get(timeout=30)
+        peers.waits_s.get(timeout=30)
         assert renewal.AGAIN_S * 0.5 < renewals._left_s("gamma") <= renewal.AGAIN_S
         for _ in range(2):
             renewals._begin("gamma")
         assert renewal.AGAIN_S * 3.5 < renewals._left_s("gamma") <= renewal.AGAIN_S * 4
         renewals.plan_began(())
         assert asked.empty()
-        assert company.waits_s.empty(), "one thread waits for it"
+        assert peers.waits_s.empty(), "one thread waits for it"

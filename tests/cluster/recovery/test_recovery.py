@@ -84,8 +84,8 @@ def ask(cluster: RunningCluster) -> str:
 
 
 def stages(cluster: RunningCluster) -> list[str]:
-    assert cluster.head.granted is not None
-    return [stage.member for stage in cluster.head.granted.plan.stages]
+    assert cluster.head.active_plan is not None
+    return [stage.member for stage in cluster.head.active_plan.plan.stages]
 
 
 def test_who_stays_reads_only_the_layers_that_it_lacks() -> None:
@@ -253,8 +253,8 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
         cluster = s.serve()
         # From now on it refuses what it offered, or has no room for it; then the ring breaks.
         stubborn.peer._hello = msgspec.structs.replace(stubborn.peer._hello, **lacks)
-        assert cluster.head.granted is not None
-        generation = cluster.head.granted.plan.generation
+        assert cluster.head.active_plan is not None
+        generation = cluster.head.active_plan.plan.generation
         link = stubborn.peer._head
         assert link is not None
         link.send(StepFailed(0, "the ring is broken"), generation=generation)

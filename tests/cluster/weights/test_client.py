@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER, FROM_PREDECESSOR
 from convoy.cluster.weights.client import MAX_ASKED, PIECE_BYTES, PartClient, Want, pieces_of
 from convoy.cluster.weights.head_server import HeadWeightServer
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
@@ -21,7 +20,8 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.testing.links import memory_link_pair
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
-from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, StageAssignment
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, Sender, StageAssignment
 from convoy.wire.messages.fetch import Fetch, Piece, Prepare, Prepared
 from support.cluster import MEMBER, PeerThread
 from support.links import End
@@ -31,9 +31,9 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
 class Ends:
-    """A head's end that answers from ``supply``, or by hand where there is none, and a peer's."""
+    """A head's end that answers from ``weights``, or by hand where there is none, and a peer's."""
 
-    def __init__(self, supply: HeadWeightServer | None) -> None:
+    def __init__(self, weights: HeadWeightServer | None) -> None:
         head, peer = make_local_members(("alpha", "beta"))
         self.fetches = PartClient()
         to_peer, self.to_head = memory_link_pair(head, peer)
@@ -42,20 +42,24 @@ class Ends:
         self.to_peer = to_peer
 
         def answer(link: Link, received: Received) -> None:
-            if supply is None or not supply.takes(link, received):
-                assert isinstance(received, ReceivedMessage)
-                assert isinstance(received.message, Fetch)
+            assert isinstance(received, ReceivedMessage)
+            assert isinstance(received.message, Fetch)
+            if weights is None:
                 self.asked.put(received.message)
+            else:
+                weights.handle_fetch(link, received.message)
 
         def end(_link: Link, error: ConvoyError) -> None:
             self.fetches.ended(_link)
             self.ended.put(error)
 
         def take(link: Link, received: Received) -> None:
-            assert self.fetches.takes(link, received)
+            assert isinstance(received, ReceivedMessage)
+            assert isinstance(received.message, Piece)
+            self.fetches.handle_piece(link, received.message)
 
-        to_peer.start(answer, lambda *_: None, FROM_PEER)
-        self.to_head.start(take, end, FROM_HEAD)
+        to_peer.start(answer, lambda *_: None, frames_from(Sender.PEER))
+        self.to_head.start(take, end, frames_from(Sender.HEAD))
 
     def pull(self, manifest: str, *wants: Want) -> Iterator[tuple[Want, Piece]]:
         return self.fetches.pull(self.to_head, manifest, wants, lambda: None)
@@ -66,18 +70,18 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def supply() -> HeadWeightServer:
+def weights() -> HeadWeightServer:
     return HeadWeightServer(ModelSource.resolve("demo-mini"), MemberOptions())
 
 
 @pytest.fixture(scope="module")
-def manifest(supply: HeadWeightServer) -> Manifest:
-    return supply.manifest()
+def manifest(weights: HeadWeightServer) -> Manifest:
+    return weights.manifest()
 
 
 @pytest.fixture
-def served(supply: HeadWeightServer) -> Iterator[Ends]:
-    ends = Ends(supply)
+def served(weights: HeadWeightServer) -> Iterator[Ends]:
+    ends = Ends(weights)
     yield ends
     ends.close()
 
@@ -129,10 +133,10 @@ def test_a_head_hands_out_nothing_but_what_its_manifest_lists(
 
 
 def test_drawn_weights_are_handed_out_by_nobody() -> None:
-    supply = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
-    manifest = supply.manifest()
+    weights = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
+    manifest = weights.manifest()
     norm = manifest.tensors["model.norm.weight"]
-    assert supply._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
+    assert weights._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
 
 
 def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:
@@ -225,7 +229,7 @@ def head_by_hand(tmp_path: Path) -> tuple[PeerThread, End]:
     network, members = MemoryNetwork(), make_local_members(("alpha", "beta"))
     peer = PeerThread(members[1], PeerOptions(replace(MEMBER, cache=tmp_path / "cache")), network)
     link = network.dial(membership_of(members[0]), members[1].member, 5)
-    end = End(link).start(FROM_PEER)
+    end = End(link).start(frames_from(Sender.PEER))
     link.send(HELLO)
     said(end, Hello)
     return peer, end
@@ -277,7 +281,7 @@ def test_a_preparation_that_comes_to_nothing_is_answered(tmp_path: Path) -> None
 def test_a_neighbour_that_is_no_head_may_send_no_piece() -> None:
     ours = {FrameType.FETCH, FrameType.PIECE, FrameType.PREPARE, FrameType.PREPARED}
     ours |= {FrameType.HOLDING, FrameType.HELD}
-    assert not ours & FROM_PREDECESSOR
+    assert not ours & frames_from(Sender.PREDECESSOR)
     asks = {FrameType.FETCH, FrameType.PIECE}
-    assert ours & FROM_HEAD == asks | {FrameType.PREPARE, FrameType.HOLDING}
-    assert ours & FROM_PEER == asks | {FrameType.PREPARED, FrameType.HELD}
+    assert ours & frames_from(Sender.HEAD) == asks | {FrameType.PREPARE, FrameType.HOLDING}
+    assert ours & frames_from(Sender.PEER) == asks | {FrameType.PREPARED, FrameType.HELD}

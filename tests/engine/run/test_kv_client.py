@@ -80,7 +80,8 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
         carrier.end(error)
 
     def take(link: Link, received: Received) -> None:
-        assert carrier.takes(link, received)
+        assert carrier.expects(link, received)
+        carrier.handle_answer(link, received)
 
     mine.start(take, ended, TO_HEAD)
     if answers:

@@ -38,8 +38,8 @@ def refuse_long_rows(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch, e
 
 
 def stages(cluster: RunningCluster) -> list[str]:
-    assert cluster.head.granted is not None
-    return [stage.member for stage in cluster.head.granted.plan.stages]
+    assert cluster.head.active_plan is not None
+    return [stage.member for stage in cluster.head.active_plan.plan.stages]
 
 
 @pytest.mark.parametrize(

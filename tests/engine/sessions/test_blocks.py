@@ -240,7 +240,9 @@ class Pair:
         self.taken: list[bool] = []
 
     def deliver(self, received: Received) -> None:
-        self.taken.append(self.carrier.takes(cast(Link, Wire("beta", print)), received))
+        link = cast(Link, Wire("beta", print))
+        self.taken.append(self.carrier.expects(link, received))
+        self.carrier.handle_answer(link, received)
 
 
 @pytest.fixture
@@ -268,12 +270,12 @@ def test_what_a_peer_refuses_is_an_error_of_that_exchange_alone(pair: Pair) -> N
 
 def test_an_answer_of_somebody_else_or_to_nothing_is_not_taken(pair: Pair) -> None:
     stray = tensor_of(kv_of(1))
-    assert not pair.carrier.takes(cast(Link, Wire("beta", print)), stray)
+    assert not pair.carrier.expects(cast(Link, Wire("beta", print)), stray)
     pair.to_peer.to = lambda _received: None
     with pytest.raises(StageLost, match="did not answer for its K/V"):
         pair.carrier.read(2, 4, [0])
     other = cast(Link, Wire("gamma", print))
-    assert not pair.carrier.takes(other, tensor_of(kv_of(1), number=1))
+    assert not pair.carrier.expects(other, tensor_of(kv_of(1), number=1))
 
 
 def test_a_late_answer_is_dropped_and_not_taken_for_the_next(pair: Pair) -> None:
@@ -282,7 +284,7 @@ def test_a_late_answer_is_dropped_and_not_taken_for_the_next(pair: Pair) -> None
         pair.carrier.read(2, 4, [0])
     pair.to_peer.to = hear
     pair.carrier.read(2, 4, [0])
-    assert pair.carrier.takes(cast(Link, Wire("beta", print)), tensor_of(kv_of(1), number=1))
+    assert pair.carrier.expects(cast(Link, Wire("beta", print)), tensor_of(kv_of(1), number=1))
 
 
 @pytest.mark.parametrize("wrong", [kv_of(1), kv_of(2, 1), torch.zeros(3)])

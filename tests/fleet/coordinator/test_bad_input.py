@@ -35,8 +35,8 @@ from convoy.wire.fleet.messages import (
     FleetMessage,
     FromProvider,
     Heartbeat,
-    Hello,
     Offer,
+    ProviderHello,
     Register,
     Registered,
     Serve,
@@ -380,7 +380,7 @@ class ReplayingCoordinator:
 
     def __call__(self, socket: ServerConnection) -> None:
         hello = self._receive(socket)
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, ProviderHello)
         self._send(socket, CoordinatorProof(Identity.generate()).challenge(hello, []))
         registered = self._receive(socket)
         assert isinstance(registered, Register)

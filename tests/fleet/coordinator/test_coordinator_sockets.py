@@ -28,13 +28,13 @@ from convoy.fleet.coordinator.server import ListenOptions, run_coordinator
 from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Challenge,
     FleetMessage,
     FromCoordinator,
     Heartbeat,
-    Hello,
     ModelLoad,
     Offer,
+    ProviderChallenge,
+    ProviderHello,
     Register,
     Registered,
     Serve,
@@ -92,12 +92,12 @@ class Dialled:
 
     async def greet(self) -> FromCoordinator:
         """Say hello; return what comes back."""
-        self.say(Hello(PROTOCOL, bytes(32), AUTHORITY, tls=False, pinned=False))
+        self.say(ProviderHello(PROTOCOL, bytes(32), AUTHORITY, tls=False, pinned=False))
         return await self.hear()
 
     async def register(self) -> Dialled:
         challenge = await self.greet()
-        assert isinstance(challenge, Challenge)
+        assert isinstance(challenge, ProviderChallenge)
         made = Register(
             *(self.identity.public_key, KEY.public, int(time.time()) + 3600, bytes(64), b"", "fake"),
             *([Offer(MODEL, 4, 10.0, 20.0, 100.0, 4096)], bytes(64)),

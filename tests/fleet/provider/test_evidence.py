@@ -17,8 +17,8 @@ from websockets.sync.client import connect
 
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.evidence_relay import EvidenceRelay
+from convoy.cluster.handlers import HandlerTable, on
 from convoy.cluster.head.provider_evidence import GatheredEvidence, HeadEvidence, OwnProcess
-from convoy.cluster.rights import FROM_HEAD, FROM_PEER
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConvoyError
@@ -34,9 +34,9 @@ from convoy.trust.evidence.provider import ProviderRules
 from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Challenge,
-    Hello,
     Offer,
+    ProviderChallenge,
+    ProviderHello,
     Refused,
     Register,
     decode_from_coordinator,
@@ -44,7 +44,10 @@ from convoy.wire.fleet.messages import (
     registration_bytes,
 )
 from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_evidence
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.claims import Claims
+from convoy.wire.messages.control import Sender
+from convoy.wire.messages.evidence import Vouch, Vouched
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.members import OPERATOR, make_local_members, membership_of
 from support.proxy import HostileCoordinator, hostile_server, proxy
@@ -122,9 +125,9 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
             return decode_from_coordinator(data, MAX_MESSAGE_BYTES)
 
         authority = f"127.0.0.1:{fleet.port}"
-        socket.send(encode_fleet(Hello(PROTOCOL, bytes(32), authority, tls=False, pinned=False)))
+        socket.send(encode_fleet(ProviderHello(PROTOCOL, bytes(32), authority, tls=False, pinned=False)))
         challenge = receive()
-        assert isinstance(challenge, Challenge)
+        assert isinstance(challenge, ProviderChallenge)
         assert set(range(8)) <= set(challenge.registers)
         register = Register(
             identity=identity.public_key,
@@ -145,7 +148,12 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
 
 
 def shown(
-    identity: Identity, challenge: Challenge, key: bytes, expires_s: int, *, signer: Identity | None = None
+    identity: Identity,
+    challenge: ProviderChallenge,
+    key: bytes,
+    expires_s: int,
+    *,
+    signer: Identity | None = None,
 ) -> bytes:
     purpose = provider_purpose(challenge.coordinator, challenge.nonce, key, expires_s)
     found = own(identity).gather(purpose, challenge.registers)
@@ -163,13 +171,13 @@ def test_a_provider_without_evidence_is_refused_where_a_level_is_wanted(fleet: F
 def test_evidence_that_is_replayed_foreign_or_rubbish_is_refused_with_its_own_reason(
     fleet: FleetUnderTest,
 ) -> None:
-    def replayed(identity: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def replayed(identity: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(identity, msgspec.structs.replace(challenge, nonce=b"o" * 32), *key)
 
-    def stolen(_: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def stolen(_: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(Identity.generate(), challenge, *key)
 
-    def relabelled(identity: Identity, challenge: Challenge, *key: Any) -> bytes:
+    def relabelled(identity: Identity, challenge: ProviderChallenge, *key: Any) -> bytes:
         return shown(Identity.generate(), challenge, *key, signer=identity)
 
     assert "another challenge" in registered_with(fleet, "replays", replayed)
@@ -197,16 +205,13 @@ def test_a_provider_that_drifts_is_out_at_the_next_challenge_and_hears_why(
     fleet.stop_provider(-1)
 
 
-def _to(vouching: EvidenceRelay) -> Callable[[Link, Received], None]:
-    def deliver(link: Link, received: Received) -> None:
-        assert vouching.takes(link, received)
-
-    return deliver
+def _to(relay: EvidenceRelay) -> Callable[[Link, Received], None]:
+    return HandlerTable([on(Vouch, relay.handle_vouch), on(Vouched, relay.handle_vouched)]).handle
 
 
-def _from(vouching: EvidenceRelay) -> Callable[[Link, ConvoyError], None]:
+def _from(relay: EvidenceRelay) -> Callable[[Link, ConvoyError], None]:
     def ended(link: Link, _: ConvoyError) -> None:
-        vouching.detach(link)
+        relay.detach(link)
 
     return ended
 
@@ -223,13 +228,16 @@ def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator
     links = memory_link_pair(alpha, beta)
     head = EvidenceRelay(lambda: alpha, EvidenceMaker(SoftTpm(), CLAIMS))
     peer = EvidenceRelay(lambda: beta, EvidenceMaker(SoftTpm(), CLAIMS))
-    for link, vouching, allowed in ((links[0], head, FROM_PEER), (links[1], peer, FROM_HEAD)):
-        link.start(_to(vouching), _from(vouching), allowed)
+    for link, relay, allowed in (
+        (links[0], head, frames_from(Sender.PEER)),
+        (links[1], peer, frames_from(Sender.HEAD)),
+    ):
+        link.start(_to(relay), _from(relay), allowed)
     try:
         yield HeadEvidence(membership_of(alpha), head, lambda: [links[0]], 5.0)
     finally:
-        for vouching, link in zip((head, peer), links, strict=True):
-            vouching.close()
+        for relay, link in zip((head, peer), links, strict=True):
+            relay.close()
             link.close()
 
 
@@ -287,7 +295,7 @@ def test_a_proxy_judges_by_its_own_rules_and_fails_closed(
             honest = hostile.lease
             hostile.lease = lambda lease: {**lease, "evidence": ""}
             assert "the provider has level none" in refusal(url)
-            other = shown(Identity.generate(), Challenge(1, b"c" * 32, b"n" * 32), b"k" * 1216, 5)
+            other = shown(Identity.generate(), ProviderChallenge(1, b"c" * 32, b"n" * 32), b"k" * 1216, 5)
             hostile.lease = lambda lease: {**lease, "evidence": base64.b64encode(other).decode()}
             assert "not signed by this provider for its key for requests" in refusal(url)
             hostile.lease = lambda lease: {**lease, "evidence": "A" * 2_000_000}

@@ -20,10 +20,10 @@ from convoy.fleet.provider.greeting import CoordinatorUnproved
 from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Challenge,
     FleetMessage,
     FromProvider,
-    Hello,
+    ProviderChallenge,
+    ProviderHello,
     decode_from_provider,
     encode_fleet,
 )
@@ -126,16 +126,16 @@ def test_in_clear_a_pinned_provider_says_that_the_address_alone_is_signed(tmp_pa
 class Impostor:
     """Answers a hello with what ``answer`` makes of it, and keeps what comes afterwards."""
 
-    def __init__(self, answer: Callable[[Hello], FleetMessage]) -> None:
+    def __init__(self, answer: Callable[[ProviderHello], FleetMessage]) -> None:
         self._answer = answer
         self.heard: list[FromProvider] = []
-        self.hellos: list[Hello] = []
+        self.hellos: list[ProviderHello] = []
 
     def __call__(self, socket: ServerConnection) -> None:
         data = socket.recv(timeout=20)
         assert isinstance(data, bytes)
         hello = decode_from_provider(data, MAX_MESSAGE_BYTES)
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, ProviderHello)
         self.hellos.append(hello)
         socket.send(encode_fleet(self._answer(hello)))
         for data in socket:
@@ -145,12 +145,12 @@ class Impostor:
 
 replace = msgspec.structs.replace
 HONEST = CoordinatorProof(PINNED)
-ANSWERS: dict[str, Callable[[Hello], FleetMessage]] = {
+ANSWERS: dict[str, Callable[[ProviderHello], FleetMessage]] = {
     "an echo": lambda hello: hello,
-    "its own nonce for a signature": lambda hello: Challenge(
+    "its own nonce for a signature": lambda hello: ProviderChallenge(
         *(PROTOCOL, PINNED.public_key, hello.nonce, b"", hello.nonce * 2)
     ),
-    "no signature": lambda _: Challenge(PROTOCOL, PINNED.public_key, bytes(32)),
+    "no signature": lambda _: ProviderChallenge(PROTOCOL, PINNED.public_key, bytes(32)),
     "another key": lambda hello: CoordinatorProof(Identity.generate()).challenge(hello, []),
     "a signature of another hello": lambda hello: HONEST.challenge(replace(hello, nonce=bytes(32)), []),
     "a signature of another address": lambda hello: HONEST.challenge(replace(hello, authority="o:443"), []),
@@ -179,7 +179,7 @@ def test_an_impostor_hears_no_more_than_a_hello(tmp_path: Path, answer: str) -> 
 
 def test_a_coordinator_does_not_tell_its_key_to_a_provider_that_knows_it() -> None:
     proof = CoordinatorProof(PINNED)
-    hello = Hello(PROTOCOL, bytes(32), "127.0.0.1:1", tls=False, pinned=True)
+    hello = ProviderHello(PROTOCOL, bytes(32), "127.0.0.1:1", tls=False, pinned=True)
     assert PINNED.public_key not in encode_fleet(proof.challenge(hello, []))
     told = proof.challenge(msgspec.structs.replace(hello, pinned=False), [])
     assert told.coordinator == PINNED.public_key

@@ -22,7 +22,6 @@ from convoy.transport.link.link import Link, LinkOptions, ReceivedMessage, Recei
 from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.listen.listener import Listener
-from convoy.wire.codec import encode_message
 from convoy.wire.messages.control import FrameType, Row, Step, Switch
 from convoy.wire.tensor import WireTensor
 from support.links import WAIT_S, End
@@ -232,7 +231,7 @@ def test_closing_while_connections_are_replaced_ends_both_ends(make: Make) -> No
 
 
 def switch_to(link_id: bytes) -> OutgoingFrame:
-    return message_frame(FrameType.SWITCH, encode_message(Switch(link_id)), 0, 0)
+    return message_frame(Switch(link_id))
 
 
 def test_a_switch_to_connections_that_nobody_made_ends_the_link(make: Make) -> None:

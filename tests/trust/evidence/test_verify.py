@@ -16,7 +16,7 @@ from convoy.trust.evidence.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict
 from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
 from convoy.wire.messages.claims import Claims, decode_claims, encode_claims
-from convoy.wire.messages.control import Evidence
+from convoy.wire.messages.evidence import Evidence
 from support.tpm_vectors import IDENTITY, IDENTITY_KEY, LyingTpm, recorded, recorded_parts, vectors
 
 BINDING, NONCE = bytes.fromhex(vectors()["binding"]), bytes.fromhex(vectors()["nonce"])

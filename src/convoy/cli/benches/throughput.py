@@ -208,8 +208,8 @@ def _bare_rows(run: BenchRun, context: int, windows: int, tokens: int) -> tuple[
 
     with run.head(2, {}) as (head, _):
         assert head.executor is not None
-        assert head.granted is not None
-        stages = head.granted.plan.stages
+        assert head.active_plan is not None
+        stages = head.active_plan.plan.stages
         ways = {
             STAGE: in_turn(whole(source)),
             STAGES: in_turn(stages),

@@ -84,7 +84,7 @@ class Providing:
 
     def begin(self, head_url: str, head: Head, listens: ServeOptions, *, quiet: bool) -> ProviderBeside:
         """Return a provider that runs on a thread, for the head at ``head_url`` with options ``listens``."""
-        from convoy.cluster.head.provider_evidence import witness_of
+        from convoy.cluster.head.provider_evidence import evidence_source_of
         from convoy.fleet.provider.provide import ProvideOptions
         from convoy.fleet.provider.run import ProviderBeside
         from convoy.fleet.provider.upstream import Upstream
@@ -101,7 +101,7 @@ class Providing:
                 certificate=self.certificate,
                 events=lambda text: say("coordinator", text),
                 traces=listens.traces,
-                evidence_source=witness_of(head, self.identity),
+                evidence_source=evidence_source_of(head, self.identity),
             )
 
         say("key", f"this provider's key is {self.identity.public_key.hex()}")

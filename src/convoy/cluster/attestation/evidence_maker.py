@@ -17,7 +17,7 @@ from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import Occasion, make_evidence, qualifying_data
 from convoy.trust.evidence.verify import TPM2
 from convoy.wire.messages.claims import Claims, encode_claims
-from convoy.wire.messages.control import Challenge, Evidence
+from convoy.wire.messages.evidence import Challenge, Evidence
 
 _log = logging.getLogger(__name__)
 

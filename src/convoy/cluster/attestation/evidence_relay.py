@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.errors import ConvoyError
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import provider_binding
-from convoy.wire.messages.control import Challenge
-from convoy.wire.messages.vouch import Vouch, Vouched
+from convoy.wire.messages.evidence import Challenge, Vouch, Vouched
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class _Asked:
 
 
 class EvidenceRelay:
-    """Ask for evidence and answer with it. `cluster.rights` fixes which of both a link allows."""
+    """Ask for evidence and answer with it. The messages' rows fix which of both a link allows."""
 
     def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
         self._me = me
@@ -46,28 +45,22 @@ class EvidenceRelay:
 
     # Receiver threads.
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a question for evidence or its answer, and return whether the frame was one.
+    def handle_vouch(self, link: Link, vouch: Vouch) -> None:
+        """Queue a question for evidence. Never blocks. Of two questions on a link the newer is answered."""
+        with self._wake:
+            self._to_answer[link] = vouch
+            self._start()
+            self._wake.notify_all()
 
-        Never blocks. Of two questions on a link the newer is answered.
-        """
-        match received:
-            case ReceivedMessage(message=Vouch() as vouch):
-                with self._wake:
-                    self._to_answer[link] = vouch
-                    self._start()
-                    self._wake.notify_all()
-            case ReceivedMessage(message=Vouched() as vouched):
-                with self._wake:
-                    asked = self._asked.get(link)
-                if asked is None or asked.purpose != vouched.purpose:
-                    self._quiet.warning("vouched", f"{link.peer} sent evidence without a question")
-                    return True
-                asked.answer = vouched
-                asked.done.set()
-            case _:
-                return False
-        return True
+    def handle_vouched(self, link: Link, vouched: Vouched) -> None:
+        """Give an answer to the thread that waits for it. Never blocks."""
+        with self._wake:
+            asked = self._asked.get(link)
+        if asked is None or asked.purpose != vouched.purpose:
+            self._quiet.warning("vouched", f"{link.peer} sent evidence without a question")
+            return
+        asked.answer = vouched
+        asked.done.set()
 
     def detach(self, link: Link) -> None:
         """End the wait for a link that ended."""
@@ -126,7 +119,7 @@ class EvidenceRelay:
         """Start the answering thread once. The caller holds the lock."""
         if not self._started:
             self._started = True
-            threading.Thread(target=self._answer_all, name="vouching", daemon=True).start()
+            threading.Thread(target=self._answer_all, name="evidence relay", daemon=True).start()
 
     def _answer_all(self) -> None:
         while True:

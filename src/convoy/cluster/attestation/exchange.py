@@ -20,7 +20,7 @@ from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.cluster.attestation.tpm import Tpm
 from convoy.cluster.options import MemberOptions
 from convoy.errors import AttestationError, ConvoyError, RosterError
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import NONCE_BYTES, Occasion
@@ -28,7 +28,7 @@ from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verdict import Verdict, no_evidence
 from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
-from convoy.wire.messages.control import Challenge, Evidence
+from convoy.wire.messages.evidence import Challenge, Evidence
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Attestation:
     ) -> None:
         self.policy = policy
         self.attester = attester
-        self.vouching = EvidenceRelay(me, attester)
+        self.relay = EvidenceRelay(me, attester)
         self._me = me
         self._on_fall = on_fall
         self._lock = threading.Lock()
@@ -105,36 +105,33 @@ class Attestation:
             asked = self._asked.pop(link, None)
         if asked is not None:
             asked.done.set()
-        self.vouching.detach(link)
+        self.relay.detach(link)
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a challenge or evidence, and return whether the frame was one. Never blocks.
+    def handle_challenge(self, link: Link, challenge: Challenge) -> None:
+        """Queue a challenge. Never blocks.
 
-        A challenge replaces an older one that was not begun, so that a verifier that asks too often makes
-        no other work wait here.
+        It replaces an older one that was not begun, so that a verifier that asks too often makes no other
+        work wait here.
         """
-        match received:
-            case ReceivedMessage(message=Challenge() as challenge):
-                with self._wake:
-                    self._to_prove[link] = challenge
-                    self._wake.notify()
-                self._start("prove", self._prove_all)
-            case ReceivedMessage(message=Evidence() as evidence):
-                with self._lock:
-                    asked = self._asked.pop(link, None)
-                if asked is None:
-                    self._quiet.warning("evidence", f"{link.peer} sent evidence without a challenge")
-                    return True
-                asked.evidence = evidence
-                asked.done.set()
-            case _:
-                return self.vouching.takes(link, received)
-        return True
+        with self._wake:
+            self._to_prove[link] = challenge
+            self._wake.notify()
+        self._start("prove", self._prove_all)
+
+    def handle_evidence(self, link: Link, evidence: Evidence) -> None:
+        """Give evidence to the thread that waits for it. Never blocks."""
+        with self._lock:
+            asked = self._asked.pop(link, None)
+        if asked is None:
+            self._quiet.warning("evidence", f"{link.peer} sent evidence without a challenge")
+            return
+        asked.evidence = evidence
+        asked.done.set()
 
     def close(self) -> None:
         """End all threads."""
         self._closed.set()
-        self.vouching.close()
+        self.relay.close()
         with self._lock:
             self._wake.notify_all()
             self._watch_anew.notify_all()

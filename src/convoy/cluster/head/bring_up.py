@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.planning import PlannedStages, Planner
+from convoy.cluster.peer.refusal import failed_kernel
+from convoy.cluster.presence.mailbox import KernelRefused
 from convoy.cluster.presence.peers import Peers
-from convoy.cluster.presence.unfit import drop_failed_kernel
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
-from convoy.wire.messages.control import Hello
+from convoy.wire.messages.control import Hello, Plan
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ _LOOK_UP_S = 0.5
 
 
 def begin(
-    company: Peers,
+    peers: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
     install: Callable[[PlannedStages], ActivePlan],
@@ -34,35 +35,35 @@ def begin(
     join, whole layers will do. ``watch`` set: wait for the absent members without end. It is called
     meanwhile, and an error that it raises ends the wait.
     """
-    absent = company.absent
+    absent = peers.absent
     try:
-        proposal = _first(company, planner, hellos, watch)
+        proposal = _first(peers, planner, hellos, watch)
         for name, why in absent.items():
-            if name in company.missing():
+            if name in peers.missing():
                 _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
         while True:
             try:
                 return install(proposal)
             except (PeerError, LinkClosed, SelfCheckError) as error:
-                if drop_failed_kernel(company, proposal.plan, next(iter(hellos())), error):
+                if _drop_failed_kernel(peers, proposal.plan, next(iter(hellos())), error):
                     proposal = planner.first(hellos())
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
                 try:
-                    proposal = _next(company, planner, hellos, proposal, error, fell=fell)
+                    proposal = _next(peers, planner, hellos, proposal, error, fell=fell)
                 except ConvoyError:
                     if watch is None or proposal.members <= hellos().keys():
                         raise
-                    proposal = _first(company, planner, hellos, watch)
+                    proposal = _first(peers, planner, hellos, watch)
     except (CapacityError, SpanError) as error:
         for name, why in absent.items():
-            if name in company.missing():
+            if name in peers.missing():
                 raise why from error
         raise
 
 
 def _first(
-    company: Peers,
+    peers: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
     watch: Callable[[], None] | None,
@@ -70,23 +71,23 @@ def _first(
     """Return the first plan that the connected members can hold; ``watch`` as for `begin`."""
     told = None
     while True:
-        seen = company.num_changes
+        seen = peers.num_changes
         try:
             return planner.first(hellos())
         except (CapacityError, SpanError) as error:
-            missing = company.missing()
+            missing = peers.missing()
             if watch is None or not missing:
                 raise
             if told != (told := missing):
-                company.seek()
+                peers.seek()
                 _log.warning("waiting for %s: %s", ", ".join(missing), error.message)
-        while company.num_changes == seen and company.missing() == missing:
+        while peers.num_changes == seen and peers.missing() == missing:
             watch()
-            company.wait(seen, _LOOK_UP_S)
+            peers.wait(seen, _LOOK_UP_S)
 
 
 def _next(
-    company: Peers,
+    peers: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
     before: PlannedStages,
@@ -100,9 +101,9 @@ def _next(
     whole layers. Raises ``error`` if neither is the reason, or if no plan fits.
     """
     others = before.members - {next(iter(hellos()))}
-    for name in company.silent(others, _PING_S) if fell else ():
-        company.give_up(name, "it answers no ping")
-    gone = others - company.present().keys()
+    for name in peers.silent(others, _PING_S) if fell else ():
+        peers.give_up(name, "it answers no ping")
+    gone = others - peers.present().keys()
     if not gone and not (fell and planner.has_failed(hellos())):
         raise error
     try:
@@ -112,3 +113,22 @@ def _next(
     if gone:
         _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
     return proposal
+
+
+def _drop_failed_kernel(peers: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
+    """Withdraw a member's offer of a kernel if ``error`` says that the kernel failed there.
+
+    A kernel may pass a machine's self-check but fail for the shapes of the model at hand. Loading a stage
+    shows that, before anything runs. Then the plan is made anew with a kernel that works on every member.
+    If the operator named that one kernel for the member, there is no other to take.
+
+    ``head`` is the member that loads in this process. Returns False if the error has another reason, or
+    if the member offers no other kernel.
+    """
+    member = error.member if isinstance(error, KernelRefused) else head
+    kernel = error.kernel if isinstance(error, KernelRefused) else failed_kernel(plan, head, error)
+    why = f"{kernel} does not hold on {member} for this model"
+    if not kernel or not peers.drop_kernel(member, kernel, why):
+        return False
+    _log.warning("%s, and another kernel is taken: %s", why, error.message)
+    return True

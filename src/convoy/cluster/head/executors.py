@@ -15,7 +15,7 @@ from convoy.transport.link.link import Link
 
 
 def make_executor(
-    granted: ActivePlan,
+    active: ActivePlan,
     stage: Stage,
     leader: LeaderStage | None,
     *,
@@ -28,8 +28,8 @@ def make_executor(
 
     ``stage`` is the head's own. ``leader`` is set if other ranks hold that stage too.
     """
-    plan, depth = granted.plan, options.depth(granted.num_places)
-    options = options.for_kernels(granted.kernels)
+    plan, depth = active.plan, options.depth(active.num_places)
+    options = options.for_kernels(active.kernels)
     if len(plan.stages) == 1:
         return (
             LocalExecutor(stage, depth) if leader is None else RanksExecutor(leader, plan.generation, depth)

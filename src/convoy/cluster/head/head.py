@@ -14,16 +14,17 @@ from collections.abc import Callable
 
 from convoy.cluster.active_plan import ActivePlan, NoRoom, common_blocks, plan_digest
 from convoy.cluster.attestation.member_verifier import MemberVerifier
+from convoy.cluster.handlers import HandlerTable, on, on_frame
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
-from convoy.cluster.head.picture import describe_stages
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
+from convoy.cluster.head.stage_report import describe_stages
 from convoy.cluster.head.standbys import Standbys
 from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions
-from convoy.cluster.peer.loaded_plan import group_of, stage_options
-from convoy.cluster.peer.ranks import RankPeers
+from convoy.cluster.peer.loaded_plan import ranks_of, stage_options
+from convoy.cluster.peer.ranks import RankHandlers, RankPeers
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.status import StageStatus, StandbyStatus
@@ -42,11 +43,27 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, Stage
 from convoy.plan.memory.blocks import Room
 from convoy.plan.placement.route import Route
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.messages.control import Activate, Activated, Hello, Plan, Progress, Ready
+from convoy.wire.messages.control import (
+    Activate,
+    Activated,
+    BlocksDone,
+    FrameType,
+    Hello,
+    Plan,
+    Progress,
+    Reached,
+    Ready,
+    Refuse,
+    SampleReplies,
+    StepFailed,
+)
+from convoy.wire.messages.evidence import Challenge, Evidence, Vouched
+from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepared
+from convoy.wire.messages.ranks import Agree
 
 _log = logging.getLogger(__name__)
 
@@ -82,42 +99,43 @@ class Head:
         self._options = options
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
-        self.company = Peers(
-            me, network or TcpNetwork(), options, receive=self._deliver, lost=self._lost, joined=self._joined
+        self.peers = Peers(
+            me, network or TcpNetwork(), options, receive=self._receive, lost=self._lost, joined=self._joined
         )
-        self._supply = HeadWeightServer(source, options.member, own, self.company.present)
-        vetting, supply = self.company.vetting, self._supply
-        pace = StepTimes(self.company, options.member).step_s
+        self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
+        vetting, weights = self.peers.vetting, self._weights
+        pace = StepTimes(self.peers, options.member).step_s
         self.planner = Planner(
-            me, source, options, vetting, lambda: self.manifest, hub=supply.hub, predict=pace
+            me, source, options, vetting, lambda: self.manifest, hub=weights.hub, predict=pace
         )
-        self._preparations = HeadPrefetch(me.name, self.company, self.planner, options.load_wait_s)
+        self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
+        self.handlers = self._make_handlers()
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         # The head's own stage.
         self._stage: LoadedStage | None = None
         # The ranks of that stage, if others hold it too.
-        self._group: RankPeers | None = None
+        self._ranks: RankPeers | None = None
         self._members: set[str] = set()
         self._receiver: PlanMailbox | Executor | None = None
         self._closed = False
         self.failed: str | None = None
         self.executor: Executor | None = None
-        self.granted: ActivePlan | None = None
+        self.active_plan: ActivePlan | None = None
 
     @property
     def vetting(self) -> MemberVerifier:
-        return self.company.vetting
+        return self.peers.vetting
 
     @property
     def links(self) -> dict[str, Link]:
         """Return a copy of the links to the connected peers."""
-        return {name: link for name, (link, _) in self.company.present().items()}
+        return {name: link for name, (link, _) in self.peers.present().items()}
 
     @property
     def manifest(self) -> str:
         """Return the digest of the model's manifest."""
-        return self._supply.manifest().digest
+        return self._weights.manifest().digest
 
     @property
     def membership(self) -> Membership:
@@ -137,10 +155,10 @@ class Head:
         Raises `PeerError`, `PlanError` or `ModelError`; then the links are closed.
         """
         try:
-            self.company.require(self.company.gather(self._watch))
+            self.peers.require(self.peers.gather(self._watch))
             self._hash(on_load)
             return begin(
-                self.company,
+                self.peers,
                 self.planner,
                 self.hellos,
                 lambda proposal: self.install(proposal, self._watch, on_load),
@@ -159,7 +177,7 @@ class Head:
             if on_load is not None:
                 on_load(doing(self.name, "check"), done, total)
 
-        self._supply.manifest(progress)
+        self._weights.manifest(progress)
 
     def seek(self, on_lost: Callable[[], None], on_joined: Callable[[str], None]) -> None:
         """Dial missing members from now on, and report each loss and each arrival.
@@ -167,12 +185,12 @@ class Head:
         The hooks are set first, so that none is missed.
         """
         self.on_lost, self.on_joined = on_lost, on_joined
-        self.company.seek()
+        self.peers.seek()
 
     def hellos(self) -> dict[str, Hello]:
         """Return the offers of the connected members, the head's first."""
-        return {self.name: self.company.hello} | {
-            name: hello for name, (_, hello) in self.company.present().items()
+        return {self.name: self.peers.hello} | {
+            name: hello for name, (_, hello) in self.peers.present().items()
         }
 
     def install(
@@ -184,7 +202,7 @@ class Head:
         `PlanError` or `ModelError`; then ``failed`` names the peer at fault, if one is.
         """
         plan = proposal.plan
-        links = self.company.require(sorted(proposal.members - {self.name}))
+        links = self.peers.require(sorted(proposal.members - {self.name}))
         mailbox = PlanMailbox(watch, plan.generation)
         self._receiver, self._members, self.failed = mailbox, proposal.members, None
         try:
@@ -193,21 +211,21 @@ class Head:
             self._stage = stage = self._load(plan, watch, on_load)
             # The head loads its own stage while the peers load theirs, and only then waits for them.
             readies = self._gather_ready(mailbox, links, on_load)
-            granted = self._activate(proposal, stage, mailbox, links, readies)
+            active = self._activate(proposal, stage, mailbox, links, readies)
         except BaseException:
             self.failed = self.failed or mailbox.failed
-            self._end_group()
+            self._end_ranks()
             raise
         finally:
             self._receiver = None
             mailbox.close()
-        self._run(granted, links)
-        return granted
+        self._run(active, links)
+        return active
 
     def stop(self) -> None:
         """End the plan: drop its frames and free its K/V. The stage keeps its weights."""
         self.vetting.pause()
-        self._end_group()
+        self._end_ranks()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -216,66 +234,66 @@ class Head:
         if self._stage is not None:
             self._stage.forget()
 
-    def _end_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def _end_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     def route(self) -> Route:
         """Return the way of a token through the connected members. Stages may be missing."""
-        granted = self.granted
-        assert granted is not None, "route() before bring_up()"
-        here = {self.name, *self.company.present()}
-        return granted.placement.route.without(granted.members - here)
+        active = self.active_plan
+        assert active is not None, "route() before bring_up()"
+        here = {self.name, *self.peers.present()}
+        return active.placement.route.without(active.members - here)
 
     def stages(self) -> list[StageStatus]:
         """Return the state of each stage now, with a fresh round trip to each peer."""
         # Read it once: another plan may come meanwhile.
-        granted = self.granted
-        assert granted is not None, "stages() before bring_up()"
-        levels = {name: self.vetting.level(name).text for name in granted.members}
+        active = self.active_plan
+        assert active is not None, "stages() before bring_up()"
+        levels = {name: self.vetting.level(name).text for name in active.members}
         devices = {name: hello.device for name, hello in self.hellos().items()}
-        origins, links = self._supply.origins, self.links
+        origins, links = self._weights.origins, self.links
         return describe_stages(
-            granted, self.name, self._me.roster, links, levels, devices=devices, origins=origins
+            active, self.name, self._me.roster, links, levels, devices=devices, origins=origins
         )
 
     def sealed_bytes(self) -> int:
         """Return the bytes that the head sent and received in sealed frames."""
-        return self.company.sealed_bytes()
+        return self.peers.sealed_bytes()
 
     def close(self, reason: str = "the head is shutting down") -> None:
         """Say goodbye on every link. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        self._supply.close()
-        self._end_group()
+        self._weights.close()
+        self._end_ranks()
         receiver = self._receiver
         if receiver is not None:
             receiver.close()
         if self.executor is not None:
             self.executor.close()
-        self.company.close(reason)
+        self.peers.close(reason)
 
     # 3. load
 
     def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> LoadedStage:
         position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
         options = stage_options(plan, position, self._options.member)
-        self._group = group = group_of(plan, plan_digest(plan), position, self.name, self._source.spec)
+        self._ranks = ranks = ranks_of(plan, plan_digest(plan), position, self.name, self._source.spec)
 
         def progress(done: int, total: int) -> None:
             watch()
             if on_load is not None:
                 on_load(self.name, done, total)
 
-        self._supply.make_ready(
+        self._weights.make_ready(
             mine, watch, lambda what, *far: None if on_load is None else on_load(doing(self.name, what), *far)
         )
         before, self._stage = self._stage, None
-        if group is not None:
-            return group.load(self._source, mine, options, progress, before=before)
+        if ranks is not None:
+            return ranks.load(self._source, mine, options, progress, before=before)
         return load_member_stage(self._source, mine, options, progress, before=before)
 
     def _gather_ready(
@@ -283,7 +301,7 @@ class Head:
     ) -> dict[str, Ready]:
         def tell(peer: str, said: Progress) -> None:
             if on_load is not None:
-                on_load(self._supply.heard(peer, said), said.loaded_bytes, said.total_bytes)
+                on_load(self._weights.heard(peer, said), said.loaded_bytes, said.total_bytes)
 
         return mailbox.gather(links, Ready, self._options.load_wait_s, tell)
 
@@ -304,11 +322,11 @@ class Head:
         readies: dict[str, Ready],
     ) -> ActivePlan:
         plan = proposal.plan
-        room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
+        room = Room(stage.room_bytes(self.peers.hello.memory_bytes), stage.block_bytes)
         rooms = {self.name: room} | {name: self._room_of(name, ready) for name, ready in readies.items()}
         try:
             num_blocks = common_blocks(
-                self._source.spec, rooms, plan, self._options, is_first=self.granted is None
+                self._source.spec, rooms, plan, self._options, is_first=self.active_plan is None
             )
         except NoRoom as error:
             self.failed = error.member
@@ -318,8 +336,8 @@ class Head:
         for name in readies:
             links[name].send(activate, generation=plan.generation)
         try:
-            if self._group is not None:
-                self._group.join_here(links)
+            if self._ranks is not None:
+                self._ranks.join_here(links)
             mailbox.gather(readies, Activated, self._options.answer_s)
         except (PeerError, LinkClosed) as error:
             self._note_failed_ranks(proposal, error)
@@ -333,8 +351,8 @@ class Head:
 
         The next plan over the same members then has whole layers.
         """
-        if self._group is not None:
-            self.failed = self.failed or self._group.culprit
+        if self._ranks is not None:
+            self.failed = self.failed or self._ranks.culprit
         if proposal.placement.mode != "tensor" or self._options.parallel == "tensor":
             return
         self.planner.tensor_failed(self.hellos(), error.message)
@@ -342,44 +360,79 @@ class Head:
 
     # 5. run
 
-    def _run(self, granted: ActivePlan, links: dict[str, Link]) -> None:
-        leader = None if self._group is None else self._group.leader
+    def _run(self, active: ActivePlan, links: dict[str, Link]) -> None:
+        leader = None if self._ranks is None else self._ranks.leader
         assert self._stage is not None
         self.clock.settle()
         self.executor = executor = make_executor(
-            granted, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
+            active, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
         )
         self._receiver = executor
-        if self.granted is not None:
-            self.company.idle.begin(self.granted.members - granted.members)
-        self.granted = granted
-        _log.info("parallel: %s: %s", granted.placement.mode, granted.placement.reason)
-        self.vetting.watch(links, granted.plan)
+        if self.active_plan is not None:
+            self.peers.idle.begin(self.active_plan.members - active.members)
+        self.active_plan = active
+        _log.info("parallel: %s: %s", active.placement.mode, active.placement.reason)
+        self.vetting.watch(links, active.plan)
         self.preload()
 
     def preload(self) -> None:
         """Ask standbys with enough memory to load the largest peer's stage, so that a loss finds it ready."""
-        granted = self.granted
-        if granted is None:
+        active = self.active_plan
+        if active is None:
             return
-        self._standbys.preload_largest(granted, self.name, self.company.present(), self.planner.in_place_of)
+        self._standbys.preload_largest(active, self.name, self.peers.present(), self.planner.in_place_of)
 
     def standbys(self) -> list[StandbyStatus]:
         """Return the members that stand by, with the layers that each has loaded."""
-        granted = self.granted
-        assert granted is not None, "standbys() before bring_up()"
-        return self._standbys.report(self.company.present(), granted.members)
+        active = self.active_plan
+        assert active is not None, "standbys() before bring_up()"
+        return self._standbys.report(self.peers.present(), active.members)
 
-    def _deliver(self, link: Link, received: Received) -> None:
-        if self._supply.takes(link, received) or self._preparations.takes(link, received):
-            return
-        group, receiver = self._group, self._receiver
-        if group is not None and group.takes(link, received):
-            return
+    # Receiver threads.
+
+    def _make_handlers(self) -> HandlerTable:
+        """Return the handler of each frame that a peer may send."""
+        attestation, sources = self.vetting.attestation, self._weights.sources
+        ranks = RankHandlers(lambda: self._ranks, self._to_plan)
+        connected = [
+            on(Fetch, self._weights.handle_fetch),
+            on(Piece, sources.fetches.handle_piece),
+            on(Held, sources.handle_held),
+            on(Prepared, self._preparations.handle_prepared),
+            *on_frame(Progress, handle=self._handle_progress),
+            *on_frame(Agree, FrameType.PARTIAL, handle=ranks.handle_sum),
+            *on_frame(BlocksDone, FrameType.BLOCKS, handle=ranks.handle_kv),
+            *on_frame(StepFailed, Refuse, handle=ranks.handle_failure),
+            *on_frame(Hello, Ready, Activated, SampleReplies, FrameType.HIDDEN, handle=self._to_plan),
+        ]
+        return HandlerTable(
+            [
+                # A peer is asked for evidence before it is admitted.
+                on(Challenge, attestation.handle_challenge),
+                on(Evidence, attestation.handle_evidence),
+                on(Vouched, attestation.relay.handle_vouched),
+                on(Reached, self.peers.handle_reached),
+                *((kind, self.peers.after_greeting(handle)) for kind, handle in connected),
+            ]
+        )
+
+    def _receive(self, link: Link, received: Received) -> None:
+        self.handlers.handle(link, received)
+
+    def _to_plan(self, link: Link, received: Received) -> None:
+        """Hand a frame to the plan that is brought up or runs; without a stage in it, to the standbys."""
+        receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.deliver(link, received)
         else:
             self._standbys.note(link, received)
+
+    def _handle_progress(self, link: Link, received: Received) -> None:
+        said = received.message if isinstance(received, ReceivedMessage) else None
+        if isinstance(said, Progress) and self._preparations.is_about_preparing(link, said):
+            self._preparations.handle_progress(link, said)
+        else:
+            self._to_plan(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
         """Report a loss.
@@ -387,9 +440,9 @@ class Head:
         Before a plan runs, it may concern any member that the plan is made for; later, any member with a
         stage.
         """
-        self._supply.ended(link)
-        if self._group is not None:
-            self._group.ended(link, error)
+        self._weights.ended(link)
+        if self._ranks is not None:
+            self._ranks.ended(link, error)
         receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.lost(link, error)

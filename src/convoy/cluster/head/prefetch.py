@@ -17,7 +17,7 @@ from convoy.cluster.presence.peers import Peers
 from convoy.cluster.weights.progress_watch import ProgressWatch
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import needs_no_files
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Plan, Progress
 from convoy.wire.messages.fetch import SUPERSEDED, Prepare, Prepared
 
@@ -30,11 +30,11 @@ _AGAIN_S = 1.0
 
 
 class HeadPrefetch:
-    """Prepare later plans at a head. ``takes`` is for receiver threads; ``joined`` returns at once."""
+    """Prepare later plans at a head. Receiver threads call the handlers; ``joined`` returns at once."""
 
-    def __init__(self, me: str, company: Peers, planner: Planner, wait_s: float) -> None:
+    def __init__(self, me: str, peers: Peers, planner: Planner, wait_s: float) -> None:
         self._me = me
-        self._company = company
+        self._peers = peers
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
@@ -47,24 +47,30 @@ class HeadPrefetch:
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
         self._num_told = 0
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a message about a plan that is being prepared, and return whether it was one."""
-        if not isinstance(received, ReceivedMessage):
-            return False
-        message = received.message
-        if not isinstance(message, Prepared | Progress):
-            return False
-        key = message.generation, link.peer
+    def handle_prepared(self, link: Link, prepared: Prepared) -> None:
+        """Note the answer of a member. Answers that were not asked for are not kept."""
         with self._changed:
-            is_asked = link.peer in self._asked.get(message.generation, ())
-            if isinstance(message, Progress):
-                if is_asked and self._advance[message.generation].is_further(link.peer, message):
-                    self._num_told += 1
-            # Answers that were not asked for are not kept.
-            elif is_asked:
-                self._answers[key] = message.error
+            if self._is_asked(link.peer, prepared.generation):
+                self._answers[prepared.generation, link.peer] = prepared.error
             self._changed.notify_all()
-            return is_asked or isinstance(message, Prepared) or message.generation in self._over
+
+    def is_about_preparing(self, link: Link, progress: Progress) -> bool:
+        """Return whether a report of progress is about a plan that is, or was, only prepared."""
+        with self._changed:
+            is_over = progress.generation in self._over
+            return is_over or self._is_asked(link.peer, progress.generation)
+
+    def handle_progress(self, link: Link, progress: Progress) -> None:
+        """Note the progress of a member that prepares."""
+        with self._changed:
+            is_asked = self._is_asked(link.peer, progress.generation)
+            if is_asked and self._advance[progress.generation].is_further(link.peer, progress):
+                self._num_told += 1
+            self._changed.notify_all()
+
+    def _is_asked(self, name: str, generation: int) -> bool:
+        """Return whether a member is asked to prepare that plan. The caller holds the lock."""
+        return name in self._asked.get(generation, ())
 
     def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Call ``then`` once all members have the weights for a plan with ``name``.
@@ -81,10 +87,10 @@ class HeadPrefetch:
         ).start()
 
     def _better_with(self, name: str) -> Plan | None:
-        company = self._company
-        hellos = {self._me: company.hello} | {n: hello for n, (_, hello) in company.present().items()}
+        peers = self._peers
+        hellos = {self._me: peers.hello} | {n: hello for n, (_, hello) in peers.present().items()}
         try:
-            proposal = self._planner.again(hellos, None, company.slow.names() - {name})
+            proposal = self._planner.again(hellos, None, peers.slow.names() - {name})
         except ConvoyError:
             return None
         return proposal.plan if name in proposal.members else None
@@ -94,7 +100,7 @@ class HeadPrefetch:
         with self._changed:
             self._asked[plan.generation], self._advance[plan.generation] = names, ProgressWatch()
         try:
-            for link in self._company.require(sorted(names)).values():
+            for link in self._peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
             errors = self._wait(plan.generation, names)
         except ConvoyError as error:
@@ -104,7 +110,7 @@ class HeadPrefetch:
         if not errors:
             then()
             return
-        if SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
+        if SUPERSEDED in errors.values() and not self._peers.closed_within(_AGAIN_S):
             # The preparations of two newcomers must not overtake each other for ever.
             with self._changed:
                 is_with_others = any(name in asked for asked in self._asked.values())
@@ -126,10 +132,10 @@ class HeadPrefetch:
         with self._changed:
             while missing := {name for name in names if (generation, name) not in self._answers}:
                 self._changed.wait(_LOOK_UP_S)
-                gone = missing - self._company.present().keys()
+                gone = missing - self._peers.present().keys()
                 if told != self._num_told:
                     until_s, told = time.monotonic() + self._wait_s, self._num_told
-                if gone or time.monotonic() > until_s or self._company.closed_within(0):
+                if gone or time.monotonic() > until_s or self._peers.closed_within(0):
                     return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
             answers = {name: self._answers[generation, name] for name in names}
         return {name: error for name, error in answers.items() if error}

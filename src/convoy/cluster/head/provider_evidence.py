@@ -20,7 +20,7 @@ from convoy.wire.fleet.provider_evidence import (
     MemberEvidence,
 )
 from convoy.wire.messages.claims import encode_claims
-from convoy.wire.messages.vouch import Vouched
+from convoy.wire.messages.evidence import Vouched
 
 if TYPE_CHECKING:
     from convoy.cluster.head.head import Head
@@ -63,12 +63,12 @@ class HeadEvidence:
     def __init__(
         self,
         me: Membership,
-        vouching: EvidenceRelay,
+        relay: EvidenceRelay,
         peers: Callable[[], Iterable[Link]],
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._me = me
-        self._vouching = vouching
+        self._relay = relay
         self._peers = peers
         self._deadline_s = deadline_s
 
@@ -78,8 +78,8 @@ class HeadEvidence:
         Waits for the slowest member. A member without evidence in time is left out.
         """
         links = [link for link in self._peers() if not link.is_over]
-        found = {self._me.name: self._vouching.own(purpose, registers)}
-        found |= self._vouching.gather(links, purpose, registers, self._deadline_s)
+        found = {self._me.name: self._relay.own(purpose, registers)}
+        found |= self._relay.gather(links, purpose, registers, self._deadline_s)
         roster, signed = self._me.roster, self._me.signed
         members: list[MemberEvidence] = []
         for member in roster.members:
@@ -93,7 +93,7 @@ class HeadEvidence:
         return GatheredEvidence(members, signed if len(signed) <= MAX_ROSTER_BYTES else b"")
 
 
-def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
+def evidence_source_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
     """Return the source of evidence for a provider with this identity, for which ``head`` answers.
 
     A head with another identity was started without a roster of its owner. It proves this process alone.
@@ -102,9 +102,7 @@ def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
 
     if me.member.identity_key != identity.public_key:
         return OwnProcess(identity, attestation.attester)
-    return HeadEvidence(
-        me, attestation.vouching, lambda: [link for link, _ in head.company.present().values()]
-    )
+    return HeadEvidence(me, attestation.relay, lambda: [link for link, _ in head.peers.present().values()])
 
 
 def _relayed(name: str, identity: bytes, one: Vouched) -> MemberEvidence:

@@ -51,21 +51,21 @@ class Standbys:
 
     def preload_largest(
         self,
-        granted: ActivePlan,
+        active: ActivePlan,
         head: str,
         present: Mapping[str, tuple[Link, Hello]],
         in_place_of: Callable[[Plan, str, str, Hello], Plan],
     ) -> None:
         """Ask the standbys of ``present`` that have the memory to load the stage of the largest peer."""
-        weights = {name: num_bytes for name, num_bytes in granted.weight_bytes.items() if name != head}
+        weights = {name: num_bytes for name, num_bytes in active.weight_bytes.items() if name != head}
         largest = max(weights, key=lambda name: weights[name], default=None)
         if largest is None:
             return
         for name, (link, hello) in present.items():
-            if not hello.standby or name in granted.members:
+            if not hello.standby or name in active.members:
                 continue
             fits = hello.memory_bytes >= weights[largest]
-            plan = in_place_of(granted.plan, largest, name, hello) if fits else None
+            plan = in_place_of(active.plan, largest, name, hello) if fits else None
             self.preload(name, link, plan)
 
     def note(self, link: Link, received: Received) -> None:

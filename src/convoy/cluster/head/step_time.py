@@ -33,8 +33,8 @@ _CONTEXT = 512
 class StepTimes:
     """Measure the speed once for each kernel, and round trips at each call."""
 
-    def __init__(self, company: Peers, options: MemberOptions) -> None:
-        self._company = company
+    def __init__(self, peers: Peers, options: MemberOptions) -> None:
+        self._peers = peers
         self._options = options
         self._speeds: dict[str, Speed | None] = {}
 
@@ -61,7 +61,7 @@ class StepTimes:
         return self._speeds[kernel]
 
     def _round_trips(self, names: Iterable[str]) -> dict[str, float]:
-        present = self._company.present()
+        present = self._peers.present()
         return {name: _round_trip_s(present[name][0]) for name in names if name in present}
 
 

@@ -13,21 +13,21 @@ from convoy.cluster.traffic import PeerTraffic
 
 def head_families(cluster: RunningCluster) -> Iterator[Metric]:
     """Yield the metrics of a head at this moment. It asks no peer, so a scrape never waits for one."""
-    head, granted = cluster.head, cluster.head.granted
-    assert granted is not None, "a running cluster has a plan"
-    plan, stats = granted.plan, cluster.engine.stats()
+    head, active = cluster.head, cluster.head.active_plan
+    assert active is not None, "a running cluster has a plan"
+    plan, stats = active.plan, cluster.engine.stats()
     yield from engine_families(plan.model, plan.block_size, stats)
     yield build_info("head")
     ready, _ = cluster.health()
     yield gauge("convoy_ready", "1 if a token passed every stage lately.", [({}, int(ready))])
     yield gauge("convoy_plan_generation", "Generation of the plan; it grows.", [({}, plan.generation)])
     yield gauge("convoy_roster_epoch", "Epoch of the roster.", [({}, head.roster.epoch)])
-    here, members = {head.name, *head.company.present()}, [one.name for one in head.roster.members]
+    here, members = {head.name, *head.peers.present()}, [one.name for one in head.roster.members]
     up = [({"member": name}, int(name in here)) for name in members]
     yield gauge("convoy_member_up", "1 for each listed member that is connected.", up)
-    holds = [({"member": name}, int(name in granted.members)) for name in members]
+    holds = [({"member": name}, int(name in active.members)) for name in members]
     yield gauge("convoy_member_in_plan", "1 for each member that holds a part of the model.", holds)
-    yield from link_families(head.company.traffic.by_peer())
+    yield from link_families(head.peers.traffic.by_peer())
 
 
 def peer_families(peer: Peer) -> Iterator[Metric]:

@@ -23,7 +23,7 @@ from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatibl
 from convoy.model.device import stage_device
 from convoy.model.stage import LoadedStage, Stage, StageOptions
 from convoy.plan.spec.model import ModelSpec
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Activate, Hello, Plan, StageAssignment, StepFailed
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class LoadedPlan:
     successor: Link | None = None
     predecessor: Link | None = None
     # Set if other members hold the stage too.
-    group: RankPeers | None = None
+    ranks: RankPeers | None = None
     # Set instead of ``loop`` if another member is rank 0 of the stage.
     follower: FollowerLoop | None = None
     # Step times of this member over all its plans.
@@ -73,7 +73,7 @@ class LoadedPlan:
     @property
     def leads(self) -> bool:
         """Return whether this member takes part in the ring: alone with its stage, or as rank 0."""
-        return self.group is None or self.group.rank == 0
+        return self.ranks is None or self.ranks.rank == 0
 
     @property
     def finished_step(self) -> int:
@@ -95,20 +95,20 @@ class LoadedPlan:
         found = {} if following == head.peer else reach({following: frozenset()})
         self.successor = successor = found.get(following, head)
         stage: Stage = self.stage
-        if self.group is not None:
-            stage = self.group.join({}, reach)
+        if self.ranks is not None:
+            stage = self.ranks.join({}, reach)
         self.activate(activate, head.peer, successor, failed, stage)
         self.keeper = KvServer(stage, head, generation)
         if self.predecessor_name == head.peer:
             self.predecessor = head
 
     def _follow(self, activate: Activate, head: Link, reach: Reach) -> None:
-        assert self.group is not None, "a follower is one of several ranks"
+        assert self.ranks is not None, "a follower is one of several ranks"
         self._make_pools(activate, head.peer)
-        known = {head.peer: head} if head.peer == self.group.names[0] else {}
-        self.group.join(known, reach)
-        assert self.group.collective is not None
-        self.follower = FollowerLoop(*(self.stage, self.group.collective, self.plan.generation), self.step_s)
+        known = {head.peer: head} if head.peer == self.ranks.names[0] else {}
+        self.ranks.join(known, reach)
+        assert self.ranks.collective is not None
+        self.follower = FollowerLoop(*(self.stage, self.ranks.collective, self.plan.generation), self.step_s)
 
     def activate(
         self,
@@ -164,7 +164,7 @@ class LoadedPlan:
 
     def neighbours(self) -> list[Link]:
         ring = [link for link in (self.successor, self.predecessor) if link is not None]
-        return ring if self.group is None else [*ring, *self.group.links]
+        return ring if self.ranks is None else [*ring, *self.ranks.links]
 
     def is_led_by(self, link: Link, generation: int) -> bool:
         """Return whether ``link`` belongs to rank 0 of the stage and this member follows it.
@@ -172,9 +172,9 @@ class LoadedPlan:
         A link that rank 0 made for an earlier plan does not count: it is about to end, and must not end
         this plan too.
         """
-        if self.group is None or generation != self.plan.generation:
+        if self.ranks is None or generation != self.plan.generation:
             return False
-        return self.group.is_leader(link)
+        return self.ranks.is_leader(link)
 
     def obey(self, leader: Link, order: Order, generation: int) -> None:
         """Queue an order of rank 0.
@@ -191,36 +191,30 @@ class LoadedPlan:
 
     def accused(self, error: ConvoyError) -> str:
         """Return the neighbour or rank that an error is about; empty if it is about this member itself."""
-        if isinstance(error, CollectiveError) and self.group is not None:
-            return self.group.accused(error)
-        before = self.predecessor_name if self.leads else (self.group.names[0] if self.group else None)
+        if isinstance(error, CollectiveError) and self.ranks is not None:
+            return self.ranks.accused(error)
+        before = self.predecessor_name if self.leads else (self.ranks.names[0] if self.ranks else None)
         return before if before is not None and isinstance(error, HiddenError) else ""
 
     def close(self) -> None:
         """End the plan: send nothing more and free the K/V."""
         if self.loop is not None:
             self.loop.close()
-        if self.group is not None:
-            self.group.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self.stage.forget()
 
     # Threads of links.
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a frame between ranks at once, and return whether it was one. It never waits behind other
-        work.
-        """
-        return self.group is not None and self.group.takes(link, received)
-
     def ended(self, link: Link, error: ConvoyError) -> None:
         """Note that a link ended, so that no rank waits for frames on it."""
-        if self.group is not None:
-            self.group.ended(link, error)
+        if self.ranks is not None:
+            self.ranks.ended(link, error)
 
     def end(self, error: ConvoyError) -> None:
         """End the waits between ranks, because another plan came or this one is not wanted any more."""
-        if self.group is not None:
-            self.group.abort(error)
+        if self.ranks is not None:
+            self.ranks.abort(error)
 
 
 def load_plan(
@@ -257,17 +251,17 @@ def load_plan(
     weights.make_ready(asker, found, plan.stages[position])
     chosen = stage_options(plan, position, options.member)
     progress = partial(asker.tell, "")
-    group = group_of(plan, digest, position, me, source.spec)
+    ranks = ranks_of(plan, digest, position, me, source.spec)
     stage: LoadedStage
-    if group is None:
+    if ranks is None:
         stage = load_member_stage(source, plan.stages[position], chosen, progress, before=before)
     else:
-        stage = group.load(source, plan.stages[position], chosen, progress, before=before)
+        stage = ranks.load(source, plan.stages[position], chosen, progress, before=before)
     room = stage.room_bytes(hello.memory_bytes)
-    return LoadedPlan(plan, digest, stage, position, max(0, room), group=group)
+    return LoadedPlan(plan, digest, stage, position, max(0, room), ranks=ranks)
 
 
-def group_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankPeers | None:
+def ranks_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankPeers | None:
     """Return the ranks that hold a stage together with this member; None if it holds the stage alone."""
     if plan.stages[position].world_size == 1:
         return None

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from convoy.cluster.active_plan import plan_digest
 from convoy.cluster.attestation.exchange import Attestation
+from convoy.cluster.handlers import Handler, HandlerTable, on, on_frame
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer.dials import Dials
 from convoy.cluster.peer.event import PeerEvent
-from convoy.cluster.peer.facts import PeerFacts, facts_of
 from convoy.cluster.peer.loaded_plan import LoadedPlan, could_not_leave, load_plan
 from convoy.cluster.peer.plan_clock import SUPERSEDED, PlanClock
 from convoy.cluster.peer.prefetch import PeerPrefetch
+from convoy.cluster.peer.ranks import RankHandlers
 from convoy.cluster.peer.refusal import refusal
-from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
 from convoy.cluster.traffic import Traffic
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
@@ -33,9 +34,11 @@ from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.evidence.verdict import Verdict
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
     Activate,
     Activated,
+    BlocksDone,
     FrameType,
     Hello,
     Inquire,
@@ -44,14 +47,31 @@ from convoy.wire.messages.control import (
     ReadBlocks,
     Ready,
     Refuse,
+    Sender,
     Step,
     StepFailed,
     WriteBlocks,
 )
-from convoy.wire.messages.fetch import Prepare
-from convoy.wire.messages.ranks import RankOutput, RankStep
+from convoy.wire.messages.evidence import Challenge, Evidence, Vouch
+from convoy.wire.messages.fetch import Fetch, Holding, Piece, Prepare
+from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 
 _log = logging.getLogger(__name__)
+
+# A member that dials and is no head. The plan says whether it is the predecessor or rank 0.
+_DIALLER = Sender.PREDECESSOR | Sender.LEADER
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """Describe a peer at one moment. ``generation`` is that of the loaded plan; 0 means no plan."""
+
+    has_head: bool
+    is_active: bool
+    epoch: int
+    generation: int
+    num_layers: int
+    weight_bytes: int
 
 
 class Peer:
@@ -88,11 +108,17 @@ class Peer:
         # The link of a head that is below this member's minimum evidence.
         self._refused: Link | None = None
         self._stopping = False
+        self.handlers = self._make_handlers()
         self.traffic, self.step_s = Traffic(), Histogram(STEP_S)
 
     def facts(self) -> PeerFacts:
         """Return the state of this peer at this moment. Any thread may call it."""
-        return facts_of(self._loaded, has_head=self._head is not None, epoch=self._me.roster.epoch)
+        loaded, has_head, epoch = self._loaded, self._head is not None, self._me.roster.epoch
+        if loaded is None:
+            return PeerFacts(has_head, False, epoch, 0, 0, 0)
+        own = loaded.assignment
+        generation, num_layers = loaded.plan.generation, own.end - own.start
+        return PeerFacts(has_head, loaded.is_active, epoch, generation, num_layers, loaded.stage.weight_bytes)
 
     def run(self, bind: tuple[str, int]) -> None:
         """Serve until `stop`, or until the head goes if so configured.
@@ -130,36 +156,70 @@ class Peer:
         # Use the roster entry by which the link was judged, not a roster that was adopted since.
         from_head = link.facts.member.head
         self._attestation.attach(link)
-        self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
+        self._begin_link(link, frames_from(Sender.HEAD if from_head else _DIALLER))
 
-    def _deliver(self, link: Link, received: Received) -> None:
-        # Each of these three handles its frames on this thread. They must not wait behind a stage that
-        # loads.
-        if self._attestation.takes(link, received):
-            return
-        if link is self._head and self._weights.takes(link, received):
-            return
-        if (loaded := self._loaded) is not None and loaded.takes(link, received):
-            return
-        if isinstance(received, ReceivedMessage) and link is self._head:
-            if isinstance(received.message, Inquire):
-                self._say_how_far(link, received.message.generation)
-                return
-            if isinstance(received.message, Plan) and received.message.generation > self._generation:
-                # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
-                # skipped.
-                self._newest.note(received.message)
-                self._dials.abandon(SUPERSEDED)
-                self._end_ring()
-        elif isinstance(received, ReceivedMessage) and isinstance(received.message, Hello):
-            old = self._head
-            if old is not None and old.peer == link.peer:
-                # The head came back. The peer's thread must not wait for another rank meanwhile.
-                self._end_ring()
+    def _make_handlers(self) -> HandlerTable:
+        """Return the handler of each frame that a head, a predecessor or another rank may send.
+
+        All but `_queue` handle a frame on the receiver thread: it must not wait behind a stage that loads.
+        """
+        attestation, weights = self._attestation, self._weights
+        ranks = RankHandlers(lambda: None if self._loaded is None else self._loaded.ranks, self._queue)
+        from_head = [
+            on(Piece, weights.fetches.handle_piece),
+            on(Fetch, weights.server.handle_question),
+            on(Holding, weights.server.handle_question),
+            on(Inquire, self._handle_inquire),
+        ]
+        return HandlerTable(
+            [
+                on(Challenge, attestation.handle_challenge),
+                on(Evidence, attestation.handle_evidence),
+                on(Vouch, attestation.relay.handle_vouch),
+                *((kind, self._if_head(handle)) for kind, handle in from_head),
+                *on_frame(Hello, handle=self._handle_hello),
+                *on_frame(Plan, Prepare, handle=self._handle_plan),
+                *on_frame(Agree, FrameType.PARTIAL, handle=ranks.handle_sum),
+                *on_frame(BlocksDone, FrameType.BLOCKS, handle=ranks.handle_kv),
+                *on_frame(StepFailed, handle=ranks.handle_failure),
+                *on_frame(Activate, Step, ReadBlocks, WriteBlocks, FrameType.HIDDEN, handle=self._queue),
+                *on_frame(RankStep, RankOutput, handle=self._queue),
+            ]
+        )
+
+    def _queue(self, link: Link, received: Received) -> None:
+        """Queue a frame for the peer's own thread, which also refuses it if it is out of place."""
         self._inbox.put(link, (link, received), weight_of(received))
 
-    def _say_how_far(self, link: Link, generation: int) -> None:
-        loaded = self._loaded
+    def _if_head(self, handle: Handler) -> Handler:
+        """Return a handler that calls ``handle`` on the head's link, and queues on any other link."""
+
+        def handle_from_head(link: Link, received: Received) -> None:
+            (handle if link is self._head else self._queue)(link, received)
+
+        return handle_from_head
+
+    def _handle_hello(self, link: Link, received: Received) -> None:
+        old = self._head
+        if old is not None and old is not link and old.peer == link.peer:
+            # The head came back. The peer's thread must not wait for another rank meanwhile.
+            self._end_ring()
+        self._queue(link, received)
+
+    def _handle_plan(self, link: Link, received: Received) -> None:
+        said = received.message if isinstance(received, ReceivedMessage) else None
+        if link is self._head and isinstance(said, Plan | Prepare):
+            self._weights.server.note_plan(link, said if isinstance(said, Plan) else said.plan)
+        if link is self._head and isinstance(said, Plan) and said.generation > self._generation:
+            # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
+            # skipped.
+            self._newest.note(said)
+            self._dials.abandon(SUPERSEDED)
+            self._end_ring()
+        self._queue(link, received)
+
+    def _handle_inquire(self, link: Link, inquire: Inquire) -> None:
+        loaded, generation = self._loaded, inquire.generation
         running = loaded is not None and loaded.plan.generation == generation
         # If this post fails, the link is over and its end is reported separately.
         with contextlib.suppress(ConvoyError):
@@ -312,7 +372,7 @@ class Peer:
             raise StepError("a newer plan came before this one was active")
         self._dials.begin()
         if self._newest.supersedes(generation) or self._stopping or link.is_over:
-            # The newer plan came before there was a dial to abandon, so `_deliver` had no effect.
+            # The newer plan came before there was a dial to abandon, so `_handle_plan` had no effect.
             self._dials.abandon(SUPERSEDED)
         loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, generation))
         link.send(Activated(generation), generation=generation)
@@ -324,7 +384,7 @@ class Peer:
     def _begin_link(self, link: Link, allowed: frozenset[FrameType]) -> None:
         self._links.add(link)
         self.traffic.began(link)
-        link.start(self._deliver, self._ended, allowed)
+        link.start(self.handlers.handle, self._ended, allowed)
 
     def _hidden(self, link: Link, received: ReceivedTensor) -> None:
         loaded = self._loaded

@@ -1,4 +1,7 @@
-"""Know the newest plan that came on the head's link: the head has given up every older one."""
+"""Know the newest plan that came on the head's link: the head has given up every older one.
+
+It is apart because the receiver thread and the peer's own thread share this state, and no other.
+"""
 
 from __future__ import annotations
 

@@ -12,21 +12,24 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from convoy.cluster.rights import FROM_FOLLOWER, FROM_RANK
+from convoy.cluster.handlers import Handler
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.load import load_member_slice
 from convoy.engine.ranks.protocol import prove
 from convoy.engine.ranks.sums.sealed import SealedCollective
+from convoy.engine.run.kv_client import KvClient
 from convoy.errors import CollectiveError, ConvoyError, PeerRefused, StepError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, RankSlice, Stage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
+from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
     MAX_RANKS,
     FrameType,
     Plan,
     Refuse,
+    Sender,
     StageAssignment,
     StepFailed,
 )
@@ -95,16 +98,17 @@ class RankPeers:
 
     # Threads of links.
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a frame for the collective or a rank's answer, and return whether it was one.
+    def kv_client(self, link: Link) -> KvClient | None:
+        """Return the client that exchanges K/V over ``link``, if this is rank 0 and a rank is at its end."""
+        return None if self.leader is None else self.leader.kv_client(link)
 
-        Raises `StepError` for nonsense.
+    def deliver_sum(self, link: Link, received: Received) -> bool:
+        """Deliver an `Agree` or a part of a sum to the collective.
+
+        Returns False if it is of another plan, or of a link that belongs to no rank. Raises `StepError` for
+        a frame that comes too early.
         """
-        leader = self.leader
-        if leader is not None and leader.takes(link, received):
-            return True
-        self._heed(link, received)
-        if not _is_sum(received) or link.peer not in self.names or received.generation != self._generation:
+        if link.peer not in self.names or received.generation != self._generation:
             return False
         with self._changed:
             rank = self.names.index(link.peer)
@@ -118,7 +122,7 @@ class RankPeers:
                 self._changed.notify_all()
         return collective is None or collective.deliver(link, received)
 
-    def _heed(self, link: Link, received: Received) -> None:
+    def note_failure(self, link: Link, received: Received) -> None:
         """End the collective if a rank says that it cannot go on: it takes no part in any later sum."""
         if received.generation != self._generation or not isinstance(received, ReceivedMessage):
             return
@@ -240,9 +244,9 @@ class RankPeers:
 
     def _to_dial(self, known: Mapping[str, Link]) -> dict[str, frozenset[FrameType]]:
         if self.rank == 0:
-            return {name: FROM_FOLLOWER for name in self.names[1:] if name not in known}
+            return {name: frames_from(Sender.FOLLOWER) for name in self.names[1:] if name not in known}
         following = self.names[self.rank + 1 : self.rank + 2]
-        return {name: FROM_RANK for name in following if name not in known}
+        return {name: frames_from(Sender.RANK) for name in following if name not in known}
 
     def _begin(self) -> SealedCollective:
         """Wait for both neighbours in the ring of ranks, and return the collective over their links."""
@@ -262,7 +266,35 @@ class RankPeers:
         return collective
 
 
-def _is_sum(received: Received) -> bool:
-    if isinstance(received, ReceivedTensor):
-        return received.kind is FrameType.PARTIAL
-    return isinstance(received.message, Agree)
+class RankHandlers:
+    """Handle the frames of the other ranks of this member's stage, on receiver threads.
+
+    ``ranks`` returns the ranks of the plan; None if this member holds its stage alone. A frame that is not
+    for them goes to ``otherwise``.
+    """
+
+    def __init__(self, ranks: Callable[[], RankPeers | None], otherwise: Handler) -> None:
+        self._ranks = ranks
+        self._otherwise = otherwise
+
+    def handle_sum(self, link: Link, received: Received) -> None:
+        """Deliver an `Agree` or a part of a sum. Raises as `RankPeers.deliver_sum` does."""
+        ranks = self._ranks()
+        if ranks is None or not ranks.deliver_sum(link, received):
+            self._otherwise(link, received)
+
+    def handle_kv(self, link: Link, received: Received) -> None:
+        """Hand K/V, or the end of a writing, to the exchange that waits for it."""
+        ranks = self._ranks()
+        client = None if ranks is None else ranks.kv_client(link)
+        if client is not None and client.expects(link, received):
+            client.handle_answer(link, received)
+        else:
+            self._otherwise(link, received)
+
+    def handle_failure(self, link: Link, received: Received) -> None:
+        """Note that a member failed, and hand its report to ``otherwise`` too."""
+        ranks = self._ranks()
+        if ranks is not None:
+            ranks.note_failure(link, received)
+        self._otherwise(link, received)

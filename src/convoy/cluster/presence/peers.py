@@ -10,26 +10,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from convoy.cluster.attestation.member_verifier import MemberVerifier
+from convoy.cluster.handlers import Handler
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
 from convoy.cluster.presence.first_dial import Arrival, FirstDial
-from convoy.cluster.presence.idle import IdleTimes
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
-from convoy.cluster.rights import FROM_PEER
+from convoy.cluster.status import IdleStatus
 from convoy.cluster.traffic import Traffic
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
-from convoy.wire.messages.control import Hello, Inquire, Reached
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import Hello, Inquire, Reached, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +39,35 @@ _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
 
 
+class IdleTimes:
+    """Track since when each member is idle: since it came, or since a plan began without it."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._since_s: dict[str, float] = {}
+
+    def begin(self, names: Collection[str]) -> None:
+        """Note that these members hold no layers from now on."""
+        for name in names:
+            self._since_s[name] = self._now()
+
+    def report(self, here: Mapping[str, Hello], members: Collection[str]) -> list[IdleStatus]:
+        """Return the idle members of ``here``: those that are not in ``members``, which hold layers.
+
+        Standbys are left out, because they are meant to hold no layers.
+        """
+        return [
+            IdleStatus(name, self._since_s.get(name, self._now()))
+            for name, hello in sorted(here.items())
+            if name not in members and not hello.standby
+        ]
+
+
 class Peers:
     """Hold the connected peers. Thread-safe.
 
-    ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's thread.
+    ``receive`` gets every frame that a peer sends; see `after_greeting`. It and ``lost`` are called on
+    receiver threads, ``joined`` on a dial's thread.
     """
 
     def __init__(
@@ -50,7 +76,7 @@ class Peers:
         network: Network,
         options: HeadOptions,
         *,
-        receive: Callable[[Link, Received], None],
+        receive: Handler,
         lost: Callable[[Link, ConvoyError], None],
         joined: Callable[[str], None],
     ) -> None:
@@ -153,7 +179,7 @@ class Peers:
             self._greet(link, mailbox)
 
         try:
-            muster = FirstDial(
+            first_dial = FirstDial(
                 self._me,
                 self._network,
                 self._options.wait_s,
@@ -161,8 +187,8 @@ class Peers:
                 on_link=greet,
                 on_arrival=self.on_arrival,
             )
-            mustered = muster.call()
-            links, self.absent = mustered.links, mustered.absent
+            dialled = first_dial.call()
+            links, self.absent = dialled.links, dialled.absent
             hellos = mailbox.gather(links, Hello, self._options.answer_s)
             self.vetting.admit(links, watch)
         except BaseException:
@@ -291,7 +317,7 @@ class Peers:
         self.vetting.attestation.attach(link)
         with self._changed:
             self._greeting[link] = mailbox
-        link.start(self._deliver, self._ended, FROM_PEER)
+        link.start(self._receive, self._ended, frames_from(Sender.PEER))
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:
@@ -316,19 +342,26 @@ class Peers:
             _log.warning(text, name, hello.memory_bytes / 1e9, counted / 1e9)
         return msgspec.structs.replace(hello, memory_bytes=counted)
 
-    def _deliver(self, link: Link, received: Received) -> None:
-        if self.vetting.attestation.takes(link, received):
-            return
-        if isinstance(received, ReceivedMessage) and isinstance(received.message, Reached):
-            with self._answered:
-                self._reached[link.peer] = received.message
-                self._answered.notify_all()
-            return
-        mailbox = self._greeting.get(link)
-        if mailbox is not None:
-            mailbox.deliver(link, received)
-        elif self.links.get(link.peer) is link:
-            self._receive(link, received)
+    def handle_reached(self, link: Link, reached: Reached) -> None:
+        """Note how far a peer is, for `positions`."""
+        with self._answered:
+            self._reached[link.peer] = reached
+            self._answered.notify_all()
+
+    def after_greeting(self, handle: Handler) -> Handler:
+        """Return a handler that calls ``handle`` for connected peers alone.
+
+        Before a peer is admitted, its frames belong to its greeting. After it was given up they are dropped.
+        """
+
+        def handle_connected(link: Link, received: Received) -> None:
+            mailbox = self._greeting.get(link)
+            if mailbox is not None:
+                mailbox.deliver(link, received)
+            elif self.links.get(link.peer) is link:
+                handle(link, received)
+
+        return handle_connected
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self.traffic.ended(link, error)

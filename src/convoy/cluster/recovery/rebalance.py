@@ -46,13 +46,13 @@ class Rebalancer:
 
     def __init__(
         self,
-        company: Peers,
+        peers: Peers,
         recovery: StageRecovery,
         when_idle: Callable[[str], None],
         between_steps: Callable[[Between], Any],
         prepare: Callable[[str, Callable[[], None], Callable[[], None]], None],
     ) -> None:
-        self._company = company
+        self._peers = peers
         self._recovery = recovery
         self._when_idle = when_idle
         self._between_steps = between_steps
@@ -122,7 +122,7 @@ class Rebalancer:
             # An idle moment costs no stream a pause, so a member is used at once there, unless it comes and
             # goes.
             at_once = self._num_joined[name] <= MAX_AT_ONCE and name not in self._num_in_vain
-            if at_once and not self._company.slow.left_s(name):
+            if at_once and not self._peers.slow.left_s(name):
                 self._when_idle(_why(name))
             if name in self._waiting:
                 return
@@ -133,7 +133,7 @@ class Rebalancer:
         if not self._has_waited(name):
             return
         # A plan that begins from here on is followed by a look at this member; one before is compared below.
-        if name not in self._company.present() or not self._recovery.has_use_for(name):
+        if name not in self._peers.present() or not self._recovery.has_use_for(name):
             return
         self._used_s[name] = time.monotonic()
 
@@ -146,7 +146,7 @@ class Rebalancer:
     def _has_waited(self, name: str) -> bool:
         """Wait as long as ``name`` has to. Returns False if the head closed."""
         while left_s := self._left_s(name):
-            if self._company.closed_within(min(left_s, BUSY_S)):
+            if self._peers.closed_within(min(left_s, BUSY_S)):
                 return False
         return True
 
@@ -159,8 +159,8 @@ class Rebalancer:
             num_in_vain = min(self._num_in_vain.get(name, 0), _MAX_DOUBLINGS)
             again_s = self._used_s.get(name, -math.inf) + AGAIN_S * 2 ** max(0, num_in_vain - 1)
             left_s: float = max(self._considered_s.get(name, -math.inf) + BUSY_S, again_s) - time.monotonic()
-            left_s = max(0.0, left_s, self._company.slow.left_s(name))
-            if not left_s or name not in self._company.present():
+            left_s = max(0.0, left_s, self._peers.slow.left_s(name))
+            if not left_s or name not in self._peers.present():
                 # Under the lock, so that a member that comes now begins anew.
                 self._waiting.discard(name)
                 return 0.0

@@ -100,9 +100,9 @@ class StageRecovery:
             self._cause = error.public or "a stage was lost"
         # The search below would not wait at all, so wait here: the engine must not ask without a pause.
         elif self._wait_s < _LOOK_UP_S:
-            company = self._head.company
-            company.wait(company.num_changes, _LOOK_UP_S)
-        self._sums = world_sizes(self._granted.plan)
+            peers = self._head.peers
+            peers.wait(peers.num_changes, _LOOK_UP_S)
+        self._sums = world_sizes(self._active.plan)
         self._say("looking for the members that remain")
         if isinstance(error, StepLate) and self._still_comes():
             return None
@@ -120,53 +120,53 @@ class StageRecovery:
         if not again and not self._lost_text():
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
-        granted = self._find_stages(self._granted.placement, began_s)
+        active = self._find_stages(self._active.placement, began_s)
         self._outage.end(
-            f"recovered: {granted.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
+            f"recovered: {active.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
         )
         self._blame.recovered()
         failed_at = blamed[0] if relapse and len(blamed) == 1 else None
-        return self._recovered(granted, relapse=relapse, failed_at=failed_at)
+        return self._recovered(active, relapse=relapse, failed_at=failed_at)
 
     def replan(self, request: Replan) -> NewStages | None:
         """Return better stages, or None if there are none. Raises as `recover`."""
         began_s = time.monotonic()
         self._cause = request.why
-        self._sums = world_sizes(self._granted.plan)
+        self._sums = world_sizes(self._active.plan)
         self._say("looking for the members that remain")
-        if self._better(self._head.company.slow.names()) is None:
+        if self._better(self._head.peers.slow.names()) is None:
             return None
         self._head.stop()
         self._outage = OutageLog(began_s)
         self._head.vetting.settle(self._require_wanted)
-        granted = self._find_stages(None, began_s)
+        active = self._find_stages(None, began_s)
         took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
-        self._outage.end(f"in use: {granted.placement.route.text}, {took}")
-        return self._recovered(granted)
+        self._outage.end(f"in use: {active.placement.route.text}, {took}")
+        return self._recovered(active)
 
     def lost(self, name: str, why: str) -> None:
         """Log which member is gone, and with which layers. Called at once, on the thread that found out."""
-        held = [stage for stage in self._granted.plan.stages if name in stage.holders]
+        held = [stage for stage in self._active.plan.stages if name in stage.holders]
         layers = " and ".join(layers_text(stage.start, stage.end) for stage in held) or "no layers"
         output = " and the output" if any(stage.output for stage in held) else ""
         _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
 
     def has_use_for(self, name: str) -> bool:
         """Return whether a better plan would use a member that has no stage now, slow or not."""
-        proposal = self._better(self._head.company.slow.names() - {name})
-        return proposal is not None and name in proposal.members - self._granted.members
+        proposal = self._better(self._head.peers.slow.names() - {name})
+        return proposal is not None and name in proposal.members - self._active.members
 
     def without_stage(self) -> set[str]:
         """Return the names of the connected members that hold no stage of the running plan."""
-        return self._head.company.present().keys() - self._granted.members
+        return self._head.peers.present().keys() - self._active.members
 
     def state(self) -> str:
         return f"{self._state} ({self._cause})"
 
     def cancel(self) -> None:
         self._cancelled.set()
-        self._head.company.wake()
+        self._head.peers.wake()
 
     def _better(self, slow: set[str]) -> PlannedStages | None:
         """Return a plan with members that the running one lacks, and without losing any but its standbys."""
@@ -176,15 +176,15 @@ class StageRecovery:
             proposal = head.planner.again(hellos, None, slow)
         except ConvoyError:
             return None
-        if not head.planner.keeps_room(self._granted.placement, proposal.placement):
+        if not head.planner.keeps_room(self._active.placement, proposal.placement):
             # No stage is lost, so no running request may lose the room for its tokens.
             return None
         standbys = {name for name, hello in hellos.items() if hello.standby}
-        kept = self._granted.members - standbys <= proposal.members
-        return proposal if kept and proposal.members - self._granted.members else None
+        kept = self._active.members - standbys <= proposal.members
+        return proposal if kept and proposal.members - self._active.members else None
 
     def _recovered(
-        self, granted: ActivePlan, *, relapse: bool = False, failed_at: str | None = None
+        self, active: ActivePlan, *, relapse: bool = False, failed_at: str | None = None
     ) -> NewStages:
         executor = self._head.executor
         assert executor is not None
@@ -193,11 +193,11 @@ class StageRecovery:
         self.on_plan({name for name, link in self._tried.items() if links.get(name) is link})
         return NewStages(
             executor,
-            self._limits_of(granted),
-            granted.max_context,
+            self._limits_of(active),
+            active.max_context,
             relapse=relapse,
             failed_at=failed_at,
-            same_bits=self._head.planner.same_bits() and world_sizes(granted.plan) == self._sums,
+            same_bits=self._head.planner.same_bits() and world_sizes(active.plan) == self._sums,
         )
 
     def _blamed(self) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class StageRecovery:
         """
         for name in self._blame.note(blamed):
             if self._can_spare(name):
-                self._head.company.give_up(name, "it fails again and again", slow=True)
+                self._head.peers.give_up(name, "it fails again and again", slow=True)
                 return
         wait_s = self._blame.wait_s()
         self._say(f"every member is there; the next try is in {wait_s:.1f} s")
@@ -233,8 +233,8 @@ class StageRecovery:
             self._late = _Late(step, time.monotonic())
         self._late.num_looks += 1
         looks = self._late.num_looks
-        answers = self._head.company.answers(
-            self._granted.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1)
+        answers = self._head.peers.answers(
+            self._active.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1)
         )
         laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
@@ -244,7 +244,7 @@ class StageRecovery:
         alone = laggard is not None and culprit in (None, laggard) and self._laggards.is_one(laggard)
         if alone and laggard is not None and self._can_spare(laggard):
             self._laggards.forget(laggard)
-            self._head.company.give_up(laggard, "it holds the others up, step after step", slow=True)
+            self._head.peers.give_up(laggard, "it holds the others up, step after step", slow=True)
             return False
         if culprit is None or self._keep(culprit):
             # A member that can be spared must not teach the clock its own pace.
@@ -258,20 +258,20 @@ class StageRecovery:
         A member that can be spared is given up at once. A member that is needed is given up after some
         looks, each longer than the last: then it may come back on a new link.
         """
-        granted, company = self._granted, self._head.company
+        active, peers = self._active, self._head.peers
         looks = self._late.num_looks
-        gone = granted.members - company.present().keys() - {self._head.name}
+        gone = active.members - peers.present().keys() - {self._head.name}
         for name in sorted(silent):
             if looks >= _PATIENCE or self._can_spare(name):
-                company.give_up(name, "it answers no ping")
+                peers.give_up(name, "it answers no ping")
                 gone.add(name)
         return min(gone, default=None) or min(silent, default=None)
 
     def _member_that_keeps(self, step: int) -> str | None:
         """Return the member that holds ``step``; None if every member has forwarded it."""
-        plan = self._granted.plan
-        others = self._granted.members - {self._head.name}
-        reached = self._head.company.positions(plan.generation, others, _PING_S)
+        plan = self._active.plan
+        others = self._active.members - {self._head.name}
+        reached = self._head.peers.positions(plan.generation, others, _PING_S)
         ring = [name for stage in plan.stages for name in stage.holders if name in others]
         return find_holder(ring, reached, step)
 
@@ -280,14 +280,14 @@ class StageRecovery:
 
         A member that is not kept is given up, or its links are made anew.
         """
-        company = self._head.company
-        if name not in company.present():
+        peers = self._head.peers
+        if name not in peers.present():
             return False
         if self._late.num_looks == 1:
             # The member is connected and may be busy, so it gets the time once more.
             return True
         if self._can_spare(name):
-            company.give_up(name, "it does not forward the steps that it receives", slow=True)
+            peers.give_up(name, "it does not forward the steps that it receives", slow=True)
             return False
         _log.warning("%s is slow or hangs, and no other member can hold its layers", name)
         return self._late.num_looks != _PATIENCE
@@ -295,16 +295,16 @@ class StageRecovery:
     def _can_spare(self, name: str) -> bool:
         if name == self._head.name:
             return False
-        return self._head.planner.can_spare(name, self._head.hellos(), self._granted.placement)
+        return self._head.planner.can_spare(name, self._head.hellos(), self._active.placement)
 
     # Other stages.
 
     def _drop_silent(self) -> None:
         """Give up silent members that can be spared, so that they do not hold the next plan up."""
-        company = self._head.company
-        for name in company.silent(self._granted.members, _PING_S):
+        peers = self._head.peers
+        for name in peers.silent(self._active.members, _PING_S):
             if self._can_spare(name):
-                company.give_up(name, "it answers no ping")
+                peers.give_up(name, "it answers no ping")
 
     def _find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
         """Return the next plan, running, as near to ``before`` as possible; with None, the best plan.
@@ -312,7 +312,7 @@ class StageRecovery:
         Two bounds apply: the wait for members, and the whole time since ``began_s``.
         Raises `StageLost` if there was no plan for too long.
         """
-        backoff, company = Backoff(), self._head.company
+        backoff, peers = Backoff(), self._head.peers
         waited_s = 0.0
         self._refusals, self._tried = {}, {}
 
@@ -323,7 +323,7 @@ class StageRecovery:
 
         while True:
             watch()
-            seen, waits_s = company.num_changes, time.monotonic()
+            seen, waits_s = peers.num_changes, time.monotonic()
             try:
                 return self._try_once(before, watch)
             except CapacityError as error:
@@ -343,9 +343,9 @@ class StageRecovery:
                 waits_s = time.monotonic()
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
-            before = self._granted.placement
+            before = self._active.placement
             if isinstance(why, CapacityError):
-                company.wait(seen, wait_s)
+                peers.wait(seen, wait_s)
                 self._cancelled.wait(_PACE_S)
             else:
                 self._cancelled.wait(wait_s)
@@ -357,9 +357,9 @@ class StageRecovery:
         hellos = head.hellos()
         # A peer that refused too often is left out, but only if a plan exists without it.
         for name, count in self._refusals.items():
-            if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
+            if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._active.placement):
                 hellos.pop(name, None)
-        proposal = head.planner.again(hellos, before, head.company.slow.names())
+        proposal = head.planner.again(hellos, before, head.peers.slow.names())
         self._tried |= {name: link for name, link in head.links.items() if name in proposal.members}
         names = " -> ".join("+".join(stage.holders) for stage in proposal.plan.stages)
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
@@ -381,20 +381,20 @@ class StageRecovery:
 
         Otherwise the head waits until their links time out.
         """
-        company = self._head.company
+        peers = self._head.peers
         num_silent: Counter[str] = Counter()
         while not done.wait(_PING_S):
             self._outage.tell(f"loading: {proposal.placement.route.text}")
-            silent = company.silent(proposal.members, _LOADING_PING_S)
+            silent = peers.silent(proposal.members, _LOADING_PING_S)
             num_silent = Counter({name: num_silent[name] + 1 for name in silent})
             for name, count in num_silent.items():
                 if not done.is_set() and (count >= _PATIENCE or self._can_spare(name)):
-                    company.give_up(name, "it answers no ping while it should load")
+                    peers.give_up(name, "it answers no ping while it should load")
 
     def _count_refusal(self) -> None:
         """Count a refusal of a connected peer, so that a peer that always refuses is not asked for ever."""
         name = self._head.failed
-        if name is None or name not in self._head.company.present():
+        if name is None or name not in self._head.peers.present():
             return
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
@@ -418,17 +418,17 @@ class StageRecovery:
 
     def _lost_text(self) -> str:
         """Return ``missing layers 4-11, beta is gone``, or an empty text if every stage is there."""
-        gone = sorted(self._granted.members - self._head.company.present().keys() - {self._head.name})
+        gone = sorted(self._active.members - self._head.peers.present().keys() - {self._head.name})
         if not gone:
             return ""
         verb = "is" if len(gone) == 1 else "are"
         return f"missing {self._head.route().missing}, {' and '.join(gone)} {verb} gone"
 
     @property
-    def _granted(self) -> ActivePlan:
-        granted = self._head.granted
-        assert granted is not None, "no plan ran, so none can be lost"
-        return granted
+    def _active(self) -> ActivePlan:
+        active = self._head.active_plan
+        assert active is not None, "no plan ran, so none can be lost"
+        return active
 
     def _say(self, text: str) -> None:
         self._state = text

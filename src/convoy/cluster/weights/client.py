@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable, StepError
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.fetch import Fetch, Piece
 
 # A hidden state of a running plan waits no longer than one of these pieces takes.
@@ -40,7 +40,7 @@ class Want:
 
 
 class PartClient:
-    """Hold all requests of this member for pieces. Any thread may call `takes`, `ended` and `abandon`.
+    """Hold all requests of this member for pieces. Any thread may call `handle_piece`, `ended` and `abandon`.
 
     ``stall_s`` bounds how long no piece may come while some are under way.
     """
@@ -52,11 +52,8 @@ class PartClient:
         # The queue that waits for the answer to each number of a link; None once its reader has left.
         self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a piece, and return whether the frame was one. A piece without a question ends the link."""
-        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Piece):
-            return False
-        piece = received.message
+    def handle_piece(self, link: Link, piece: Piece) -> None:
+        """Queue a piece for its reader. A piece without a question ends the link."""
         with self._lock:
             known = (link, piece.number) in self._asked
             waiting = self._asked.pop((link, piece.number), None)
@@ -64,7 +61,6 @@ class PartClient:
             waiting.put(piece)
         elif not known:
             link.dismiss("this member did not ask for that piece of a model")
-        return True
 
     def abandon(self, why: ConvoyError) -> None:
         """Make every `pull` that waits for pieces raise ``why``."""

@@ -22,7 +22,7 @@ from convoy.model.checkpoints.hub.files import commit_of
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, HashProgress, make_manifest
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Message, Progress, StageAssignment
 from convoy.wire.messages.fetch import Fetch, Piece
 
@@ -30,7 +30,10 @@ _MAX_REASON = 400
 
 
 class HeadWeightServer:
-    """Serve the weights of a head. Any thread may ask for the manifest; `takes` is for receiver threads."""
+    """Serve the weights of a head. Any thread may ask for the manifest.
+
+    ``sources`` handles the answers of peers that are asked for parts.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class HeadWeightServer:
         self._tensors: frozenset[str] = frozenset()
         self._in_use = InUse(source.path) if commit_of(source.path) else None
         self._answers = RequestQueue(self._begin)
-        self._sources = PeerWeightSource(present)
+        self.sources = PeerWeightSource(present)
         # Bytes, by member and then by source.
         self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # The peer that each member's last piece came from, if it did not come from the head.
@@ -116,18 +119,13 @@ class HeadWeightServer:
                 hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
             )
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a question for a piece, or a peer's answer to one, and return whether it was one."""
-        if self._sources.takes(link, received):
-            return True
-        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Fetch):
-            return False
-        self._answers.ask(link, received.message)
-        return True
+    def handle_fetch(self, link: Link, fetch: Fetch) -> None:
+        """Queue a question for a piece."""
+        self._answers.ask(link, fetch)
 
     def ended(self, link: Link) -> None:
         """Forget a link that ended."""
-        self._sources.ended(link)
+        self.sources.ended(link)
 
     def close(self) -> None:
         self._answers.close()
@@ -153,7 +151,7 @@ class HeadWeightServer:
         return answer
 
     def _reader(self, asker: str, watch: Callable[[], None]) -> PeerReader:
-        return self._sources.reader(self.manifest, asker, watch)
+        return self.sources.reader(self.manifest, asker, watch)
 
     def _answer(self, fetch: Fetch, absent: Absent | None = None) -> Piece:
         try:
@@ -192,7 +190,7 @@ class Absent:
         """Return the bytes, and the peer that sent them. Raises ModelError with the reason of each source."""
         num_bytes = place.clip(fetch.start, fetch.num_bytes)
         if fetch.wrong:
-            self.peers.blame(place, fetch.part, fetch.wrong)
+            self.peers.report_wrong(place, fetch.part, fetch.wrong)
         try:
             return self.peers.read(place, fetch.part, fetch.start, num_bytes)
         except ModelError as error:

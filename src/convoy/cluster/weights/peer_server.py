@@ -13,9 +13,9 @@ from convoy.cluster.weights.part_index import PartLocation, check_listable, to_b
 from convoy.cluster.weights.request_queue import Answer, RequestQueue
 from convoy.errors import ConvoyError, ModelError
 from convoy.model.checkpoints.manifest import Manifest
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Message, Plan
-from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
+from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece
 
 _MAX_REASON = 400
 
@@ -34,19 +34,14 @@ class PeerWeightServer:
         self._lock = threading.Lock()
         self._plans: dict[Link, Plan] = {}
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a question for tensors, and return whether the frame was one; for receiver threads.
+    def handle_question(self, link: Link, question: Fetch | Holding) -> None:
+        """Queue a question for tensors."""
+        self._answers.ask(link, question)
 
-        A head's newest plan, running or later, is noted here: the head may ask for that model alone.
-        """
-        match received:
-            case ReceivedMessage(message=Fetch() | Holding() as question):
-                self._answers.ask(link, question)
-                return True
-            case ReceivedMessage(message=Plan() as plan) | ReceivedMessage(message=Prepare(plan=plan)):
-                with self._lock:
-                    self._plans[link] = plan
-        return False
+    def note_plan(self, link: Link, plan: Plan) -> None:
+        """Note a head's newest plan, running or later: the head may ask for that model alone."""
+        with self._lock:
+            self._plans[link] = plan
 
     def ended(self, link: Link) -> None:
         with self._lock:

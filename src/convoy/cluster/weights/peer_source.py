@@ -21,7 +21,7 @@ from convoy.errors import ConvoyError, ModelError
 from convoy.model.checkpoints.hub.weights import HeldTensors as HeldBack
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile
-from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Hello
 from convoy.wire.messages.fetch import Held, Holding
 
@@ -68,16 +68,8 @@ class PeerWeightSource:
         self._said: dict[Link, _Said] = {}
         self._manifest: Manifest | None = None
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle an answer to a question of the head, and return whether the frame was one.
-
-        An answer without a question ends its link.
-        """
-        if self.fetches.takes(link, received):
-            return True
-        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Held):
-            return False
-        held = received.message
+    def handle_held(self, link: Link, held: Held) -> None:
+        """Note which tensors a peer has. An answer without a question ends its link."""
         with self._changed:
             said, manifest = self._said.get(link), self._manifest
             is_asked = said is not None and said.names is None
@@ -87,7 +79,6 @@ class PeerWeightSource:
             self._changed.notify_all()
         if not is_asked:
             link.dismiss("this member did not ask which tensors it has")
-        return True
 
     def ended(self, link: Link) -> None:
         """Forget a link that ended."""
@@ -196,7 +187,7 @@ class PeerReader:
         # Bytes, by member.
         self.taken: Counter[str] = Counter()
 
-    def blame(self, place: PartLocation, digest: str, member: str) -> None:
+    def report_wrong(self, place: PartLocation, digest: str, member: str) -> None:
         """Note that ``asker`` got wrong bytes of a part from ``member``."""
         link = self._sources.link_to(member)
         if link is not None and (digest, link) not in self._wrong:
@@ -244,7 +235,7 @@ class PeerReader:
                 if file.finish():
                     return
             if not resumed and len(members) == 1:
-                self.blame(place, part.digest, members.pop())
+                self.report_wrong(place, part.digest, members.pop())
         raise ModelError(f"{_MAX_TRIES} times other bytes of {part.name} came than the manifest lists")
 
     def _begin(self, place: PartLocation, digest: str, start: int) -> _At:

@@ -31,7 +31,7 @@ from convoy.model.checkpoints.source import ModelSource, needs_no_files
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest, tensor_digests
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile, is_whole
 from convoy.model.checkpoints.store.received import ReceivedModel, VerifiedParts
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Plan, Progress, StageAssignment
 from convoy.wire.messages.fetch import Piece
 
@@ -80,11 +80,14 @@ class FoundWeights:
 
 
 class PeerWeights:
-    """Find and fetch the weights of a peer, for the thread that loads and one that prepares a later plan."""
+    """Find and fetch the weights of a peer, for the thread that loads and one that prepares a later plan.
+
+    ``fetches`` handles pieces that come from the head, and ``server`` the head's own questions.
+    """
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = PartClient()
-        self._shelf = PeerWeightServer(self.on_hand)
+        self.server = PeerWeightServer(self.on_hand)
         self._me = me
         self._options = options
         self._from_hub = FromHub(me, options.member)
@@ -135,17 +138,10 @@ class PeerWeights:
                 hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
             )
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Handle a piece, or a question for one, and return whether the frame was one.
-
-        It is for the receiver thread of the head's link.
-        """
-        return self.fetches.takes(link, received) or self._shelf.takes(link, received)
-
     def ended(self, link: Link) -> None:
         """Forget the head's link, which ended."""
         self.fetches.ended(link)
-        self._shelf.ended(link)
+        self.server.ended(link)
 
     def make_ready(self, asker: Asker, found: FoundWeights, mine: StageAssignment) -> None:
         """Get every tensor that ``mine`` owns, and compare each with the manifest. Raises as `find` does."""
@@ -230,7 +226,7 @@ class PeerWeights:
 
     def close(self) -> None:
         """Release the cache: nothing is loaded any more, so its files may be removed."""
-        self._shelf.close()
+        self.server.close()
         if self._in_use is not None:
             self._in_use.close()
 

@@ -18,7 +18,7 @@ from convoy.errors import ConvoyError, StepError
 from convoy.model.kv.span_kv import MAX_CARRIED_BYTES
 from convoy.model.stage import Stage
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import StageAssignment
 
 # The dimension of heads in [layers, 2, positions, heads, head_dim].
@@ -28,7 +28,7 @@ _HEADS = 3
 class RankBlocks:
     """Read and write the K/V of all ranks, for rank 0.
 
-    One thread reads and writes, while no step runs; any thread may call `takes` and `end`.
+    One thread reads and writes, while no step runs; any thread may call `client` and `end`.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class RankBlocks:
         }
         self._rank_of = {link: rank for rank, link in links.items()}
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Return whether ``received`` is a rank's reply, and pass it on if so. Receiver threads call this."""
+    def client(self, link: Link) -> KvClient | None:
+        """Return the client of the rank at the end of ``link``; None for another link."""
         rank = self._rank_of.get(link)
-        return rank is not None and self._carriers[rank].takes(link, received)
+        return None if rank is None else self._carriers[rank]
 
     def end(self, error: ConvoyError) -> None:
         """End all exchanges with ``error``: no reply comes any more."""

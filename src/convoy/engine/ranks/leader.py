@@ -14,11 +14,12 @@ import torch
 from convoy.engine.ranks.blocks import RankBlocks
 from convoy.engine.ranks.protocol import RankCollective, named, prove
 from convoy.engine.ranks.watch import RankWatch
+from convoy.engine.run.kv_client import KvClient
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, LinkClosed, StageLost
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.stage import Computed, PendingSamples, Stage
 from convoy.model.tensors import to_wire
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Message, StageAssignment, Step
 from convoy.wire.messages.ranks import RankOutput, RankStep
 
@@ -26,10 +27,10 @@ from convoy.wire.messages.ranks import RankOutput, RankStep
 class LeaderStage:
     """Present this rank's slice and the other ranks as one `Stage`.
 
-    ``links`` leads to the other ranks, by rank. One thread runs the stage; any thread may call `takes`
-    and `abort`. ``own`` has joined ``collective``. ``num_kv_heads`` counts those of the whole model.
-    ``timeout_s`` is the time allowed for K/V of another rank, on top of the time for its bytes. ``culprit``
-    is the member of the rank that made a step fail here.
+    ``links`` leads to the other ranks, by rank. One thread runs the stage; any thread may call
+    `kv_client` and `abort`. ``own`` has joined ``collective``. ``num_kv_heads`` counts those of the whole
+    model. ``timeout_s`` is the time allowed for K/V of another rank, on top of the time for its bytes.
+    ``culprit`` is the member of the rank that made a step fail here.
     """
 
     overlaps = False
@@ -74,9 +75,9 @@ class LeaderStage:
 
     # Threads of links.
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Return whether ``received`` is another rank's reply about K/V, and pass it on if so."""
-        return self._blocks.takes(link, received)
+    def kv_client(self, link: Link) -> KvClient | None:
+        """Return the client that exchanges K/V over ``link``; None if no rank is at its end."""
+        return self._blocks.client(link)
 
     def abort(self, error: ConvoyError) -> None:
         """Wake every thread that waits for another rank here; it and later orders raise `StageLost`."""

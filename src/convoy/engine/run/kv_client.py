@@ -69,19 +69,18 @@ class KvClient:
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
         self._ended: ConvoyError | None = None
 
-    def takes(self, link: Link, received: Received) -> bool:
-        """Return whether ``received`` answers an exchange of this client, and queue it if so.
-
-        Receiver threads call this.
-        """
+    def expects(self, link: Link, received: Received) -> bool:
+        """Return whether ``received`` answers an exchange of this client, under way or given up."""
         if not _is_answer(received) or received.generation != self._generation:
             return False
-        if self._asked != (link.peer, received.step):
-            # A late reply to an exchange that was given up is dropped.
-            return received.step < self._number
-        self._asked = None
-        self._arrivals.put(link, received, weight_of(received))
-        return True
+        return self._asked == (link.peer, received.step) or received.step < self._number
+
+    def handle_answer(self, link: Link, received: Received) -> None:
+        """Queue an answer that `expects` is true for. Receiver threads call this."""
+        # A late reply to an exchange that was given up is dropped.
+        if self._asked == (link.peer, received.step):
+            self._asked = None
+            self._arrivals.put(link, received, weight_of(received))
 
     def note(self, received: Received) -> None:
         """Watch all other messages: a stage that failed does not answer."""

@@ -129,7 +129,8 @@ class PipelineExecutor:
         A hidden state counts only from the last stage before the head, because a readiness probe must prove
         that every stage ran.
         """
-        if self._carrier.takes(link, received):
+        if self._carrier.expects(link, received):
+            self._carrier.handle_answer(link, received)
             return
         is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, SampleReplies)
         is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN

@@ -15,8 +15,8 @@ from convoy.errors import ConvoyError, FrameError, PeerRefused, ProviderError
 from convoy.wire.fleet.messages import (
     MAX_GREETING_BYTES,
     PROTOCOL,
-    Challenge,
-    Hello,
+    ProviderChallenge,
+    ProviderHello,
     Refused,
     challenge_bytes,
     decode_from_coordinator,
@@ -45,23 +45,25 @@ class Greeting:
     authority: str
     pinned: bytes | None
 
-    async def challenged(self, connection: ClientConnection) -> Challenge:
+    async def challenged(self, connection: ClientConnection) -> ProviderChallenge:
         """Return the coordinator's challenge with its key in it, both proved.
 
         Raises `CoordinatorUnproved`, `NotYet` and `FrameError`.
         """
         seen = _certificate_hash(connection)
-        hello = Hello(PROTOCOL, secrets.token_bytes(32), self.authority, bool(seen), self.pinned is not None)
+        hello = ProviderHello(
+            PROTOCOL, secrets.token_bytes(32), self.authority, bool(seen), self.pinned is not None
+        )
         await connection.send(encode_fleet(hello))
         answer = decode_from_coordinator(binary(await connection.recv()), MAX_GREETING_BYTES)
         if isinstance(answer, Refused):
             # The refusal is not signed, so anybody on the way may have sent it. It must never be final.
             raise NotYet(f"the coordinator says: {answer.reason}")
-        if not isinstance(answer, Challenge) or answer.protocol != PROTOCOL:
+        if not isinstance(answer, ProviderChallenge) or answer.protocol != PROTOCOL:
             raise ProviderError(f"the coordinator does not speak version {PROTOCOL} of this protocol")
         return self._checked(hello, answer, seen)
 
-    def _checked(self, hello: Hello, challenge: Challenge, seen: bytes) -> Challenge:
+    def _checked(self, hello: ProviderHello, challenge: ProviderChallenge, seen: bytes) -> ProviderChallenge:
         key = challenge.coordinator if self.pinned is None else self.pinned
         try:
             verify(key, challenge.signature, challenge_bytes(hello, challenge))

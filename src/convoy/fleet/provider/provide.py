@@ -34,7 +34,6 @@ from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     AwaitApproval,
     Cancel,
-    Challenge,
     Credit,
     DrainNotice,
     FleetMessage,
@@ -44,6 +43,7 @@ from convoy.wire.fleet.messages import (
     Offer,
     Proof,
     Prove,
+    ProviderChallenge,
     Refused,
     Register,
     Registered,
@@ -299,7 +299,7 @@ class Provider:
         except (ProviderError, WebSocketException, OSError) as error:
             _log.debug("a challenge was not answered: %s", type(error).__name__)
 
-    async def _evidence(self, coordinator: bytes, asked: Challenge | Prove) -> bytes:
+    async def _evidence(self, coordinator: bytes, asked: ProviderChallenge | Prove) -> bytes:
         if self._options.evidence_source is None:
             return b""
         expires_s = int(self._key_made_s) + _KEY_S

@@ -28,16 +28,19 @@ from convoy.wire.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     RECORD_BYTES,
+    TENSOR_TYPES,
     FrameHeader,
     decode_header,
     decode_preamble,
     decode_size,
+    frames_from,
 )
-from convoy.wire.messages.control import TENSOR_TYPES, FrameType, Message
+from convoy.wire.messages.control import FrameType, Message, Sender
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
 
 _BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
-LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType.SWITCH, FrameType.ROSTER})
+# The frames that a link handles itself, for every owner.
+LINK_TYPES = frames_from(Sender.LINK)
 
 
 class ReceivedMessage(NamedTuple):

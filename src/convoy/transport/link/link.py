@@ -30,10 +30,8 @@ from convoy.transport.link.reader import Reader
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
-from convoy.wire.codec import encode_message, frame_type_of
-from convoy.wire.frame import cluster_tag
+from convoy.wire.frame import TENSOR_TYPES, cluster_tag
 from convoy.wire.messages.control import (
-    TENSOR_TYPES,
     Bye,
     FrameType,
     Message,
@@ -148,7 +146,7 @@ class Link:
         Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
         """
         _check_position(generation, step, 0)
-        self._outgoing.send(message_frame(frame_type_of(message), encode_message(message), generation, step))
+        self._outgoing.send(message_frame(message, generation, step))
 
     def post(self, message: Message) -> bool:
         """Queue a message for the sender thread without waiting for the peer.
@@ -157,8 +155,7 @@ class Link:
 
         Raises the errors of `send`.
         """
-        frame = message_frame(frame_type_of(message), encode_message(message), 0, 0)
-        return self._outgoing.post(frame, 0.0)
+        return self._outgoing.post(message_frame(message), 0.0)
 
     def send_tensor(
         self,
@@ -229,17 +226,15 @@ class Link:
         """
         connections = fresh.release()
         self._replacement.keep(connections)
-        said = encode_message(Switch(connections.link_id))
         try:
-            connections.outgoing.send(message_frame(FrameType.SWITCH, said, 0, 0))
+            connections.outgoing.send(message_frame(Switch(connections.link_id)))
         except ConvoyError:
             connections.close()
             raise
 
     def post_roster(self, signed: bytes) -> None:
         """Queue a newer roster without waiting. Do nothing if the link is over."""
-        update = encode_message(RosterUpdate(signed))
-        self._outgoing.post_roster(message_frame(FrameType.ROSTER, update, 0, 0))
+        self._outgoing.post_roster(message_frame(RosterUpdate(signed)))
 
     def revoke(self, reason: str) -> None:
         """Close the link as `close` does, but send only the reason: the peer may not have the queued
@@ -267,7 +262,7 @@ class Link:
                 return
             # Set first, so that the errors of ending threads count as this close.
             self._closing = error
-        bye = message_frame(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
+        bye = message_frame(Bye(reason[:_MAX_REASON]))
         timeout_s = self._options.close_timeout_s
         # A revoked member is cut off within a second, whether or not it reads the goodbye and hangs up.
         farewell_s = timeout_s / 4 if revoke else timeout_s
@@ -383,8 +378,8 @@ class Link:
 
     def _say_switch(self, fresh: Connections) -> None:
         """Queue SWITCH, the last frame of the outgoing connection. Later frames go over ``fresh``."""
-        said = encode_message(Switch(fresh.link_id))
-        self._outgoing.post_switch(message_frame(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
+        switch = message_frame(Switch(fresh.link_id))
+        self._outgoing.post_switch(switch._replace(onto=fresh.outgoing))
 
     def _hold(self, fresh: Connections) -> None:
         """Let the end of the link close ``fresh`` too. Raises `LinkBroken` if the link has ended already."""

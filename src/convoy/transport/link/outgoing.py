@@ -20,6 +20,7 @@ from convoy.errors import ConvoyError, LinkBroken, LinkClosed
 from convoy.transport.link.key_usage import TLS_RECORD_BYTES, KeyUsage
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
+from convoy.wire.codec import encode_message
 from convoy.wire.frame import (
     FLAG_LAST,
     HEADER_BYTES,
@@ -28,7 +29,7 @@ from convoy.wire.frame import (
     encode_header_into,
     encode_size,
 )
-from convoy.wire.messages.control import FrameType
+from convoy.wire.messages.control import FrameType, Message, Pong, RosterUpdate
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, encode_descriptor
 
 _FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
@@ -129,7 +130,7 @@ class Outgoing:
         queued PONGs is limited, and further ones are dropped.
         """
         with self._changed:
-            waiting = sum(item.type is FrameType.PONG for item in self._queue)
+            waiting = sum(item.type is Pong.frame.type for item in self._queue)
             if self._error is None and waiting < _MAX_PONGS:
                 self._queue.append(frame)
                 self._queued_bytes += frame.nbytes
@@ -162,7 +163,7 @@ class Outgoing:
         with self._changed:
             if self._error is not None or self._closing:
                 return
-            kept = [item for item in self._queue if item.type is not FrameType.ROSTER]
+            kept = [item for item in self._queue if item.type is not RosterUpdate.frame.type]
             self._queue = deque([*kept, frame])
             self._queued_bytes = sum(item.nbytes for item in self._queue)
             self._changed.notify_all()
@@ -374,10 +375,11 @@ def _end_unused(frames: Iterable[OutgoingFrame], error: ConvoyError) -> None:
             frame.onto.end(error)
 
 
-def message_frame(kind: FrameType, payload: bytes, generation: int, step: int) -> OutgoingFrame:
+def message_frame(message: Message, generation: int = 0, step: int = 0) -> OutgoingFrame:
     """Return a message as an `OutgoingFrame`.
 
     Raises `FrameTooLong` in the caller's own thread, before anything is sealed.
     """
+    kind, payload = message.frame.type, encode_message(message)
     check_payload(kind, len(payload))
     return OutgoingFrame(kind, generation, step, payload=payload)

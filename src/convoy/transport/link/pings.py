@@ -8,8 +8,7 @@ import time
 
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_frame
-from convoy.wire.codec import encode_message
-from convoy.wire.messages.control import FrameType, Ping, Pong
+from convoy.wire.messages.control import Ping, Pong
 
 # The token of a PONG that answers no ping.
 _ASKED_BY_NOBODY = -1
@@ -94,8 +93,8 @@ class _Waiting:
 
 
 def _ping(token: int) -> OutgoingFrame:
-    return message_frame(FrameType.PING, encode_message(Ping(token)), 0, 0)
+    return message_frame(Ping(token))
 
 
 def _pong(token: int) -> OutgoingFrame:
-    return message_frame(FrameType.PONG, encode_message(Pong(token)), 0, 0)
+    return message_frame(Pong(token))

@@ -26,11 +26,11 @@ from convoy.transport.link.incoming import Incoming, ReceivedMessage
 from convoy.transport.link.outgoing import Outgoing
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
-from convoy.wire.messages.control import FrameType, Switch
+from convoy.wire.messages.control import Switch
 
 _log = logging.getLogger(__name__)
 
-_SWITCH = frozenset({FrameType.SWITCH})
+_SWITCH = frozenset({Switch.frame.type})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from convoy.crypto.keys import prefixed
-from convoy.wire.messages.control import Evidence
+from convoy.wire.messages.evidence import Evidence
 
 LABEL = b"convoy attestation v1"
 PROVIDER_LABEL = b"convoy provider evidence v1"

@@ -28,7 +28,7 @@ from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict
 from convoy.wire.messages.claims import Claims, decode_claims
-from convoy.wire.messages.control import Evidence
+from convoy.wire.messages.evidence import Evidence
 
 TPM2 = "tpm2"
 _MAX_SHOWN = 100

@@ -14,7 +14,7 @@ import msgspec
 
 from convoy.crypto.keys import prefixed
 from convoy.errors import FrameError, FrameTooLong
-from convoy.wire.messages.control import Register as TpmRegister
+from convoy.wire.messages.evidence import Register as TpmRegister
 from convoy.wire.text import plain_text
 
 PROTOCOL = 2
@@ -51,7 +51,7 @@ class FleetMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """
 
 
-class Hello(FleetMessage, frozen=True, tag="Hello"):
+class ProviderHello(FleetMessage, frozen=True, tag="Hello"):
     """Ask the coordinator at this address to prove that it is the one (provider to coordinator, first of
     all).
 
@@ -66,7 +66,7 @@ class Hello(FleetMessage, frozen=True, tag="Hello"):
     pinned: bool
 
 
-class Challenge(FleetMessage, frozen=True, tag="Challenge"):
+class ProviderChallenge(FleetMessage, frozen=True, tag="Challenge"):
     """Ask the provider to prove its identity, now and to this coordinator (coordinator to provider).
 
     ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the
@@ -261,8 +261,8 @@ class Failed(FleetMessage, frozen=True, tag="Failed"):
     refused: bool = False
 
 
-FromProvider = Hello | Register | Proof | Heartbeat | DrainNotice | Began | Chunk | Done | Failed
-FromCoordinator = Challenge | Registered | AwaitApproval | Refused | Prove | Serve | Cancel | Credit
+FromProvider = ProviderHello | Register | Proof | Heartbeat | DrainNotice | Began | Chunk | Done | Failed
+FromCoordinator = ProviderChallenge | Registered | AwaitApproval | Refused | Prove | Serve | Cancel | Credit
 
 _encoder = msgspec.msgpack.Encoder()
 _from_provider: msgspec.msgpack.Decoder[FromProvider] = msgspec.msgpack.Decoder(FromProvider)
@@ -309,7 +309,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, most: int, who: st
         raise FrameError(f"{len(data)} bytes of the {who} are not one of its messages") from None
 
 
-def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
+def challenge_bytes(hello: ProviderHello, challenge: ProviderChallenge) -> bytes:
     """Return the bytes that a coordinator signs.
 
     They cover this hello, the address, the certificate and the challenge.
@@ -321,7 +321,7 @@ def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
     )
 
 
-def registration_bytes(challenge: Challenge, authority: str, register: Register) -> bytes:
+def registration_bytes(challenge: ProviderChallenge, authority: str, register: Register) -> bytes:
     """Return the bytes that a registration's signature covers.
 
     ``authority`` is the host:port of the coordinator, as dialled.

@@ -16,7 +16,7 @@ from convoy.crypto.identity import verify
 from convoy.crypto.keys import prefixed
 from convoy.errors import AttestationError, ConvoyError
 from convoy.wire.fleet.messages import MAX_EVIDENCE_BYTES, Bytes32, Signature
-from convoy.wire.messages.control import Evidence, Part, Register
+from convoy.wire.messages.evidence import Evidence, Part, Register
 
 MAX_MEMBERS = 64
 MAX_ROSTER_BYTES = 256 * 1024

@@ -7,7 +7,9 @@ plain values: the receiver checks that an index fits a pool, or a span a model.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -58,8 +60,6 @@ class FrameType(enum.IntEnum):
     BYE = 0x3F
 
 
-# Frames of these types carry a tensor and no message.
-TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS, FrameType.PARTIAL})
 # The most ranks of one stage.
 MAX_RANKS = 16
 # The size of one tag in `Row.tag`, `Row.tags` and `BlockGrant.shared`.
@@ -72,10 +72,8 @@ HubCommitName = Annotated[
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40})?\Z"
     ),
 ]
-Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 # No member has this much memory, so a larger offer is malformed.
 MAX_OFFER_BYTES = 16 << 40
-Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 # An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
 # of a step, not by the size of a frame. Each row, sample request and answer of a step has a token of its own.
 MAX_STEP_TOKENS = 16 * 1024
@@ -95,12 +93,60 @@ TokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 1024)]
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
 
+class Sender(enum.Flag):
+    """Name the members that may send a frame, as the receiving end of the link sees them."""
+
+    # A head, to each of its peers.
+    HEAD = enum.auto()
+    # A peer, to its head.
+    PEER = enum.auto()
+    # The member of the stage before, in the ring.
+    PREDECESSOR = enum.auto()
+    # Rank 0 of a stage, to its other ranks.
+    LEADER = enum.auto()
+    # Another rank of a stage, to its rank 0.
+    FOLLOWER = enum.auto()
+    # The rank before, in the ring of the ranks of one stage.
+    RANK = enum.auto()
+    # Either end of any link. `transport.link` handles these frames itself.
+    LINK = enum.auto()
+
+
+class FrameRow(NamedTuple):
+    """Hold the facts of one type of sealed frame: its number, its limit and its senders.
+
+    ``max_bytes`` bounds the payload before sealing. ``prose`` has the fields with text for people, and the
+    number of characters that are kept of each.
+    """
+
+    type: FrameType
+    max_bytes: int
+    senders: Sender
+    prose: Mapping[str, int] = MappingProxyType({})
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Serve as the base of all messages. A message is encoded as a msgpack array in field order."""
+    """Serve as the base of all messages. A message is encoded as a msgpack array in field order.
+
+    Each class sets ``frame``, its row. Nothing else names its frame type, its limit or its senders.
+    """
+
+    frame: ClassVar[FrameRow]
+
+    def names(self) -> list[str]:
+        """Return the names in this message, each of which must be printable; see `wire.text`."""
+        return []
 
 
 class Hello(Message, frozen=True):
     """State what this member can do: the first sealed message of each side."""
+
+    frame = FrameRow(
+        FrameType.HELLO,
+        4 * 1024,
+        Sender.HEAD | Sender.PEER,
+        prose={"software": 100, "platform": 200, "device": 200},
+    )
 
     software: str
     # The activation dtypes that it accepts: "float32", "bfloat16".
@@ -118,28 +164,8 @@ class Hello(Message, frozen=True):
     # For people to read; ``kernels`` decides what the member can run.
     device: str = "cpu"
 
-
-class Challenge(Message, frozen=True):
-    """Ask the member at the other end to prove its state, now and on this link (verifier to attester).
-
-    Either side of a head's link may be the verifier.
-    """
-
-    # Random, never used twice.
-    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    # The registers to quote from the SHA-256 bank, ascending.
-    pcrs: Annotated[list[Register], msgspec.Meta(max_length=24)]
-
-
-class Evidence(Message, frozen=True):
-    """Answer a `Challenge`. ``claims`` encodes `Claims`; ``kind`` names the hardware, or is empty."""
-
-    claims: Annotated[bytes, msgspec.Meta(max_length=32 * 1024)]
-    # By the identity key, over the binding of the link, the nonce and all of this.
-    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-    kind: Annotated[str, msgspec.Meta(max_length=32)]
-    # The statements of that kind of hardware, in the order that the kind defines.
-    parts: Annotated[list[Part], msgspec.Meta(max_length=32)]
+    def names(self) -> list[str]:
+        return [*self.dtypes, *self.kernels]
 
 
 class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -173,6 +199,8 @@ class Plan(Message, frozen=True):
     ``generation`` is the plan id.
     """
 
+    frame = FrameRow(FrameType.PLAN, 1024 * 1024, Sender.HEAD)
+
     generation: int
     # The head's name for the model; for a bundled model, its name.
     model: str
@@ -201,11 +229,17 @@ class Plan(Message, frozen=True):
         """Return the kernel that the stage at ``position`` runs."""
         return self.kernels[position] if self.kernels else self.kernel
 
+    def names(self) -> list[str]:
+        stages = [name for stage in self.stages for name in (stage.member, *stage.ranks)]
+        return [self.model, self.model_digest, self.kernel, self.activation_dtype, *self.kernels, *stages]
+
 
 class Progress(Message, frozen=True):
     """Report how far a peer is with loading, or before that with fetching or checking weights (peer to
     head).
     """
+
+    frame = FrameRow(FrameType.PROGRESS, 256, Sender.PEER)
 
     generation: int
     loaded_bytes: int
@@ -216,6 +250,8 @@ class Progress(Message, frozen=True):
 
 class Ready(Message, frozen=True):
     """Report that the stage is loaded, and how much room is left for K/V (peer to head)."""
+
+    frame = FrameRow(FrameType.READY, 256, Sender.PEER)
 
     generation: int
     weight_bytes: int
@@ -231,6 +267,8 @@ class Refuse(Message, frozen=True):
     reason.
     """
 
+    frame = FrameRow(FrameType.REFUSE, 16 * 1024, Sender.PEER, prose={"reason": 500, "hint": 500})
+
     generation: int
     reason: str
     hint: str
@@ -240,6 +278,8 @@ class Refuse(Message, frozen=True):
 class Activate(Message, frozen=True):
     """Start the plan with this digest, with pools of this many blocks (head to peer)."""
 
+    frame = FrameRow(FrameType.ACTIVATE, 1024, Sender.HEAD)
+
     generation: int
     plan_digest: bytes
     num_blocks: Groups
@@ -247,6 +287,8 @@ class Activate(Message, frozen=True):
 
 class Activated(Message, frozen=True):
     """Report that the pools are made and the successor is linked (peer to head)."""
+
+    frame = FrameRow(FrameType.ACTIVATED, 256, Sender.PEER)
 
     generation: int
 
@@ -340,6 +382,12 @@ class Step(Message, frozen=True):
     blocks, and all draws `MAX_STEP_BIASES` biases.
     """
 
+    # A step is largest through the tokens that its sample requests look back on. A head has by default 32
+    # sequences and 64 guesses in a step, each with 131,072 tokens of 4 bytes: 48 MiB. Beside that,
+    # `MAX_STEP_BIASES` of 15 bytes are 4.7 MiB, 320 sample requests with 1,024 restricted tokens are 1.3 MiB,
+    # and 32 shared prompts of that length in blocks of 16 (5 bytes and a tag of 16) are 5.3 MiB.
+    frame = FrameRow(FrameType.STEP, 64 * 1024 * 1024, Sender.HEAD)
+
     number: int
     # The sequences that end, with their block tables.
     released: Released
@@ -362,6 +410,10 @@ class SampleReplies(Message, frozen=True):
     head).
     """
 
+    # The largest has the logits of 32 sessions over a vocabulary of 262,144, which are 32 MiB, and 20
+    # alternatives of 15 bytes for each of `MAX_STEP_TOKENS` answers, which are 4.7 MiB.
+    frame = FrameRow(FrameType.DRAWN, 40 * 1024 * 1024, Sender.PEER)
+
     number: int
     answers: Annotated[list[SampleReply], Entries]
 
@@ -379,6 +431,8 @@ class ReadBlocks(Message, frozen=True):
     The answer is a BLOCKS tensor, or `BlocksDone` with the error.
     """
 
+    frame = FrameRow(FrameType.READ_BLOCKS, 8 * 1024, Sender.HEAD | Sender.LEADER)
+
     # Numbers this exchange; its frames' headers have it as the step.
     number: int
     model_digest: str
@@ -395,6 +449,8 @@ class WriteBlocks(Message, frozen=True):
     written they are full, with these tags at their ends. The answer is `BlocksDone`.
     """
 
+    frame = FrameRow(FrameType.WRITE_BLOCKS, 32 * 1024, Sender.HEAD | Sender.LEADER)
+
     number: int
     model_digest: str
     blocks: Blocks
@@ -403,6 +459,8 @@ class WriteBlocks(Message, frozen=True):
 
 class BlocksDone(Message, frozen=True):
     """Report that blocks were written, or the error (peer to head)."""
+
+    frame = FrameRow(FrameType.BLOCKS_DONE, 4 * 1024, Sender.PEER | Sender.FOLLOWER, prose={"error": 500})
 
     number: int
     error: str
@@ -415,9 +473,14 @@ class StepFailed(Message, frozen=True):
     if the fault is the sender's own.
     """
 
+    frame = FrameRow(FrameType.STEP_FAILED, 16 * 1024, Sender.PEER | Sender.FOLLOWER, prose={"reason": 500})
+
     number: int
     reason: str
     about: str = ""
+
+    def names(self) -> list[str]:
+        return [self.about] if self.about else []
 
 
 class Inquire(Message, frozen=True):
@@ -426,11 +489,15 @@ class Inquire(Message, frozen=True):
     It answers at once, even while a step runs there.
     """
 
+    frame = FrameRow(FrameType.INQUIRE, 64, Sender.HEAD)
+
     generation: int
 
 
 class Reached(Message, frozen=True):
     """Answer `Inquire` with the last step of this plan that was run here and sent on, -1 for none."""
+
+    frame = FrameRow(FrameType.REACHED, 64, Sender.PEER)
 
     generation: int
     step: int
@@ -441,17 +508,23 @@ class RosterUpdate(Message, frozen=True):
     parsed.
     """
 
+    frame = FrameRow(FrameType.ROSTER, 1024 * 1024 + 64, Sender.LINK)
+
     signed: bytes
 
 
 class Ping(Message, frozen=True):
     """Ask for a `Pong` with the same token, at once."""
 
+    frame = FrameRow(FrameType.PING, 64, Sender.LINK)
+
     token: int
 
 
 class Pong(Message, frozen=True):
     """Answer a `Ping`."""
+
+    frame = FrameRow(FrameType.PONG, 64, Sender.LINK)
 
     token: int
 
@@ -463,10 +536,14 @@ class Switch(Message, frozen=True):
     to carry.
     """
 
+    frame = FrameRow(FrameType.SWITCH, 64, Sender.LINK)
+
     link_id: bytes
 
 
 class Bye(Message, frozen=True):
     """Announce that the sender is about to end the link on purpose."""
+
+    frame = FrameRow(FrameType.BYE, 1024, Sender.LINK, prose={"reason": 200})
 
     reason: str

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from convoy.wire.messages.control import Message, Plan
+from convoy.wire.messages.control import FrameRow, FrameType, Message, Plan, Sender
 
 MAX_PIECE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024
@@ -30,6 +30,8 @@ class Fetch(Message, frozen=True):
     not be used again. The answers are `Piece` messages, in order.
     """
 
+    frame = FrameRow(FrameType.FETCH, 256, Sender.HEAD | Sender.PEER)
+
     number: Annotated[int, msgspec.Meta(ge=0)]
     manifest: WholeDigest
     part: WholeDigest
@@ -37,12 +39,19 @@ class Fetch(Message, frozen=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIECE_BYTES)]
     wrong: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
+    def names(self) -> list[str]:
+        return [self.wrong] if self.wrong else []
+
 
 class Piece(Message, frozen=True):
     """Answer the `Fetch` with this number. ``error`` says why the bytes are not available.
 
     ``source`` names the peer that a head has the bytes from. It is empty for the sender's own bytes.
     """
+
+    frame = FrameRow(
+        FrameType.PIECE, MAX_PIECE_BYTES + 4 * 1024, Sender.HEAD | Sender.PEER, prose={"error": 500}
+    )
 
     number: int
     # The size of the whole part.
@@ -54,9 +63,14 @@ class Piece(Message, frozen=True):
     def __repr__(self) -> str:
         return f"Piece(number={self.number}, {len(self.data)} of {self.total_bytes} bytes)"
 
+    def names(self) -> list[str]:
+        return [self.source] if self.source else []
+
 
 class Holding(Message, frozen=True):
     """Ask a peer which tensors it has of its plan's model, the model with this manifest (head to peer)."""
+
+    frame = FrameRow(FrameType.HOLDING, 128, Sender.HEAD)
 
     manifest: WholeDigest
 
@@ -67,6 +81,8 @@ class Held(Message, frozen=True):
 
     ``error`` says why there are none.
     """
+
+    frame = FrameRow(FrameType.HELD, MAX_HELD_BYTES + 1024, Sender.PEER, prose={"error": 500})
 
     manifest: WholeDigest
     tensors: Annotated[bytes, msgspec.Meta(max_length=MAX_HELD_BYTES)]
@@ -82,11 +98,18 @@ class Prepare(Message, frozen=True):
     It may come while another plan runs.
     """
 
+    frame = FrameRow(FrameType.PREPARE, 1024 * 1024, Sender.HEAD)
+
     plan: Plan
+
+    def names(self) -> list[str]:
+        return self.plan.names()
 
 
 class Prepared(Message, frozen=True):
     """Answer `Prepare`: the weights are here and correct, or ``error`` says why not."""
+
+    frame = FrameRow(FrameType.PREPARED, 4 * 1024, Sender.PEER, prose={"error": 500})
 
     generation: int
     error: str

@@ -9,11 +9,24 @@ from typing import Annotated
 
 import msgspec
 
-from convoy.wire.messages.control import MAX_RANKS, MAX_STEP_TOKENS, Digest, Message, Step
+from convoy.wire.messages.control import (
+    MAX_RANKS,
+    MAX_STEP_TOKENS,
+    Digest,
+    FrameRow,
+    FrameType,
+    Message,
+    Sender,
+    Step,
+)
 
 
 class Agree(Message, frozen=True):
     """State which plan and rank this collective is for, before its first step (rank to rank of a stage)."""
+
+    frame = FrameRow(
+        FrameType.AGREE, 256, Sender.HEAD | Sender.PEER | Sender.LEADER | Sender.FOLLOWER | Sender.RANK
+    )
 
     generation: Annotated[int, msgspec.Meta(ge=0)]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -22,6 +35,9 @@ class Agree(Message, frozen=True):
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
     manifest: Digest
 
+    def names(self) -> list[str]:
+        return [self.dtype] if self.dtype else []
+
 
 class RankStep(Message, frozen=True):
     """Tell the other ranks of the stage to run this step with rank 0. It has no draws; they are rank 0's.
@@ -29,6 +45,9 @@ class RankStep(Message, frozen=True):
     ``hidden``: a HIDDEN tensor follows, which came from the predecessor. ``output``: the step's output
     rows go through this stage's part of the output at once, as a `RankOutput` would order.
     """
+
+    # The limit is that of a `Step` without sample requests.
+    frame = FrameRow(FrameType.RANK_STEP, 16 * 1024 * 1024, Sender.HEAD | Sender.LEADER)
 
     step: Step
     hidden: bool
@@ -41,6 +60,8 @@ class RankOutput(Message, frozen=True):
 
     ``hidden``: the rows follow as a HIDDEN tensor. Otherwise they are those of the step with this number.
     """
+
+    frame = FrameRow(FrameType.RANK_OUTPUT, 64, Sender.HEAD | Sender.LEADER)
 
     number: int
     num_rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP_TOKENS)]

@@ -1,69 +1,31 @@
-"""The message of each frame type: one closed set, looked up by number and never by name."""
+"""The message of each frame type: one closed set, looked up by number and never by name.
+
+A message belongs to it if its class, in one of the modules here, has a row of its own.
+"""
 
 from __future__ import annotations
 
-from convoy.wire.messages.control import (
-    Activate,
-    Activated,
-    BlocksDone,
-    Bye,
-    Challenge,
-    Evidence,
-    FrameType,
-    Hello,
-    Inquire,
-    Message,
-    Ping,
-    Plan,
-    Pong,
-    Progress,
-    Reached,
-    ReadBlocks,
-    Ready,
-    Refuse,
-    RosterUpdate,
-    SampleReplies,
-    Step,
-    StepFailed,
-    Switch,
-    WriteBlocks,
-)
-from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare, Prepared
-from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
-from convoy.wire.messages.vouch import Vouch, Vouched
+from collections.abc import Iterator
 
-MESSAGE_TYPES: dict[FrameType, type[Message]] = {
-    FrameType.HELLO: Hello,
-    FrameType.PLAN: Plan,
-    FrameType.PROGRESS: Progress,
-    FrameType.READY: Ready,
-    FrameType.REFUSE: Refuse,
-    FrameType.ACTIVATE: Activate,
-    FrameType.ACTIVATED: Activated,
-    FrameType.HOLDING: Holding,
-    FrameType.ROSTER: RosterUpdate,
-    FrameType.CHALLENGE: Challenge,
-    FrameType.EVIDENCE: Evidence,
-    FrameType.FETCH: Fetch,
-    FrameType.PIECE: Piece,
-    FrameType.PREPARE: Prepare,
-    FrameType.PREPARED: Prepared,
-    FrameType.HELD: Held,
-    FrameType.STEP: Step,
-    FrameType.STEP_FAILED: StepFailed,
-    FrameType.DRAWN: SampleReplies,
-    FrameType.READ_BLOCKS: ReadBlocks,
-    FrameType.WRITE_BLOCKS: WriteBlocks,
-    FrameType.BLOCKS_DONE: BlocksDone,
-    FrameType.INQUIRE: Inquire,
-    FrameType.REACHED: Reached,
-    FrameType.AGREE: Agree,
-    FrameType.RANK_STEP: RankStep,
-    FrameType.RANK_OUTPUT: RankOutput,
-    FrameType.VOUCH: Vouch,
-    FrameType.VOUCHED: Vouched,
-    FrameType.PING: Ping,
-    FrameType.PONG: Pong,
-    FrameType.SWITCH: Switch,
-    FrameType.BYE: Bye,
-}
+from convoy.wire.messages import control, evidence, fetch, ranks
+from convoy.wire.messages.control import FrameType, Message
+
+
+def _messages() -> Iterator[type[Message]]:
+    for module in (control, evidence, fetch, ranks):
+        for value in vars(module).values():
+            is_message = isinstance(value, type) and issubclass(value, Message) and "frame" in vars(value)
+            if is_message and value.__module__ == module.__name__:
+                yield value
+
+
+def _by_type() -> dict[FrameType, type[Message]]:
+    found: dict[FrameType, type[Message]] = {}
+    for message in sorted(_messages(), key=lambda message: message.frame.type):
+        kind = message.frame.type
+        assert kind not in found, f"{message.__name__} and {found[kind].__name__} have one frame type"
+        found[kind] = message
+    return found
+
+
+MESSAGE_TYPES: dict[FrameType, type[Message]] = _by_type()

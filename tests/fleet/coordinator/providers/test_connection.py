@@ -30,18 +30,18 @@ from convoy.wire.fleet.messages import (
     PROTOCOL,
     AwaitApproval,
     Began,
-    Challenge,
     Chunk,
     Done,
     Failed,
     FleetMessage,
     FromCoordinator,
     Heartbeat,
-    Hello,
     ModelLoad,
     Offer,
     Proof,
     Prove,
+    ProviderChallenge,
+    ProviderHello,
     Refused,
     Register,
     Registered,
@@ -86,9 +86,9 @@ class RawProvider:
         self._context = connect(url, max_size=MAX_MESSAGE_BYTES, compression=None)
         self.socket: ClientConnection = self._context.__enter__()
         self.authority = f"127.0.0.1:{fleet.port}"
-        self.send(Hello(PROTOCOL, bytes(32), self.authority, tls=False, pinned=False))
+        self.send(ProviderHello(PROTOCOL, bytes(32), self.authority, tls=False, pinned=False))
         challenge = self.receive()
-        assert isinstance(challenge, Challenge)
+        assert isinstance(challenge, ProviderChallenge)
         self.challenge = challenge
 
     def __enter__(self) -> RawProvider:

@@ -22,12 +22,13 @@ from convoy.engine.ranks.sums.ring import Ring
 from convoy.errors import CollectiveError, ConvoyError, StepError
 from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.transport.link.reader import Reader
-from convoy.wire.messages.control import FrameType
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import FrameType, Sender
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
 # The frame types that `SealedCollective.deliver` takes.
-RANK_TYPES = frozenset({FrameType.PARTIAL, FrameType.AGREE})
+RANK_TYPES = frames_from(Sender.RANK)
 
 # The kind of a piece, in its frame's header beside the rank that made it.
 PART, PREFIX, SUM, SHARE = 0, 1, 2, 3

@@ -35,7 +35,6 @@ from convoy.wire.fleet.messages import (
     AwaitApproval,
     Began,
     Cancel,
-    Challenge,
     Chunk,
     Credit,
     Done,
@@ -44,9 +43,10 @@ from convoy.wire.fleet.messages import (
     FleetMessage,
     FromProvider,
     Heartbeat,
-    Hello,
     Proof,
     Prove,
+    ProviderChallenge,
+    ProviderHello,
     Register,
     Registered,
     Serve,
@@ -211,10 +211,10 @@ class ProviderSocket:
         self.verdict = await self._verifier.verify_on_thread(evidence, registration.claimant, challenged)
         self.evidence = evidence
 
-    async def _hello(self) -> Hello:
+    async def _hello(self) -> ProviderHello:
         """Return the first message, which names an address of this coordinator. Raises `ProviderError`."""
         hello = decode_from_provider(await self._socket.receive_bytes(), MAX_GREETING_BYTES)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, ProviderHello):
             raise ProviderError(f"a {type(hello).__name__} came before a hello")
         if hello.protocol != PROTOCOL:
             raise ProviderError(f"a provider speaks version {hello.protocol}, expected {PROTOCOL}")
@@ -228,7 +228,7 @@ class ProviderSocket:
             )
         return hello
 
-    def _check_signature(self, authority: str, challenge: Challenge, message: Register) -> None:
+    def _check_signature(self, authority: str, challenge: ProviderChallenge, message: Register) -> None:
         """Check that the provider signed the address that it dialled, so that no relay registers for it."""
         known = msgspec.structs.replace(challenge, coordinator=self._coordinator)
         try:
@@ -278,7 +278,7 @@ class ProviderSocket:
                 heard(Heard({}, drains=True))
             case Began() | Chunk() | Done() | Failed():
                 self._pass_on(message)
-            case Hello() | Register():
+            case ProviderHello() | Register():
                 raise ProviderError("a provider registered twice on one socket")
 
     def _pass_on(self, message: Began | Chunk | Done | Failed) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from convoy.crypto.certificate import certificate_fingerprint, from_pem
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError, IdentityError
-from convoy.wire.fleet.messages import PROTOCOL, Challenge, Hello, challenge_bytes
+from convoy.wire.fleet.messages import PROTOCOL, ProviderChallenge, ProviderHello, challenge_bytes
 
 _log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
@@ -72,12 +72,12 @@ class CoordinatorProof:
         """Return the key by which providers know this coordinator."""
         return self._identity.public_key
 
-    def challenge(self, hello: Hello, registers: Sequence[int]) -> Challenge:
+    def challenge(self, hello: ProviderHello, registers: Sequence[int]) -> ProviderChallenge:
         """Return the signed answer to ``hello``, after its authority was checked to be this coordinator's."""
         certificate = self._served
         if hello.tls and self._public is not None:
             certificate = self._public.hash
-        unsigned = Challenge(
+        unsigned = ProviderChallenge(
             protocol=PROTOCOL,
             coordinator=b"" if hello.pinned else self.public_key,
             nonce=secrets.token_bytes(32),

@@ -76,9 +76,9 @@ def test_where_exact_mode_was_asked_for_by_name_its_failure_ends_the_start(
 
 def test_a_kernel_that_was_never_offered_is_none_to_go_without(model: Path) -> None:
     with started(model, PeerOptions(MEMBER, model_path=model)) as (cluster, _):
-        company = cluster.head.company
-        before = company.hellos["beta"].kernels
-        assert not company.drop_kernel("beta", "imagined", "why")
-        assert not company.drop_kernel("nobody", EXACT, "why")
-        assert company.hellos["beta"].kernels == before
-        assert company.why_kernel == ""
+        peers = cluster.head.peers
+        before = peers.hellos["beta"].kernels
+        assert not peers.drop_kernel("beta", "imagined", "why")
+        assert not peers.drop_kernel("nobody", EXACT, "why")
+        assert peers.hellos["beta"].kernels == before
+        assert peers.why_kernel == ""

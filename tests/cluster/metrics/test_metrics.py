@@ -30,9 +30,9 @@ SECRET = "Purple elephants juggle at 4 pm."
 
 @contextmanager
 def http(cluster: RunningCluster) -> Iterator[str]:
-    granted = cluster.head.granted
-    assert granted is not None
-    model = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
+    active = cluster.head.active_plan
+    assert active is not None
+    model = ServedModel(active.plan.model, cluster.engine, cluster.tokenizer)
     service = Service((model,), cluster.health, cluster.status, metrics=(partial(head_families, cluster),))
     urls: list[str] = []
     up, stop = threading.Event(), Stop()

@@ -97,7 +97,7 @@ def test_a_wrong_package_is_named(package: str, version: str | None, expected: s
 
 
 def test_the_versions_asked_for_are_those_of_the_project_file() -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     wanted = {re.split("[<>=]", line)[0]: line for line in project["dependencies"]}
     for name, (least, below) in machine_check.REQUIRED.items():

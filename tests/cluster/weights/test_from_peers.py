@@ -103,7 +103,7 @@ def offline(
 
 
 def bend_answers(thread: PeerThread, bend: Bend) -> None:
-    asked = thread.peer._weights._shelf._answers
+    asked = thread.peer._weights.server._answers
     begin = asked._begin
 
     def bent(link: Link) -> answers.Answer:
@@ -351,12 +351,12 @@ def test_where_nobody_has_it_the_tensor_is_named_and_the_hub_too(
         offline(own, *peers).__enter__()
 
 
-def with_shelf_of(directory: Path) -> Callable[[PeerThread], None]:
+def with_weights_of(directory: Path) -> Callable[[PeerThread], None]:
     """beta hands out what lies in ``directory``, and runs what it loaded from its own."""
 
     def change(thread: PeerThread) -> None:
-        shelf = thread.peer._weights._shelf
-        look = shelf._look
+        server = thread.peer._weights.server
+        look = server._look
 
         def looked(link: Link, plan: Plan) -> tuple[Manifest, dict[str, PartLocation]]:
             manifest, places = look(link, plan)
@@ -364,7 +364,7 @@ def with_shelf_of(directory: Path) -> Callable[[PeerThread], None]:
             return manifest, there
 
         if thread.me.name == "beta":
-            shelf._look = looked
+            server._look = looked
 
     return change
 
@@ -386,7 +386,7 @@ def test_a_file_that_was_cut_short_at_a_member_is_named_and_another_one_is_asked
     if others:
         spans |= {"delta": "3:3", "gamma": "4:4"}
         peers.append(with_files(model))
-    cluster = offline(own, *peers, spans=spans, change=with_shelf_of(damaged))
+    cluster = offline(own, *peers, spans=spans, change=with_weights_of(damaged))
     if not others:
         said = rf"beta sent no more of it: .*model[.]safetensors is truncated at {re.escape(LAST)}"
         with pytest.raises(PeerRefused, match=said):

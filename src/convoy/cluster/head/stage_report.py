@@ -1,4 +1,4 @@
-"""The stages of a running plan as they are shown: each with its member's address, proof and link."""
+"""The stages of a running plan for `convoy status`: each with its member's address, evidence and link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convoy.transport.member import Roster
 
 
 def describe_stages(
-    granted: ActivePlan,
+    active: ActivePlan,
     head: str,
     roster: Roster,
     links: Mapping[str, Link],
@@ -32,13 +32,13 @@ def describe_stages(
     shown = []
     places = [
         (position, stage, rank, name)
-        for position, stage in enumerate(granted.plan.stages)
+        for position, stage in enumerate(active.plan.stages)
         for rank, name in enumerate(stage.holders)
     ]
     for position, stage, rank, name in places:
-        link, kernel = links.get(name), granted.plan.kernel_of(position)
-        num_bytes = granted.weight_bytes[name]
-        share = share_of(num_bytes, granted.placement.spec, stage, kernel) if stage.world_size > 1 else 1.0
+        link, kernel = links.get(name), active.plan.kernel_of(position)
+        num_bytes = active.weight_bytes[name]
+        share = share_of(num_bytes, active.placement.spec, stage, kernel) if stage.world_size > 1 else 1.0
         status = StageStatus(
             member=name,
             head=name == head,
@@ -49,7 +49,7 @@ def describe_stages(
             output=stage.output,
             weight_bytes=num_bytes,
             weight_share=round(share, 4),
-            can_read_prompts=granted.placement.route.reads_prompts(name),
+            can_read_prompts=active.placement.route.reads_prompts(name),
             address=_address(roster, name),
             device=devices.get(name, ""),
             kernel=kernel,
@@ -82,5 +82,5 @@ def _round_trip(link: Link) -> float | None:
     try:
         return link.ping(timeout_s=1.0)
     except (PeerError, LinkClosed):
-        # Shown as unknown. The engine reports a lost stage, not this picture.
+        # Shown as unknown. The engine reports a lost stage, not this report.
         return None
