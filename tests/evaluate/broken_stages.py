@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -74,13 +73,13 @@ def everywhere(change: Callable[[Stage], None]) -> Loader:
 
 def skip(stage: Stage) -> None:
     layers = dict(stage.layers)
-    stage._modules = replace(stage._modules, layers=Loop(layers, [i for i in layers if i != LAYER]))
+    stage.modules.layers = Loop(layers, [i for i in layers if i != LAYER])
 
 
 def run_twice(stage: Stage) -> None:
     layers = dict(stage.layers)
     order = [i for layer in layers for i in [layer] * (1 + (layer == LAYER))]
-    stage._modules = replace(stage._modules, layers=Loop(layers, order))
+    stage.modules.layers = Loop(layers, order)
 
 
 def shift_positions(stage: Stage) -> None:
