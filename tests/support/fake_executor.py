@@ -43,7 +43,7 @@ class FakeExecutor:
         self.closed = False
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[tuple[int, int], int] = {}
-        self._results: deque[StepResult | ConvoyError] = deque()
+        self.results: deque[StepResult | ConvoyError] = deque()
 
     def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         self.steps.append(step)
@@ -65,13 +65,13 @@ class FakeExecutor:
                 if self.rival is not None and self.rival[0] == end + 1:
                     logits[-1][0] = 10 - self.rival[1]
         if self.fail_at is not None and step.number >= self.fail_at:
-            self._results.append(StageLost("the fake stage went away"))
+            self.results.append(StageLost("the fake stage went away"))
         else:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
-            self._results.append(StepResult(step.number, draw_all(stacked, draws)))
+            self.results.append(StepResult(step.number, draw_all(stacked, draws)))
 
     def collect(self) -> StepResult:
-        result = self._results.popleft()
+        result = self.results.popleft()
         if isinstance(result, ConvoyError):
             raise result
         return result
