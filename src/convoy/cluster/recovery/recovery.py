@@ -74,8 +74,9 @@ class StageRecovery:
         self._head = head
         self._wait_s = wait_s
         # The bound of one whole recovery, whatever it waits for.
-        self._whole_s = wait_s + load_wait_s
-        self._gave_up: StageLost | None = None
+        self.whole_s = wait_s + load_wait_s
+        # The error of the last search, while no plan was found since.
+        self.gave_up: StageLost | None = None
         self._limits_of = limits_of
         self._cancelled = threading.Event()
         self._state = self._cause = ""
@@ -97,7 +98,7 @@ class StageRecovery:
         """
         began_s = time.monotonic()
         # The last search ended without a plan, and the engine still asks.
-        again = error is self._gave_up
+        again = error is self.gave_up
         if not again:
             self._cause = error.public or "a stage was lost"
         # The search below would not wait at all, so wait here: the engine must not ask without a pause.
@@ -124,7 +125,7 @@ class StageRecovery:
         if not again and not self._lost_text():
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
-        granted = self._find_stages(self._granted.placement, began_s)
+        granted = self.find_stages(self._granted.placement, began_s)
         self._outage.end(
             f"recovered: {granted.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
@@ -162,7 +163,7 @@ class StageRecovery:
         self._head.stop()
         self._outage = OutageLog(began_s)
         self._head.vetting.settle(self._require_wanted)
-        granted = self._find_stages(None, began_s)
+        granted = self.find_stages(None, began_s)
         took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
         self._outage.end(f"in use: {granted.placement.route.text}, {took}")
         return self._recovered(granted)
@@ -305,7 +306,7 @@ class StageRecovery:
             if self._can_spare(name):
                 company.give_up(name, "it answers no ping")
 
-    def _find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
+    def find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
         """Return the next plan, running, as near to ``before`` as possible; with None, the best plan.
 
         Two bounds apply: the wait for members, and the whole time since ``began_s``.
@@ -317,7 +318,7 @@ class StageRecovery:
 
         def watch() -> None:
             self._require_wanted()
-            if time.monotonic() - began_s > self._whole_s:
+            if time.monotonic() - began_s > self.whole_s:
                 raise self._given_up(None)
 
         while True:
@@ -403,17 +404,17 @@ class StageRecovery:
         ``why`` is None if members were there but no plan ran in time.
         """
         lost = self._lost_text()
-        bound_s = self._whole_s if why is None else self._wait_s
+        bound_s = self.whole_s if why is None else self._wait_s
         parts = [lost, f"nobody took over within {bound_s:g} s"]
         reason = self._state if why is None else why.message
         public = "; ".join(part for part in parts if part)
         self._outage.is_open_ended = True
-        self._gave_up = StageLost(
+        self.gave_up = StageLost(
             f"{public}: {reason}",
             public=public,
             hint="start the member again, or another one with `convoy join --standby`",
         )
-        return self._gave_up
+        return self.gave_up
 
     def _lost_text(self) -> str:
         """Return ``missing layers 4-11, beta is gone``, or an empty text if every stage is there."""

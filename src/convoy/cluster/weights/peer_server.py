@@ -29,8 +29,8 @@ class PeerWeightServer:
     """
 
     def __init__(self, look: Look) -> None:
-        self._look = look
-        self._answers = RequestQueue(self._begin)
+        self.look = look
+        self.answers = RequestQueue(self._begin)
         self._lock = threading.Lock()
         self._plans: dict[Link, Plan] = {}
 
@@ -41,7 +41,7 @@ class PeerWeightServer:
         """
         match received:
             case ReceivedMessage(message=Fetch() | Holding() as question):
-                self._answers.ask(link, question)
+                self.answers.ask(link, question)
                 return True
             case ReceivedMessage(message=Plan() as plan) | ReceivedMessage(message=Prepare(plan=plan)):
                 with self._lock:
@@ -53,7 +53,7 @@ class PeerWeightServer:
             self._plans.pop(link, None)
 
     def close(self) -> None:
-        self._answers.close()
+        self.answers.close()
 
     def _begin(self, link: Link) -> Answer:
         # The result of the last look.
@@ -65,7 +65,7 @@ class PeerWeightServer:
             if plan is None or not manifest or plan.manifest != manifest:
                 raise ModelError(f"the model with the manifest {manifest[:12]} is not that of the plan here")
             if anew or not known or known[0][0].digest != manifest:
-                known[:] = [self._look(link, plan)]
+                known[:] = [self.look(link, plan)]
             return known[0]
 
         def answer(question: Message) -> Message:

@@ -84,14 +84,14 @@ class PeerWeights:
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = PartClient()
-        self._shelf = PeerWeightServer(self.on_hand)
+        self.server = PeerWeightServer(self.on_hand)
         self._me = me
         self._options = options
         self._from_hub = FromHub(me, options.member)
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         # The manifest that was needed last.
         self._manifest: Manifest | None = None
-        self._lock = threading.Lock()
+        self.turn = threading.Lock()
         self._verified = VerifiedParts()
         self._in_use: InUse | None = None
 
@@ -107,12 +107,12 @@ class PeerWeights:
     @contextmanager
     def _turn(self, asker: Asker) -> Iterator[None]:
         """Let one thread work at a time. A waiting thread checks whether its plan is still wanted."""
-        while not self._lock.acquire(timeout=_LOOK_UP_S):
+        while not self.turn.acquire(timeout=_LOOK_UP_S):
             asker.check()
         try:
             yield
         finally:
-            self._lock.release()
+            self.turn.release()
 
     def _find(self, asker: Asker) -> FoundWeights:
         self._check_signed(asker.plan)
@@ -140,12 +140,12 @@ class PeerWeights:
 
         It is for the receiver thread of the head's link.
         """
-        return self.fetches.takes(link, received) or self._shelf.takes(link, received)
+        return self.fetches.takes(link, received) or self.server.takes(link, received)
 
     def ended(self, link: Link) -> None:
         """Forget the head's link, which ended."""
         self.fetches.ended(link)
-        self._shelf.ended(link)
+        self.server.ended(link)
 
     def make_ready(self, asker: Asker, found: FoundWeights, mine: StageAssignment) -> None:
         """Get every tensor that ``mine`` owns, and compare each with the manifest. Raises as `find` does."""
@@ -230,7 +230,7 @@ class PeerWeights:
 
     def close(self) -> None:
         """Release the cache: nothing is loaded any more, so its files may be removed."""
-        self._shelf.close()
+        self.server.close()
         if self._in_use is not None:
             self._in_use.close()
 
