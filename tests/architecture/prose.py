@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from architecture.private_names import touching_files
+
 RIDDLE = re.compile(r"\b(who|whom|whose|whoever|nobody|what\s+(?:was|is|has)|that\s+which)\b", re.I)
 MAX_SENTENCE_WORDS = 40
 MAX_CELL_CHARACTERS = 200
@@ -221,7 +223,7 @@ def values_of(code: Prose, pages: Prose) -> dict[str, float]:
 def figures(root: Path) -> list[Figure]:
     """Return the table of all figures of the repository at ``root``."""
     rows = tomllib.loads(LIMITS_FILE.read_text(encoding="utf-8"))
-    values = values_of(*measure_repository(root))
+    values = values_of(*measure_repository(root)) | {"private_files": len(touching_files(root))}
     return [
         Figure(
             name=name,
