@@ -1,8 +1,9 @@
 """Private names of the package that tests touch: each one ties a test to how a thing is made.
 
 Private means one leading underscore, and ours means that a module of `src` defines the name. A test touches
-one when it reads or sets it on an object, imports it, or gives it to `setattr` as a string. It may use the
-underscores of its own classes: an attribute of ``self`` or ``cls``, and a name that its own file defines.
+one when it reads or sets it on an object, imports it, or gives it as a string to `setattr` or `__dict__`. It
+may use the underscores of its own classes: an attribute of ``self`` or ``cls``, and a name that its own file
+defines.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def touches(tree: ast.Module, ours: frozenset[str]) -> Iterator[tuple[int, str]]
                 and not _is_self(node.value)
                 and _last_name(node.value) not in _LIBRARY_OBJECTS
             ):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Subscript):
+            if isinstance(node.slice, ast.Constant) and node.slice.value in ours:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.ImportFrom):
             if (node.module or "").partition(".")[0] == "convoy":

@@ -39,6 +39,7 @@ def test_few_files_touch_private_names_of_ours_and_each_is_in_the_list_with_a_re
         "monkeypatch.setattr(thing, '_limit', 3)",
         "monkeypatch.setattr('convoy.wire.frame._limit', 3)",
         "getattr(thing, '_limit')",
+        "vars(thing)['_limit'] = 3",
     ],
 )
 def test_a_touch_is_found(text: str) -> None:

@@ -358,7 +358,7 @@ def members_of(
 def drifted(peer: PeerThread) -> None:
     """This member's files are others from now on."""
     attester = peer.peer.attestation.attester
-    attester.__dict__["_software"] = CLAIMS
+    attester.__dict__["software"] = CLAIMS
 
 
 def test_without_a_policy_levels_are_reported_and_nothing_is_demanded() -> None:

@@ -69,7 +69,7 @@ def test_where_exact_mode_was_asked_for_by_name_its_failure_ends_the_start(
 ) -> None:
     fail_where(on_a_peer)
     exact = replace(MEMBER, kernel=EXACT)
-    with pytest.raises((PeerRefused, Incompatible), match="a linear of 44 to 40"):
+    with pytest.raises((PeerRefused, Incompatible), match="a linear of 40 to 44"):
         started(model, PeerOptions(exact, model_path=model), member=exact).__enter__()
 
 

@@ -235,7 +235,7 @@ def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         back = Peer(membership_of(s.members["gamma"]), PeerOptions(MEMBER), network=s.network)
         attester = back.attestation.attester
-        attester.__dict__["_software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
+        attester.__dict__["software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
         running = threading.Thread(target=back.run, args=(s.members["gamma"].member.address,), daemon=True)
         running.start()
         wait_until(lambda: "gamma" in cluster.head.vetting.excluded)
