@@ -512,13 +512,13 @@ class Ring:
 class TellingPeer(PeerThread):
     def tell_ends(self) -> queue.SimpleQueue[ConvoyError]:
         ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
-        link_ended = self.peer._link_ended
+        link_ended = self.peer.link_ended
 
         def tell(link: Link, error: ConvoyError) -> None:
             ended.put(error)
             link_ended(link, error)
 
-        vars(self.peer)["_link_ended"] = tell
+        vars(self.peer)["link_ended"] = tell
         return ended
 
 

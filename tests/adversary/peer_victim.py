@@ -46,9 +46,9 @@ class PeerVictim(Peer):
         self.say("not followed", error=type(error).__name__, message=error.message)
         super()._failed(item, error)
 
-    def _link_ended(self, link: Link, error: ConvoyError) -> None:
+    def link_ended(self, link: Link, error: ConvoyError) -> None:
         self.say("link ended", peer=link.peer, error=type(error).__name__, message=error.message)
-        super()._link_ended(link, error)
+        super().link_ended(link, error)
 
     def answer_orders(self) -> None:
         for line in sys.stdin:

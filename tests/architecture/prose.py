@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from architecture.private_names import touching_files
 from architecture.structure import measure_structure
 
 RIDDLE = re.compile(r"\b(who|whom|whose|whoever|nobody|what\s+(?:was|is|has)|that\s+which)\b", re.I)
@@ -223,7 +224,8 @@ def values_of(code: Prose, pages: Prose) -> dict[str, float]:
 def figures(root: Path) -> list[Figure]:
     """Return the table of all figures of the repository at ``root``."""
     rows = tomllib.loads(LIMITS_FILE.read_text(encoding="utf-8"))
-    values = values_of(*measure_repository(root)) | measure_structure(root)
+    own = {"private_files": len(touching_files(root))}
+    values = values_of(*measure_repository(root)) | measure_structure(root) | own
     return [
         Figure(
             name=name,

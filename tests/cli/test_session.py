@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from convoy.cli.operator.session_key import KeyFile, session_key
-from convoy.cli.session import SessionKeys, SessionTurn, _answer
+from convoy.cli.session import SessionKeys, SessionTurn, answer_turn
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.sessions.file import SessionWriter
@@ -42,7 +42,7 @@ def test_a_full_context_ends_the_answer_and_leaves_the_session_whole() -> None:
     turn = SessionTurn("hello", None, None, 256, None, None, raw=True, quiet=True)
     with Session(engine, model) as talk:
         talk.sync(range(5))
-        text, reason = _answer(turn, tokenizer, talk)
+        text, reason = answer_turn(turn, tokenizer, talk)
         assert reason == "length"
         assert len(text) == CONTEXT - 5
         assert talk.position == CONTEXT

@@ -84,7 +84,7 @@ def test_an_announcement_of_any_other_form_is_ignored(
 ) -> None:
     sightings.judge(instance(1), {**said_by(roster, "beta"), **change}, [("192.0.2.7", 7777)])
     assert sightings.find("beta") == ()
-    assert sightings._member_of == {}
+    assert sightings.num_instances == 0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_repeats_a_members_words_by_the_thousand_is_bounded(roster: Roster)
         now_s[0] += 0.01
         sightings.judge(instance(number), words, [(f"10.0.{number % 256}.{i}", 7777) for i in range(1, 40)])
     assert len(sightings.find("beta")) <= MAX_INSTANCES * MAX_ADDRESSES
-    assert len(sightings._member_of) <= MAX_INSTANCES
+    assert sightings.num_instances <= MAX_INSTANCES
 
 
 def test_one_name_under_which_two_members_words_are_repeated_breaks_nothing(roster: Roster) -> None:
@@ -165,7 +165,7 @@ def test_without_the_extra_it_is_an_error_that_names_the_command(monkeypatch: py
 
 def test_names_and_salt_are_random_per_start_and_nothing_else_is_said(roster: Roster) -> None:
     key = roster.member("beta").identity_key
-    first, second = (discovery._make_info(key, ("192.0.2.1", 7777)) for _ in range(2))
+    first, second = (discovery.make_info(key, ("192.0.2.1", 7777)) for _ in range(2))
     for info in (first, second):
         assert info.port == 7777
         assert set(info.properties) == {b"s", b"f"}
@@ -240,7 +240,7 @@ def test_a_flood_of_announcements_on_the_wire_hides_no_member(
             time.sleep(0.01)
         withdraw()
         process.kill()
-    assert set(two[0]._sightings._found) <= {"beta"}
+    assert two[0].names <= {"beta"}
 
 
 _FLOOD = f"""
@@ -263,7 +263,7 @@ for _ in range(4000):
 
 
 def test_an_instance_name_has_nothing_of_this_machine(roster: Roster) -> None:
-    info = discovery._make_info(roster.member("beta").identity_key, ("127.0.0.1", 7777))
+    info = discovery.make_info(roster.member("beta").identity_key, ("127.0.0.1", 7777))
     host = (info.server or "").removesuffix(".local.")
     assert len(bytes.fromhex(host)) == len(bytes.fromhex(info.name.removesuffix(f".{SERVICE}"))) == 8
     assert secrets.compare_digest(host, host.lower())

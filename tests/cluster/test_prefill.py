@@ -84,8 +84,8 @@ class Tables:
         def run(stage: HostStage, step: Step, hidden: object, tokens: object) -> object:
             out = real(stage, step, hidden, tokens)  # type: ignore[arg-type]
             with self.changed:
-                self.of[stage.assignment.member] = stage._kv.tables
-                self.lengths.setdefault(stage.assignment.member, []).append(len(stage._kv.tables))
+                self.of[stage.assignment.member] = stage.tables
+                self.lengths.setdefault(stage.assignment.member, []).append(len(stage.tables))
                 self.changed.notify_all()
             return out
 
@@ -96,7 +96,7 @@ class Tables:
             assert self.changed.wait_for(holds, 30)
 
     def all_empty(self) -> bool:
-        return len(self.of) == 2 and not any(len(tables) or tables._holders for tables in self.of.values())
+        return len(self.of) == 2 and not any(len(tables) or tables.num_held for tables in self.of.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,12 +111,12 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_no_block_on_any_stag
         handle = cluster.engine.submit(GenerationRequest(LONG, GREEDY, 4), told.append)
         tables.wait_until(lambda: all(len(s) > began[n] + 2 for n, s in tables.lengths.items()))
         handle.abort()
-        at_abort = cluster.engine._scheduler._next_step
+        at_abort = cluster.engine.scheduler.next_step
         assert [type(one) for one in told] == [FinishOutput]
         assert cluster.engine.stats().free_blocks == cluster.engine.stats().num_blocks
         tables.wait_until(tables.all_empty)
         # at most the step that was in the making, and the one that carries the release
-        assert cluster.engine._scheduler._next_step <= at_abort + 2
+        assert cluster.engine.scheduler.next_step <= at_abort + 2
         assert max(map(len, tables.lengths.values())) < len(LONG) // 4, "it was not read to its end"
 
 

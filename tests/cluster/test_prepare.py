@@ -58,8 +58,8 @@ class Cluster:
 def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     asked, go_on = threading.Event(), threading.Event()
-    weights: Any = cluster.running.head._weights
-    answer = weights._answer
+    weights: Any = cluster.running.head.weight_server
+    answer = weights.answer_fetch
 
     def held(fetch: Fetch, *more: object) -> Piece:
         asked.set()
@@ -67,7 +67,7 @@ def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None
         piece: Piece = answer(fetch, *more)
         return piece
 
-    weights._answer = held
+    weights.answer_fetch = held
     expected = cluster.answer()
     generation = cluster.running.status().generation
     cache = tmp_path / "cache"

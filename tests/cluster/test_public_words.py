@@ -23,7 +23,7 @@ def fail_with_the_secret(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     run = HostStage.run
 
     def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
-        loaded = peer._loaded
+        loaded = peer.loaded
         if loaded is not None and loaded.stage is stage and any(row.num_tokens > 20 for row in step.rows):
             raise StepError(SECRET)
         return run(stage, step, hidden, tokens)
@@ -52,8 +52,8 @@ def test_why_a_peer_refuses_a_plan_is_not_in_the_health(caplog: pytest.LogCaptur
         stubborn = s.join("beta")
         cluster = s.serve(member=small(), recover_wait_s=1.0)
         assert cluster.head.active_plan is not None
-        stubborn.peer._hello = msgspec.structs.replace(stubborn.peer._hello, kernels=[SECRET])
-        link = stubborn.peer._head
+        stubborn.peer.hello = msgspec.structs.replace(stubborn.peer.hello, kernels=[SECRET])
+        link = stubborn.peer.head
         assert link is not None
         link.send(StepFailed(0, SECRET), generation=cluster.head.active_plan.plan.generation)
         told: set[str] = set()

@@ -120,24 +120,24 @@ def test_a_peer_cannot_answer_the_head_in_place_of_the_last_stage(
     active = cluster.head.active_plan
     assert active is not None
     beta = peers[0].peer
-    loaded = beta._loaded
+    loaded = beta.loaded
     assert loaded is not None
     assert loaded.loop is not None
-    assert beta._head is not None
+    assert beta.head is not None
     # beta sends what it computed straight to the head, under gamma's boundary
-    real, head_link, last = loaded.loop._successor, beta._head, active.plan.stages[-1].end
+    real, head_link, last = loaded.loop.successor, beta.head, active.plan.stages[-1].end
 
     class Shortcut:
         def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
             assert boundary != last
             head_link.send_tensor(tensor, generation=generation, step=step, boundary=last)
 
-    loaded.loop._successor = Shortcut()  # type: ignore[assignment]
+    loaded.loop.successor = Shortcut()  # type: ignore[assignment]
     with caplog.at_level("WARNING"):
         assert ask(cluster) == "17", "the plan is over, and the next one answers"
     assert "a member that is not the last stage" in caplog.text
     assert cluster.engine.stats().recoveries == 1
-    loaded.loop._successor = real
+    loaded.loop.successor = real
 
 
 def test_restarting_the_head_leaves_no_link_and_no_thread_behind(

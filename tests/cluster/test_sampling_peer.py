@@ -89,10 +89,10 @@ def test_a_lie_of_the_owner_of_the_output_ends_the_plan_and_is_named(
 ) -> None:
     cluster, peer = parties
     assert ask(cluster) == "17"
-    loaded = peer.peer._loaded
+    loaded = peer.peer.loaded
     assert loaded is not None
     assert loaded.loop is not None
-    loaded.loop._successor = Liar(loaded.loop._successor, lie)  # type: ignore[assignment]
+    loaded.loop.successor = Liar(loaded.loop.successor, lie)  # type: ignore[assignment]
     with caplog.at_level("WARNING"):
         assert ask(cluster) == "17", "the plan is over, and the next one answers"
     assert told in caplog.text
@@ -103,14 +103,14 @@ def test_logits_that_the_owner_of_the_output_cannot_draw_from_end_one_request(
     parties: tuple[RunningCluster, PeerThread],
 ) -> None:
     cluster, peer = parties
-    loaded = peer.peer._loaded
+    loaded = peer.peer.loaded
     assert loaded is not None
     assert loaded.loop is not None
-    real = loaded.loop._successor
-    loaded.loop._successor = Liar(real, changed(error="so it is"))  # type: ignore[assignment]
+    real = loaded.loop.successor
+    loaded.loop.successor = Liar(real, changed(error="so it is"))  # type: ignore[assignment]
     with pytest.raises(Exception, match="the owner of the output could not draw from its logits"):
         ask(cluster)
-    loaded.loop._successor = real
+    loaded.loop.successor = real
     assert ask(cluster) == "17"
     assert cluster.engine.stats().recoveries == 0
 
@@ -119,7 +119,7 @@ def test_the_owner_of_the_output_sees_prompts_only_as_far_as_a_penalty_looks_bac
     parties: tuple[RunningCluster, PeerThread],
 ) -> None:
     cluster, peer = parties
-    loaded = peer.peer._loaded
+    loaded = peer.peer.loaded
     assert loaded is not None
     assert loaded.loop is not None
     seen: list[Step] = []

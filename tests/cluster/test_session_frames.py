@@ -100,7 +100,7 @@ def test_kv_that_nobody_asked_for_is_never_taken_for_an_answer(
 ) -> None:
     """A stage that sends some has broken its plan, and a session survives that; a word alone is not heard."""
     generation, _ = plan_of(cluster)
-    to_head: Link | None = peers["beta"].peer._head
+    to_head: Link | None = peers["beta"].peer.head
     assert to_head is not None
     with cluster.session() as session:
         session.sync(range(40))

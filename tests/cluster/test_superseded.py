@@ -106,8 +106,8 @@ def test_queued_steps_of_a_plan_that_is_over_do_not_run_before_the_next_is_loade
     talk.hear(Ready)
     talk.activate(old)
     talk.hear(Activated)
-    assert talk.peer.peer._loaded is not None
-    hidden = torch.zeros(0, talk.peer.peer._loaded.stage.hidden_size)
+    assert talk.peer.peer.loaded is not None
+    hidden = torch.zeros(0, talk.peer.peer.loaded.stage.hidden_size)
     for number in range(4):
         talk.link.send(Step(number, [], [], [], b""), generation=old.generation, step=number)
         talk.link.send_tensor(
@@ -115,7 +115,7 @@ def test_queued_steps_of_a_plan_that_is_over_do_not_run_before_the_next_is_loade
         )
     assert runs.wait(20)
     new = talk.plan("alpha", "beta")
-    wait_until(lambda: talk.peer.peer._newest.supersedes(old.generation))
+    wait_until(lambda: talk.peer.peer.clock.supersedes(old.generation))
     go_on.set()
     ready = talk.hear(Ready)
     assert isinstance(ready, Ready)
@@ -152,7 +152,7 @@ def test_an_activation_of_a_plan_that_is_over_dials_nobody(
 ) -> None:
     old = talk.plan("alpha", "beta", "gamma")
     talk.hear(Ready)
-    monkeypatch.setattr(talk.peer.peer._newest, "supersedes", lambda _generation: True)
+    monkeypatch.setattr(talk.peer.peer.clock, "supersedes", lambda _generation: True)
     talk.activate(old)
     refused = talk.hear(Refuse)
     assert isinstance(refused, Refuse)

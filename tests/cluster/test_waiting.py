@@ -61,7 +61,7 @@ def test_who_came_is_greeted_while_the_head_still_waits_for_others() -> None:
     head = threading.Thread(target=start)
     head.start()
     try:
-        wait_until(lambda: peer.peer._head is not None)
+        wait_until(lambda: peer.peer.head is not None)
         assert head.is_alive()
     finally:
         over.set()

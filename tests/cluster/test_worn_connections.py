@@ -15,6 +15,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import LinkOptions
 from support.cluster import MEMBER, PeerThread
+from support.link_parts import streams_of
 from support.members import make_local_members, membership_of
 
 PROMPTS = ("What is 8+9? Answer with just the number.", "Name a colour.", "What is 3+4?")
@@ -35,7 +36,7 @@ def answers(options: LinkOptions, caplog: pytest.LogCaptureFixture) -> tuple[lis
         network=network,
     )
     links = list(cluster.head.links.values())
-    before = [link._streams for link in links]
+    before = [streams_of(link) for link in links]
     said = []
     for prompt in PROMPTS * 2:
         ids = tuple(cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
@@ -43,7 +44,7 @@ def answers(options: LinkOptions, caplog: pytest.LogCaptureFixture) -> tuple[lis
         said.append(generate(cluster.engine, request).text)
     assert list(cluster.head.links.values()) == links
     logged = [record.getMessage() for record in caplog.records]
-    replaced = sum(link._streams != old for link, old in zip(links, before, strict=True))
+    replaced = sum(streams_of(link) != old for link, old in zip(links, before, strict=True))
     cluster.close()
     for peer in peers:
         peer.stop()

@@ -223,7 +223,7 @@ def test_a_failed_check_is_exit_status_1(
         checks = check_rows(SMALL, answers, own, books)
         return scenario_row(SMALL, answers, own, 1.0, checks), segment_rows("small", answers), checks, answers
 
-    monkeypatch.setattr(bench_providers, "_measure", measured)
+    monkeypatch.setattr(bench_providers, "measure_scenario", measured)
     verb = ["providers", "--scenario", "1-provider-scaling", "--html", str(tmp_path / "page.html")]
     assert run(verb, app) == 0
     assert "checks hold" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages.control import BlockGrant, Row, Step
 from convoy.wire.tensor import WireTensor
 from crypto.test_handshake import both_ends, run
+from support.link_parts import opener_of, sealer_of, threads_of
 from support.links import End
 from support.members import make_local_members
 
@@ -156,7 +157,7 @@ def test_lineage_8_2_10_counters_stay_together_whatever_the_frames_are_for() -> 
             WireTensor("float16", (size,), bytes(2 * size)), generation=1, step=number, boundary=1
         )
         assert isinstance(peer.next(), ReceivedTensor)
-        sealer, opener = links[0]._outgoing._sealer, links[1]._incoming._opener
+        sealer, opener = sealer_of(links[0]), opener_of(links[1])
         assert sealer.sequence == opener.sequence == links[0].sent_frames == links[1].received_frames
         assert sealer._key.prefix == opener._key.prefix  # type: ignore[attr-defined]
     head.link.close()
@@ -185,7 +186,7 @@ def check_tensors_under(limits: SealLimits) -> None:
         item = there.next()
         assert isinstance(item, ReceivedTensor)
         assert bytes(item.tensor.data) == data
-    assert links[0]._outgoing._sealer._key._turn > 0  # type: ignore[attr-defined]
+    assert sealer_of(links[0])._key.turn > 0  # type: ignore[attr-defined]
     here.link.close()
 
 
@@ -204,9 +205,9 @@ def test_the_frame_at_the_limit_is_under_the_old_key_and_the_next_under_the_new(
 def test_one_byte_under_the_limit_does_not_turn_the_ratchet() -> None:
     sealer = Sealer(bytes(32), Cipher.AES_256_GCM, SealLimits(max_bytes=1000))
     sealed_by(sealer, HEADER, bytes(1000 - TAG_BYTES - 1))
-    assert sealer._key._turn == 0
+    assert sealer.turn == 0
     sealed_by(sealer, HEADER, b"")
-    assert sealer._key._turn == 1
+    assert sealer.turn == 1
 
 
 def test_a_new_secret_does_not_give_the_old_one() -> None:
@@ -276,7 +277,7 @@ def test_the_secrets_of_a_link_are_wiped_when_it_ends(started: bool) -> None:
     held = [
         key._secret
         for link in links
-        for key in (link._outgoing._sealer._key, link._incoming._opener._key)  # type: ignore[attr-defined]
+        for key in (sealer_of(link)._key, opener_of(link)._key)  # type: ignore[attr-defined]
     ]
     assert all(any(secret) for secret in held)
     if started:
@@ -285,7 +286,7 @@ def test_the_secrets_of_a_link_are_wiped_when_it_ends(started: bool) -> None:
         for end in ends:
             end.error()
         for link in links:
-            for thread in link._threads:
+            for thread in threads_of(link):
                 thread.join(10)
     else:
         for link in links:

@@ -11,11 +11,7 @@ import torch
 from support.page_examples import PageExample, examples_of
 
 PAGES = {"sessions.md": 1, "python.md": 5}
-EXAMPLES = [
-    pytest.param(example, id=f"{page}-{index}")
-    for page in PAGES
-    for index, example in enumerate(examples_of(page))
-]
+FOUND = {f"{page}-{index}": example for page in PAGES for index, example in enumerate(examples_of(page))}
 
 
 def test_every_example_of_the_pages_is_found() -> None:
@@ -23,13 +19,13 @@ def test_every_example_of_the_pages_is_found() -> None:
 
 
 def test_an_example_needs_one_import_of_convoy() -> None:
-    for parameter in EXAMPLES:
-        lines = parameter.values[0].code.splitlines()
+    for example in FOUND.values():
+        lines = example.code.splitlines()
         assert len([line for line in lines if "import" in line and "convoy" in line]) == 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", FOUND.values(), ids=FOUND)
 def test_the_example_runs_as_it_stands(
     example: PageExample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,8 +190,8 @@ def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
         raise AssertionError("it came to no end")
     world.scheduler.check()
     assert len(world.first) == len(world.last) == 0, "a table outlived its sequence"
-    assert not world.first._holders
-    assert not world.last._holders
+    assert not world.first.num_held
+    assert not world.last.num_held
     for sequence in sequences:
         whole = serial(sequence)
         assert sequence.tokens == whole[: len(sequence.tokens)]

@@ -79,7 +79,7 @@ class LateExecutor(FakeExecutor):
         self._told = False
 
     def collect(self) -> StepResult:
-        if not self._told and self._results and len(self.steps) > self._late_at:
+        if not self._told and self.results and len(self.steps) > self._late_at:
             self._told = True
             raise StepLate("a step did not come back within 1 s")
         return super().collect()
@@ -178,7 +178,7 @@ def test_closing_ends_a_recovery_that_waits() -> None:
     engine.submit(request([1], 20), outputs.put)
     wait_until(lambda: recovery.losses)
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
     while isinstance(output := outputs.get(timeout=WAIT_S), TokenOutput):
         pass
     assert isinstance(output, ErrorOutput)
@@ -206,7 +206,7 @@ def test_stages_that_come_while_the_engine_is_closed_run_nothing(caplog: pytest.
     engine.submit(request([1], 20), outputs.put)
     wait_until(lambda: recovery.losses)
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
     assert not caplog.records, "it ended by itself"
 
 
@@ -240,7 +240,7 @@ def test_a_ring_that_breaks_while_the_engine_is_closed_is_asked_once(depth: int)
     engine.submit(request([1], 20), outputs.put)
     assert executor.held.wait(WAIT_S)
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
     assert executor.num_asked == 1
     assert not recovery.losses
 
@@ -285,7 +285,7 @@ def test_what_is_wrong_for_good_ends_the_engine() -> None:
     engine = start(FakeExecutor(fail_at=6), FakeRecovery([ModelError("the files of the model are gone")]))
     with pytest.raises(ModelError, match="the files of the model are gone"):
         generate(engine, request([1], 20))
-    wait_until(lambda: not engine._thread.is_alive())
+    wait_until(lambda: not engine.is_running)
     engine.close()
 
 
@@ -386,7 +386,7 @@ class PoisonedExecutor(FakeExecutor):
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         super().submit(step, jobs)
         if 1 in np.frombuffer(step.tokens, dtype="<u4"):
-            self._results[-1] = StageLost("the fake stage cannot run it")
+            self.results[-1] = StageLost("the fake stage cannot run it")
 
 
 def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
@@ -394,9 +394,12 @@ def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
     engine = start(PoisonedExecutor(), FakeRecovery([*relapses]))
     prompts = [[3, 4, 5], [4, 5], [6, 1, 6], [7], [8, 9]]
     streams: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in prompts]
-    with engine._changed:  # all of them are there at the next step
+
+    def submit_all(*_: object) -> None:
         for prompt, stream in zip(prompts, streams, strict=True):
             engine.submit(request(prompt, 20), stream.put)
+
+    engine.between_steps(submit_all)  # all of them are there at the next step
     over = streams[2].get(timeout=WAIT_S)
     assert isinstance(over, ErrorOutput)
     assert "failed at the request" in over.error.message

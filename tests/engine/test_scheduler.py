@@ -156,7 +156,7 @@ def test_a_preempted_sequence_waits_for_its_sample_in_flight() -> None:
     sequence = make_sequence(3)
     scheduler.add([sequence])
     in_flight = scheduled_now(scheduler)
-    scheduler._preempt(sequence)
+    scheduler.preempt(sequence)
     release = scheduled_now(scheduler)
     assert release.step.rows == [], "it must not be admitted before its token is known"
     collect(scheduler, in_flight)

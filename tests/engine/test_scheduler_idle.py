@@ -94,7 +94,7 @@ def test_one_that_was_preempted_before_it_came_to_rest_is_finished() -> None:
     scheduler.add([sequence])
     scheduled = scheduler.schedule()
     assert scheduled is not None
-    scheduler._preempt(sequence)
+    scheduler.preempt(sequence)
     scheduler.collected(scheduled)
     scheduler.rest(sequence)
     assert sequence.state is SequenceState.FINISHED

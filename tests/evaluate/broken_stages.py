@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -77,13 +76,13 @@ def everywhere(change: Callable[[HostStage], None]) -> Loader:
 
 def skip(stage: HostStage) -> None:
     layers = dict(stage.layers)
-    stage._modules = replace(stage._modules, layers=Loop(layers, [i for i in layers if i != LAYER]))
+    stage.modules.layers = Loop(layers, [i for i in layers if i != LAYER])
 
 
 def run_twice(stage: HostStage) -> None:
     layers = dict(stage.layers)
     order = [i for layer in layers for i in [layer] * (1 + (layer == LAYER))]
-    stage._modules = replace(stage._modules, layers=Loop(layers, order))
+    stage.modules.layers = Loop(layers, order)
 
 
 def shift_positions(stage: HostStage) -> None:

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import pytest
-
 from convoy.fleet.outcomes import LabelSums, word_of
 
 
-def test_labels_never_grow_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.fleet.outcomes._MAX_SERIES", 3)
-    sums = LabelSums("model", "outcome")
+def test_labels_never_grow_beyond_a_limit() -> None:
+    sums = LabelSums("model", "outcome", max_series=3)
     for number in range(50):
         sums.add(f"model-{number}", "complete")
     samples = {sample.labels["model"]: sample.value for sample in sums.family("a", "b").samples}

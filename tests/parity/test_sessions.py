@@ -149,8 +149,7 @@ def test_a_saved_session_goes_on_under_another_split_as_if_it_had_never_stopped(
         assert session.load(path, key if loaded == "three" else None) == 64 // size * size
         assert session.tokens == expected
         assert session.sample() == drawn
-        assert session._run is not None
-        assert session._run.num_run == 76 - 64 // size * size, "only what is behind the file's blocks is run"
+        assert session.num_run == 76 - 64 // size * size, "only what is behind the file's blocks is run"
         assert_at(session, oracle)
         session.eval(drawn.token_id)
         assert_at(session, oracle)

@@ -81,7 +81,7 @@ class Peak:
 
     def __init__(self, door: DoorProcess) -> None:
         self._door = door
-        self._over = threading.Event()
+        self.over = threading.Event()
         self.rss_bytes = self.num_threads = self.num_descriptors = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -90,11 +90,11 @@ class Peak:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self.over.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(0.05):
+        while not self.over.wait(0.05):
             self.rss_bytes = max(self.rss_bytes, self._door.rss_bytes())
             self.num_threads = max(self.num_threads, self._door.num_threads())
             self.num_descriptors = max(self.num_descriptors, self._door.num_descriptors())
@@ -124,7 +124,7 @@ class Crowd:
         self._byte_every_s = byte_every_s
         self._sockets: dict[socket.socket, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self.opened = 0
         self.hung_up = 0
         self.done = threading.Event()
@@ -132,7 +132,7 @@ class Crowd:
         self._thread.start()
 
     def close(self) -> None:
-        self._over.set()
+        self.over.set()
         self._thread.join()
         for sock in self._sockets:
             sock.close()
@@ -140,9 +140,9 @@ class Crowd:
     def _run(self) -> None:
         started_s = time.monotonic()
         written_s = started_s
-        while not self._over.is_set():
+        while not self.over.is_set():
             due = min(self._num, int((time.monotonic() - started_s) * self._per_s) + 1)
-            while self.opened < due and not self._over.is_set():
+            while self.opened < due and not self.over.is_set():
                 self._open()
             if self.opened == self._num:
                 self.done.set()
@@ -150,7 +150,7 @@ class Crowd:
             if self._greeting and time.monotonic() - written_s > self._byte_every_s:
                 written_s = time.monotonic()
                 self._write()
-            self._over.wait(0.01)
+            self.over.wait(0.01)
 
     def _open(self) -> None:
         sock = socket.socket()

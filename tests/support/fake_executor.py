@@ -44,11 +44,11 @@ class FakeExecutor:
         self.closed = False
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[tuple[int, int], int] = {}
-        self._results: deque[StepResult | ConvoyError] = deque()
+        self.results: deque[StepResult | ConvoyError] = deque()
 
     @property
     def oldest(self) -> int | None:
-        return self.steps[-len(self._results)].number if self._results else None
+        return self.steps[-len(self.results)].number if self.results else None
 
     @property
     def blamed(self) -> tuple[str, ...]:
@@ -74,13 +74,13 @@ class FakeExecutor:
                 if self.rival is not None and self.rival[0] == end + 1:
                     logits[-1][0] = 10 - self.rival[1]
         if self.fail_at is not None and step.number >= self.fail_at:
-            self._results.append(StageLost("the fake stage went away"))
+            self.results.append(StageLost("the fake stage went away"))
         else:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
-            self._results.append(StepResult(step.number, sample_all(stacked, jobs)))
+            self.results.append(StepResult(step.number, sample_all(stacked, jobs)))
 
     def collect(self) -> StepResult:
-        result = self._results.popleft()
+        result = self.results.popleft()
         if isinstance(result, ConvoyError):
             raise result
         return result

@@ -72,13 +72,13 @@ class FakeHub:
             self._say(request, self.status, b"<html>", {})
             return
         if path.startswith(f"/api/models/{REPO}/revision/"):
-            self._say(request, 200, self._info(), {"content-type": "application/json"})
+            self._say(request, 200, self.info(), {"content-type": "application/json"})
         elif path.startswith(f"/{REPO}/resolve/{self.commit}/"):
             self._file(request, self.directory / path.rpartition("/")[2], body=body)
         else:
             self._say(request, 404, b"{}", {"x-error-code": "RepoNotFound"})
 
-    def _info(self) -> bytes:
+    def info(self) -> bytes:
         siblings: list[dict[str, object]] = []
         for path in sorted(self.directory.iterdir()):
             data = path.read_bytes()

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +80,7 @@ def invitation(
     lifetime_s: int = 600,
     like: Token | None = None,
     before: tuple[tuple[str, int], ...] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Invitation]:
     """Open an invitation until the block ends.
 
@@ -107,6 +108,7 @@ def invitation(
         consumption=record,
         judge=lambda card: why_not(roster, card, NOW),
         limits=limits,
+        clock=clock,
     )
     try:
         yield Invitation(token, enrolment, record, operator, roster)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from convoy.model.checkpoints.hub import stream as hub_stream
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
@@ -28,9 +27,8 @@ def manifest(model: Path) -> Manifest:
 
 
 @pytest.fixture
-def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Serve a copy of the model, which a test may change. Clients retry without waiting."""
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
+def hub(model: Path, tmp_path: Path) -> Iterator[FakeHub]:
+    """Serve a copy of the model, which a test may change."""
     fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
     yield fake
     fake.close()

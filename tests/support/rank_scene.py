@@ -87,14 +87,14 @@ def scene(num_members: int, **options: object) -> Iterator[Scene]:
 def break_joining(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[RankPeers], object], *, only_rank: int = 1
 ) -> None:
-    real = RankPeers._begin
+    real = RankPeers.begin
 
     def begin(self: RankPeers) -> SealedCollective:
         if self.rank == only_rank:
             act(self)
         return real(self)
 
-    monkeypatch.setattr(RankPeers, "_begin", begin)
+    monkeypatch.setattr(RankPeers, "begin", begin)
 
 
 def refuse(_ranks: RankPeers) -> None:

@@ -383,13 +383,13 @@ class Chain:
         generator = torch.Generator().manual_seed(3)
         self._free = [torch.randperm(self.num_blocks, generator=generator).tolist() for _ in self.rings]
         self._numbers = itertools.count()
-        self._released: list[int] = []
+        self.released: list[int] = []
         for stage in self.stages:
             stage.make_pools(self.num_blocks)
 
     def release(self, sequence: int) -> None:
         """Release a sequence with the next step."""
-        self._released.append(sequence)
+        self.released.append(sequence)
         for free, blocks in zip(self._free, self.tables.pop(sequence), strict=True):
             free.extend(blocks)
         del self.lengths[sequence]
@@ -398,7 +398,7 @@ class Chain:
         """Return the logits [n, vocab] of each (sequence, tokens) row, appended to the sequence (or at
         ``start``).
         """
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         grants: list[BlockGrant] = []
         wire_rows = []
         for sequence, tokens in rows:

@@ -64,7 +64,7 @@ def test_any_rank_of_two_stages_of_two(way: str, lost: str) -> None:
 
 def at_joining(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """``act`` once, when the head is about to say to the other ranks what it is there for."""
-    real, done = RankPeers._begin, threading.Event()
+    real, done = RankPeers.begin, threading.Event()
 
     def begin(self: RankPeers) -> SealedCollective:
         if not done.is_set():
@@ -72,7 +72,7 @@ def at_joining(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None
             act()
         return real(self)
 
-    monkeypatch.setattr(RankPeers, "_begin", begin)
+    monkeypatch.setattr(RankPeers, "begin", begin)
 
 
 @pytest.mark.parametrize("way", ["kill", "stop"])

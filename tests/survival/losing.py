@@ -63,7 +63,7 @@ class Survival:
     model: str
 
     def pid(self, name: str) -> int:
-        return self.local._processes[name].pid
+        return self.local.processes[name].pid
 
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
@@ -75,7 +75,7 @@ class Survival:
         os.kill(self.pid(name), signal.SIGCONT)
 
     def restart(self, name: str, *flags: str) -> None:
-        self.local._processes[name].wait()
+        self.local.processes[name].wait()
         config = str(self.local.config_file(name))
         arguments = ("join", "--config", config, "--model", self.model, "--until-stdin-closes", *flags)
         self.local.start(name, *arguments)
@@ -174,7 +174,7 @@ def survival(
             cluster.close()
             for relay in relays.values():
                 relay.close()
-            for name, process in local._processes.items():
+            for name, process in local.processes.items():
                 if process.poll() is None:
                     os.kill(process.pid, signal.SIGCONT)
                 print(f"--- {name}\n{local.log_file(name).read_text()}")

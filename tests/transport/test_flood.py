@@ -75,7 +75,7 @@ def test_writers_of_one_byte_at_a_time_hold_a_place_no_longer_than_a_handshake(d
         assert crowd.done.wait(20)
         _, took_s = link_within(door.members[1], "beta", door.address, 4 * LINK_WITHIN_S)
         while crowd.hung_up < 200:  # each at its total deadline, though it never stopped writing
-            assert not crowd._over.wait(0.05)
+            assert not crowd.over.wait(0.05)
     crowd.close()
     print(f"growth {(peak.rss_bytes - before) / 1e6:.1f} MB, a link in {took_s:.2f} s")
     assert took_s < LINK_WITHIN_S

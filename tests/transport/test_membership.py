@@ -31,6 +31,7 @@ from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.roster.roster import sign_roster
 from convoy.wire.messages.control import Hello, RosterUpdate
+from support.link_parts import outgoing_of, stop_writing
 from support.links import WAIT_S, End
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted, with_roster
 from support.waiting import wait_until
@@ -140,7 +141,8 @@ def test_a_roster_that_does_not_verify_at_the_end_that_lags_ends_the_dial_with_b
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     town["beta"].offer(later(town["beta"].roster), "the operator")
-    monkeypatch.setattr(town["beta"], "_signed", town["beta"].signed.replace(b"epoch = 2", b"epoch = 3"))
+    changed = town["beta"].signed.replace(b"epoch = 2", b"epoch = 3")
+    monkeypatch.setattr(Membership, "signed", changed)  # the one that lags sends none
     with pytest.raises(Incompatible, match=r"beta holds roster epoch 2, and .* epoch 1; .*changed after"):
         town.link("alpha", "beta")
     assert town["alpha"].roster.epoch == 1
@@ -222,7 +224,7 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
     me = membership_of(alpha)
     mine, theirs = memory_link_pair(alpha, gamma)
     me.attach(mine)
-    mine._outgoing.post_roster(_frame(b"x"))  # queued: the link is not started
+    outgoing_of(mine).post_roster(_frame(b"x"))  # queued: the link is not started
     mine.send(Hello("for members", [], [], 0, 1, ""))
     mine.revoke("out")
     end = End(theirs).start()
@@ -236,7 +238,7 @@ def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_long_befo
     mine, _ = memory_link_pair(alpha, gamma)  # the other end does not read
     me.attach(mine)
     end = End(mine).start()
-    mine._outgoing._busy = True  # a write under way that gamma does not take
+    stop_writing(mine)
     began_s = time.monotonic()
     me.offer(later(me.roster, without=["gamma"]), "the operator")
     assert "does not list gamma" in end.error().message

@@ -29,6 +29,7 @@ from convoy.wire.frame import encode_handshake
 from convoy.wire.messages.control import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
 from support.door import client_hello
+from support.link_parts import go_on_writing, replace_sending_stream, sending_stream, stop_writing
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
 from support.members import make_local_members, membership_of
 from support.relay import Relay
@@ -75,8 +76,8 @@ class Valve:
 
 def valve_on(link: Link) -> Valve:
     """On the sending connection of ``link``."""
-    valve = Valve(link._outgoing._stream)
-    link._outgoing._stream = valve
+    valve = Valve(sending_stream(link))
+    replace_sending_stream(link, valve)
     return valve
 
 
@@ -158,9 +159,9 @@ def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
     with pytest.raises(PeerUnreachable):
         here.link.ping(1.0)
     assert here.link.is_there(1.0)
-    theirs._outgoing._busy = True  # nothing leaves it any more
+    stop_writing(theirs)
     wait_until(lambda: not here.link.is_there(0.6))  # what left it before may come still
-    theirs._outgoing._busy = False
+    go_on_writing(theirs)
     go_on.set()
     assert here.link.is_there(WAIT_S)
     here.link.close()

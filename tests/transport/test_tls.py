@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import queue
+import shutil
 import socket
 import ssl
 import struct
@@ -43,6 +44,7 @@ from convoy.transport.streams.stream import Stream
 from convoy.transport.streams.tcp import TlsStream, client_context, server_context, start_tls_client
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages.control import FrameType, Row, Step
+from support.link_parts import note_server_names, num_lone_halves, socket_of, streams_of
 from support.links import WAIT_S, End, tls_link_pair
 from support.members import make_local_members, membership_of, shifted, with_roster
 from support.relay import Relay
@@ -128,7 +130,7 @@ def test_sslkeylogfile_has_no_effect(
 def test_no_name_of_the_server_goes_out(members: tuple[LocalMember, ...]) -> None:
     seen: list[str | None] = []
     with opened(members[1]) as door:
-        door.listener._context.sni_callback = lambda _sock, name, _context: seen.append(name)
+        note_server_names(door.listener, seen.append)
         link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         link.close()
     assert [name for name in seen if name is not None] == []
@@ -138,8 +140,9 @@ def test_no_session_is_ever_resumed(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1]) as door:
         for _ in range(2):
             stream = half(members[0], door, TO_LISTENER, os.urandom(16))
-            assert not stream._sock.session_reused
-            assert stream._sock.session is None or not stream._sock.session.has_ticket
+            sock = socket_of(stream)
+            assert not sock.session_reused
+            assert sock.session is None or not sock.session.has_ticket
             stream.close()
 
 
@@ -434,12 +437,10 @@ def test_a_dialler_whose_proof_is_refused_learns_it_by_name(
     members: tuple[LocalMember, ...], tmp_path: Path
 ) -> None:
     thief = object.__new__(LocalMember)
-    stolen = Identity(
-        Identity.generate()._key,
-        members[0].identity._tls_key,
-        members[0].identity.tls_certificate_der,
-        tmp_path / "alpha",
-    )
+    Identity.generate().save(tmp_path / "thief")
+    for stolen_file in members[0].identity.tls_files:
+        shutil.copy(stolen_file, tmp_path / "thief")
+    stolen = Identity.load(tmp_path / "thief")
     for name, value in (("name", "alpha"), ("identity", stolen), ("roster", members[0].roster)):
         object.__setattr__(thief, name, value)
     with opened(members[1]) as door:
@@ -532,11 +533,10 @@ def test_the_time_of_a_dial_is_total_over_all_addresses_of_a_name(
 
 def test_sockets_notice_a_silent_host(members: tuple[LocalMember, ...]) -> None:
     for link in tls_link_pair(*members[:2]):
-        for stream in link._streams:
-            assert isinstance(stream, TlsStream)
-            assert stream._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+        for stream in streams_of(link):
+            assert socket_of(stream).getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert socket_of(stream).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert socket_of(stream).getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
             stream.close()
 
 
@@ -545,7 +545,7 @@ def test_a_closed_listener_hands_over_no_link_whose_handshake_was_under_way(
 ) -> None:
     with opened(members[1]) as door:
         streams = tuple(half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
-        wait_until(lambda: door.listener.admission.num_half_open <= 1 and not door.listener._halves)
+        wait_until(lambda: door.listener.admission.num_half_open <= 1 and not num_lone_halves(door.listener))
         door.listener.close()
         peer = members[0].roster.member("beta")
         link = establish_initiator(members[0], peer, b"l" * 16, (streams[0], streams[1]), LinkOptions())
@@ -629,18 +629,18 @@ def test_a_dial_that_fails_by_a_bug_leaves_no_connection_open(
         with pytest.raises(ZeroDivisionError):
             dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S, wrap=wrap)
         assert len(made) == 2
-        assert all(stream._sock.fileno() == -1 for stream in made if isinstance(stream, TlsStream))
+        assert all(socket_of(stream).fileno() == -1 for stream in made if isinstance(stream, TlsStream))
 
 
 def test_a_send_that_nobody_takes_stalls_out_without_a_deadline(tmp_path: Path) -> None:
     alpha, beta = make_local_members(["alpha", "beta"], tmp_path)
     mine, theirs = tls_link_pair(alpha, beta, options=LinkOptions(stall_timeout_s=0.2))
-    stream = mine._streams[0]
+    stream = streams_of(mine)[0]
     with pytest.raises(LinkBroken, match="took nothing before the deadline"):  # noqa: PT012 - buffers fill first
         while True:
             stream.send_all(bytes(1 << 20))
     for link in (mine, theirs):
-        for each in link._streams:
+        for each in streams_of(link):
             each.close()
 
 

@@ -85,8 +85,8 @@ def resigned(lines: list[bytes]) -> list[bytes]:
     thief = OperatorKey.generate()
     fields.pop("signature")
     fields["key"] = thief.public_key.hex()
-    fields["signature"] = thief.sign(audit._to_sign(fields)).hex()
-    return [lines[0], audit._canonical(fields), *lines[2:]]
+    fields["signature"] = thief.sign(audit.bytes_to_sign(fields)).hex()
+    return [lines[0], audit.canonical_entry(fields), *lines[2:]]
 
 
 @pytest.mark.parametrize(

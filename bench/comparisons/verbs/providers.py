@@ -44,7 +44,7 @@ def providers(
     lines = {}
     for one in chosen:
         deadline.left_s()
-        row, found_segments, found_checks, answers = _measure(run, one, slots)
+        row, found_segments, found_checks, answers = measure_scenario(run, one, slots)
         rows.append(row)
         failures += failure_rows(one.name, answers)
         segments += found_segments
@@ -64,9 +64,10 @@ def providers(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _measure(
+def measure_scenario(
     run: BenchRun, scenario: Scenario, slots: int
 ) -> tuple[Any, Any, list[CheckRow], list[LoadResult]]:
+    """Return the row, segments, checks and answers of one scenario, run on a fleet of its own."""
     from comparisons.fleet.load import FleetLoad
     from comparisons.fleet.scenario import PRICE, account_name
     from comparisons.fleet.verdict import check_rows, scenario_row, segment_rows

@@ -234,7 +234,7 @@ def _talk(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster, talk: S
     loaded = talk.position
     num_run = talk.sync(turn.tokens(cluster.tokenizer, talk.tokens))
     first_s = time.monotonic() - began_s
-    text, reason = ("", "none") if turn.prompt is None else _answer(turn, cluster.tokenizer, talk)
+    text, reason = ("", "none") if turn.prompt is None else answer_turn(turn, cluster.tokenizer, talk)
     if reason == "length":
         tell(f"the answer was cut off after {counted(turn.max_tokens, 'token')}: --max-tokens allows more")
     if turn.save is not None:
@@ -254,7 +254,7 @@ def _talk(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster, talk: S
     }
 
 
-def _answer(turn: SessionTurn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
+def answer_turn(turn: SessionTurn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
     from convoy.model.text.tokens import TextStream
 
     stream = TextStream(tokenizer)

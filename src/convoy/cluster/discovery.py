@@ -69,6 +69,16 @@ class Sightings:
         self._found: dict[str, OrderedDict[str, tuple[Address, ...]]] = {}
         self._member_of: dict[str, str] = {}
 
+    @property
+    def num_instances(self) -> int:
+        """Return how many announcements are held."""
+        return len(self._member_of)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the members that announced themselves."""
+        return frozenset(self._found)
+
     def judge(
         self,
         instance: str,
@@ -141,6 +151,11 @@ class Discovery:
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[heard])
         self._looked_s = time.monotonic()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the members that announced themselves."""
+        return self._sightings.names
+
     def find(self, name: str) -> tuple[Address, ...]:
         """Return addresses as `Sightings.find` does.
 
@@ -156,7 +171,7 @@ class Discovery:
 
     def announce(self, identity_key: bytes, bound: Address) -> Callable[[], None]:
         """Announce that a member with this key listens at ``bound``. Returns a function that withdraws it."""
-        info = _make_info(identity_key, bound)
+        info = make_info(identity_key, bound)
         self._zeroconf.register_service(info, strict=False)
 
         def withdraw() -> None:
@@ -284,7 +299,8 @@ def _start_zeroconf() -> Zeroconf:
     ) from failed
 
 
-def _make_info(identity_key: bytes, bound: Address) -> ServiceInfo:
+def make_info(identity_key: bytes, bound: Address) -> ServiceInfo:
+    """Return an announcement under a random name, which only members with the roster can tell from noise."""
     from zeroconf import ServiceInfo
 
     salt = os.urandom(SALT_BYTES)

@@ -52,6 +52,10 @@ class MemberOptions:
     device: str = MODEL.device
     weights_from: str = MODEL.weights_from
     hub: str | None = None
+    # The first wait before the hub is tried again; None leaves the hub client's own.
+    hub_retry_s: float | None = None
+    # How long a head waits until a peer says which tensors it has.
+    held_answer_s: float = 12.0
     signed: str | None = None
 
 

@@ -62,7 +62,7 @@ class _Key:
         self._limits = limits
         self._records = 0
         self._bytes = 0
-        self._turn = 0
+        self.turn = 0
         self.aead = self._make()
         self.prefix = bytes(4)
 
@@ -81,9 +81,9 @@ class _Key:
         old = self._secret
         self._secret = next_secret(old)
         wipe(old)
-        self._turn += 1
+        self.turn += 1
         self.aead = self._make()
-        self.prefix = self._turn.to_bytes(4, "big")
+        self.prefix = self.turn.to_bytes(4, "big")
         self._records = 0
         self._bytes = 0
 
@@ -107,6 +107,11 @@ class Sealer:
     def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits | None = None) -> None:
         self._key = _Key(secret, cipher, limits or SealLimits())
         self.sequence = 0
+
+    @property
+    def turn(self) -> int:
+        """Return how many times the ratchet has turned."""
+        return self._key.turn
 
     def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None:
         """Seal under ``self.sequence`` into ``out``, which is TAG_BYTES longer than ``plaintext``, and
@@ -139,6 +144,11 @@ class Opener:
         self._key = _Key(secret, cipher, limits or SealLimits())
         self._failed = False
         self.sequence = 0
+
+    @property
+    def turn(self) -> int:
+        """Return how many times the ratchet has turned."""
+        return self._key.turn
 
     def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None:
         """Open into ``out``, which is TAG_BYTES shorter than ``sealed``.

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,26 @@ class Engine:
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def has_paused_work(self) -> bool:
+        """Return whether work waits for its turn between two steps."""
+        return bool(self._between)
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Return the source of new stages after a loss."""
+        return self._recovery
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Return the scheduler. The engine's thread owns it; others may only look."""
+        return self._scheduler
+
     # Called from any thread.
 
     def start(self) -> None:
@@ -189,10 +210,7 @@ class Engine:
         It runs without the engine's lock, and must be short. Raises `Unavailable` if it has not begun within
         ``timeout_s``, for example during a recovery.
         """
-        with self._changed:
-            self._raise_if_over()
-            future = self._between.add(work)
-            self._changed.notify()
+        future = self.queue_between(work)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -203,6 +221,14 @@ class Engine:
             raise Unavailable(text, public=text)
         # Work that has begun uses its caller's file, so the caller waits for its end.
         return future.result()
+
+    def queue_between(self, work: Between) -> Future[Any]:
+        """Queue ``work`` for `between_steps` without waiting for its turn; work itself may do so."""
+        with self._changed:
+            self._raise_if_over()
+            future = self._between.add(work)
+            self._changed.notify()
+        return future
 
     @property
     def room(self) -> int:

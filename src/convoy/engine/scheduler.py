@@ -139,7 +139,7 @@ class Scheduler:
         self._suspects: dict[Sequence, int] = {}
         self._released: list[int] = []
         self._next_table_id = 0
-        self._next_step = 0
+        self.next_step = 0
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue one request's sequences, all or none.
@@ -415,7 +415,7 @@ class Scheduler:
             # The last admitted sequence loses the least work. One with a row in this step must keep its
             # blocks.
             victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return
         if missing:
@@ -425,7 +425,8 @@ class Scheduler:
     def _budget(self, plan: StepBuilder) -> int:
         return self.limits.max_step_tokens - plan.num_tokens
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the blocks from a running sequence, and let it wait for others."""
         self.num_preempted += 1
         self.running.remove(sequence)
         self._release(sequence)
@@ -447,7 +448,7 @@ class Scheduler:
         self._released.append(sequence.table_id)
 
     def _commit_plan(self, plan: StepBuilder) -> Scheduled:
-        scheduled = plan.write(self._next_step, self._released, self._tags)
+        scheduled = plan.write(self.next_step, self._released, self._tags)
         for sequence in plan.rows:
             # Only known tokens count as run and become findable: drafts may be wrong, and `keep` adds the
             # accepted ones.
@@ -456,6 +457,6 @@ class Scheduler:
             sequence.num_scheduled = known
             sequence.num_in_flight += 1
         self._released = []
-        self._next_step += 1
+        self.next_step += 1
         self._num_in_flight += bool(plan.rows)
         return scheduled

@@ -15,14 +15,15 @@ _OTHERS = "(other)"
 
 
 class LabelSums:
-    """Sum amounts by labels. Beyond ``_MAX_SERIES`` sets of labels, all others share one."""
+    """Sum amounts by labels. Beyond ``max_series`` sets of labels, all others share one."""
 
-    def __init__(self, *labels: str) -> None:
+    def __init__(self, *labels: str, max_series: int = _MAX_SERIES) -> None:
+        self._max_series = max_series
         self._labels = labels
         self._sums: Counter[tuple[str, ...]] = Counter()
 
     def add(self, *values: str, amount: int = 1) -> None:
-        if values not in self._sums and len(self._sums) >= _MAX_SERIES:
+        if values not in self._sums and len(self._sums) >= self._max_series:
             values = (_OTHERS,) * len(self._labels)
         self._sums[values] += amount
 

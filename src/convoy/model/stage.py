@@ -36,6 +36,8 @@ class StageOptions:
     captured: bool = True
     num_threads: int | None = None
     require_tags: bool = True
+    # float32 bytes of the layers that are built at a time; None leaves the loader's own number
+    portion_bytes: int | None = None
 
 
 class PendingHidden(Protocol):

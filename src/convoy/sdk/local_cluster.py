@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,11 @@ class LocalCluster(Started):
     @property
     def head(self) -> str:
         return self.names[0]
+
+    @property
+    def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
+        """Return the newest process of each member."""
+        return self._processes
 
     def config_file(self, name: str) -> Path:
         return self.directory / f"{name}.toml"

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.files import read_bytes
+from convoy.config.files import default_cache, read_bytes
 from convoy.config.settings import Config, load_config
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
-from convoy.config.files import default_cache
 from convoy.sdk.options import Note, head_options, load_policy, unheard
 from convoy.sdk.speeds import Here, links_of, speeds_of
 

@@ -43,6 +43,11 @@ class RateLimitedLog:
         self._lock = threading.Lock()
         self._tallies: dict[str, _Tally] = {}
 
+    @property
+    def num_causes(self) -> int:
+        """Return how many causes are told apart now."""
+        return len(self._tallies)
+
     def warning(self, cause: str, text: str, *, with_trace: bool = False) -> None:
         """Log ``text`` unless its cause has used up its lines.
 

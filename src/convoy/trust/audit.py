@@ -238,8 +238,8 @@ class AuditLog:
             "time": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "version": VERSION,
         }
-        fields["signature"] = self._signer.sign(_to_sign(fields)).hex()
-        line = _canonical(fields)
+        fields["signature"] = self._signer.sign(bytes_to_sign(fields)).hex()
+        line = canonical_entry(fields)
         if len(line) > MAX_ENTRY_BYTES:
             raise AuditError(f"an audit entry has {len(line)} bytes, and {MAX_ENTRY_BYTES} is the limit")
         return line
@@ -341,7 +341,7 @@ def _entry(line: bytes) -> Entry:
     if fields["version"] != VERSION:
         raise AuditError(f"it has version {fields['version']}, expected {VERSION}")
     # Every entry has one spelling, so that the hash of the line is the hash of the fields.
-    if _canonical(fields) != line:
+    if canonical_entry(fields) != line:
         raise AuditError("it is not written as canonical JSON")
     return Entry(fields["sequence"], fields, hashlib.sha256(line).hexdigest())
 
@@ -350,16 +350,18 @@ def _check_signature(entry: Entry) -> None:
     unsigned = {name: value for name, value in entry.fields.items() if name != "signature"}
     try:
         key, signature = (bytes.fromhex(entry.fields[name]) for name in ("key", "signature"))
-        verify(key, signature, _to_sign(unsigned))
+        verify(key, signature, bytes_to_sign(unsigned))
     except (ValueError, HandshakeError):
         raise AuditError("its signature does not hold: it was changed") from None
 
 
-def _to_sign(fields: Mapping[str, Any]) -> bytes:
-    return prefixed(_LABEL, _canonical(fields))
+def bytes_to_sign(fields: Mapping[str, Any]) -> bytes:
+    """Return the bytes that an entry's signature covers, from its fields without the signature."""
+    return prefixed(_LABEL, canonical_entry(fields))
 
 
-def _canonical(fields: Mapping[str, Any]) -> bytes:
+def canonical_entry(fields: Mapping[str, Any]) -> bytes:
+    """Return the one spelling of an entry: its line in the log, without the end of the line."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 

@@ -78,7 +78,7 @@ class Token:
     def encode(self) -> str:
         """Return the word to paste."""
         body = self._head + self.secret + self._tail
-        text = base64.b32encode(body + _checksum(body)).decode().rstrip("=").lower()
+        text = base64.b32encode(body + token_checksum(body)).decode().rstrip("=").lower()
         return PREFIX + text
 
     def require_usable(self, now: datetime.datetime) -> None:
@@ -129,7 +129,7 @@ def decode_token(text: str) -> Token:
         data = b""
     body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     # The checksum catches a bad paste. It proves nothing: the secret and the keys do that.
-    if not body or checksum != _checksum(body):
+    if not body or checksum != token_checksum(body):
         raise InviteError("the invitation is damaged: a part is missing or was changed", hint=_COPY)
     token = _read(_Reader(body))
     # Every token has one spelling, so that no second text means the same invitation.
@@ -204,7 +204,8 @@ def _short(text: str) -> bytes:
     return bytes([len(data)]) + data
 
 
-def _checksum(body: bytes) -> bytes:
+def token_checksum(body: bytes) -> bytes:
+    """Return the bytes at the end of a token that show a bad paste."""
     return hashlib.sha256(prefixed(LABEL, b"checksum", body)).digest()[:_CHECKSUM_BYTES]
 
 

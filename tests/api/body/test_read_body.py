@@ -8,7 +8,6 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
-from convoy.api.body import read_body as arrival
 from convoy.api.body.intake import Intake
 from convoy.api.body.read_body import read_body
 from convoy.api.listen.options import ServeOptions
@@ -47,9 +46,8 @@ def test_a_long_body_without_a_place_is_told_that_the_queue_is_full(length: int 
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_long_body_that_stops_soon_loses_its_place(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "_GRACE_S", 0.01)
-    monkeypatch.setattr(arrival, "_LEAST_BYTES_PER_S", 1e9)
+def test_a_long_body_that_stops_soon_loses_its_place(chunked: bool) -> None:
+    options = ServeOptions(body_timeout_s=600.0, body_grace_s=0.01, min_body_bytes_per_s=10**9)
     headers = Headers({} if chunked else {"content-length": str(LONG)})
     begun = bytes(LONG) if chunked else b"x"
 
@@ -57,13 +55,12 @@ def test_a_long_body_that_stops_soon_loses_its_place(chunked: bool, monkeypatch:
         upload = Intake(ServeOptions()).upload("one")
         with pytest.raises(BodyTooSlow, match="bytes a second"):
             async with asyncio.timeout(60.0):
-                await read_body(headers, parts(begun), ServeOptions(body_timeout_s=600.0), upload=upload)
+                await read_body(headers, parts(begun), options, upload=upload)
 
     asyncio.run(scene())
 
 
-def test_a_short_body_has_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "_GRACE_S", 0.0)
+def test_a_short_body_has_its_whole_time() -> None:
     sent = asyncio.Event()
     messages = parts(b"a")
 

@@ -102,7 +102,7 @@ def test_the_table_of_addresses_is_bounded_and_the_log_says_little(caplog: pytes
         asyncio.run(run())
         clock.now_s += 10
         asyncio.run(failed.refuse(WRONG, "192.0.2.9"))
-    assert len(failed._failures) == 4096
+    assert failed.num_addresses == 4096
     assert [one.getMessage() for one in caplog.records if one.name.startswith("convoy")] == [
         "wrong api keys count=1 last_from=10.0.0.0",
         "wrong api keys count=10000 last_from=192.0.2.9",

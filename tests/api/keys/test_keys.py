@@ -90,7 +90,7 @@ def test_the_use_of_keys_that_left_the_file_is_bounded(tmp_path: Path) -> None:
         ring.find(f"the-secret-key-of-{name}").use.begin()
     write(file, ("ann", ANN))
     ring.reload()
-    assert set(ring._uses) == {"ann", "key3", "key4"}
+    assert ring.counted == {"ann", "key3", "key4"}
 
 
 @pytest.mark.parametrize("spoil", ["[[keys]\n", None, "mode"])

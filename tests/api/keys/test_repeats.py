@@ -53,4 +53,4 @@ def test_the_table_is_bounded() -> None:
     repeats = Repeats(max_requests=8, clock=Clock())
     for number in range(100):
         fail(repeats, body=str(number).encode())
-    assert len(repeats._failures) == 8
+    assert repeats.num_requests == 8

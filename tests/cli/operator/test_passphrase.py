@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_here
-from convoy.cli.operator import passphrase as module
 from convoy.cli.operator.passphrase import Passphrase, read_passphrase
 from convoy.cli.running.invite import InviteFlags
 from convoy.cli.show.exit_codes import EXIT_CONFIG
@@ -35,7 +34,7 @@ class Terminal:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
         self.asked: list[str] = []
         self._answers = list(answers)
-        monkeypatch.setattr(module, "_on_terminal", lambda: True)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
         monkeypatch.setattr("getpass.getpass", self._answer)
 
     def _answer(self, prompt: str) -> str:

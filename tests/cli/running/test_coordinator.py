@@ -23,9 +23,9 @@ from convoy.cli.running.coordinator import (
     ADMIN_KEY,
     ADMIN_URL,
     DoorFlags,
-    _admin_key,
     admin_url_of,
     database_url,
+    ensure_admin_key,
 )
 from convoy.cli.running.coordinator_file import load_fleet_config
 from convoy.crypto.certificate import certificate_names
@@ -104,9 +104,9 @@ def test_a_new_database_gets_an_administrators_key_though_a_file_is_there(tmp_pa
     (tmp_path / ADMIN_KEY).write_text("convoy-of-another-database\n")
     store = Store(f"sqlite:///{tmp_path / 'fleet.db'}")
     try:
-        key = _admin_key(home, store, audit).read_text().strip()
+        key = ensure_admin_key(home, store, audit).read_text().strip()
         assert Directory(store).look_up(key, Scope.ADMIN) is None
-        assert _admin_key(home, store, audit).read_text().strip() == key, "and keeps it"
+        assert ensure_admin_key(home, store, audit).read_text().strip() == key, "and keeps it"
         assert verify_log(audit.path).num_entries == 1
     finally:
         store.close()

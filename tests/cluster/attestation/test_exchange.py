@@ -24,6 +24,7 @@ from convoy.testing.links import memory_link_pair
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
+from convoy.transport.options import LinkOptions
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict
@@ -32,6 +33,7 @@ from convoy.wire.messages.claims import Claims
 from convoy.wire.messages.control import FrameType, Hello, Plan, Sender, StageAssignment
 from convoy.wire.messages.evidence import Challenge, Evidence
 from support.cluster import MEMBER, PeerThread
+from support.link_parts import go_on_writing, stop_writing
 from support.members import make_local_members, membership_of
 from support.tpm_vectors import LyingTpm
 from support.waiting import wait_until
@@ -129,11 +131,11 @@ def test_a_member_that_asks_and_takes_nothing_keeps_no_evidence_from_others() ->
     with two_sides(Policy()) as (alpha, beta):
         stalled, _ = memory_link_pair(*make_local_members(("beta", "gamma")))
         beta.attestation.attach(stalled)
-        stalled._outgoing._busy = True  # a write under way that gamma does not take
-        for _ in range(stalled._options.max_queued_frames + 1):
+        stop_writing(stalled)
+        for _ in range(LinkOptions().max_queued_frames + 1):
             beta.attestation.handle_challenge(stalled, Challenge(secrets.token_bytes(32), []))
             assert alpha.attestation.check([alpha.link])["beta"].level is Level.SELF_SIGNED
-        stalled._outgoing._busy = False
+        go_on_writing(stalled)
 
 
 def test_both_ends_of_a_link_can_judge_each_other() -> None:
@@ -206,7 +208,7 @@ def test_while_hardware_is_slow_newer_challenges_replace_older_ones_and_none_pil
     with two_sides(Policy(deadline_s=0.5), hardware) as (alpha, beta):
         for _ in range(3):
             assert alpha.attestation.check([alpha.link])["beta"].level is Level.NONE
-        assert len(beta.attestation._to_prove) <= 1
+        assert beta.attestation.num_to_prove <= 1
         assert hardware.slow is not None
         hardware.slow.set()
 
@@ -306,7 +308,7 @@ def test_who_answers_between_two_plans_is_judged_by_that_and_who_owes_nothing_is
         hardware.values[7] = OTHER
         hardware.slow.clear()
         alpha.attestation.watch([alpha.link], hold_stages=True)
-        wait_until(lambda: alpha.attestation._asked)
+        wait_until(lambda: alpha.attestation.is_asking)
         alpha.attestation.watch((), hold_stages=False)
         alpha.attestation.settle(hardware.slow.set)
         assert "register 7" in alpha.fallen.get(timeout=WAIT_S).why
@@ -361,8 +363,8 @@ def members_of(
 
 def drifted(peer: PeerThread) -> None:
     """This member's files are others from now on."""
-    attester = peer.peer._attestation.attester
-    attester.__dict__["_software"] = CLAIMS
+    attester = peer.peer.attestation.attester
+    attester.__dict__["software"] = CLAIMS
 
 
 def test_without_a_policy_levels_are_reported_and_nothing_is_demanded() -> None:
@@ -446,8 +448,7 @@ def test_what_still_waits_of_a_head_that_was_refused_is_not_loaded() -> None:
     peer.wait_for("refused")
     peer.wait_for("lost")
     peer.stop()
-    assert peer.peer._kept is None, "the plan was dropped, not loaded"
-    assert peer.peer._generation == 0
+    assert peer.peer.generation == 0, "the plan was dropped, not taken up"
     link.close()
 
 

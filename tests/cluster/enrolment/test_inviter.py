@@ -223,10 +223,11 @@ def test_an_expired_invitation_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_a_proof_that_comes_after_the_expiry_is_late(tmp_path: Path) -> None:
-    with invitation(tmp_path, limits=LIMITS) as offer:
+    passed_s = 0.0
+    with invitation(tmp_path, limits=LIMITS, clock=lambda: time.monotonic() + passed_s) as offer:
         raw = RawNewcomer(offer.token)
         challenge = raw.hello()
-        offer.enrolment._until_s = time.monotonic()  # ten minutes later
+        passed_s = 600.0
         raw.send(raw.proof(challenge))
         assert raw.refusal() is Refusal.EXPIRED
         assert not offer.consumption.used
@@ -253,7 +254,7 @@ def test_an_operator_that_dies_after_the_proof_is_told_honestly(tmp_path: Path) 
     with invitation(tmp_path) as offer:
         joining = Joining(offer.token)
         newcomer = offer.enrolment.wait()
-        newcomer._stream.close()  # what the end of its process does
+        newcomer.stream.close()  # what the end of its process does
         error = joining.end().error
         assert isinstance(error, InviteError)
         assert "used up" in error.message

@@ -26,6 +26,7 @@ from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
 from convoy.trust.evidence.policy import OfferRule, Policy
 from support.cluster import MEMBER, PeerThread
+from support.link_parts import cut
 from support.waiting import wait_until
 
 
@@ -36,10 +37,9 @@ def dies_once_while_it_loads(monkeypatch: pytest.MonkeyPatch, peers: dict[str, P
     def load_or_die(source: object, mine: object, *args: object, **kept: object) -> HostStage:
         if mine.member == "beta" and not died:  # type: ignore[attr-defined]
             died.append("beta")
-            head = peers["beta"].peer._head
+            head = peers["beta"].peer.head
             assert head is not None
-            for stream in head._streams:
-                stream.close()
+            cut(head)
             raise StepError("this machine is gone")
         return load(source, mine, *args, **kept)  # type: ignore[arg-type]
 

@@ -252,7 +252,7 @@ def test_another_activation_dtype_is_refused_at_join_and_both_are_named(
     members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
 ) -> None:
     peer = PeerThread(members[1], PeerOptions(MemberOptions(num_threads=1, memory_bytes=1 << 30)), network)
-    peer.peer._hello = msgspec.structs.replace(peer.peer._hello, dtypes=["bfloat16"])
+    peer.peer.hello = msgspec.structs.replace(peer.peer.hello, dtypes=["bfloat16"])
     with pytest.raises(Incompatible, match="alpha sends activations as float32, but beta takes bfloat16"):
         Head(membership_of(members[0]), source, HEAD_OPTIONS, network).bring_up()
     peer.stop()

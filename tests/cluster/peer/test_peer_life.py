@@ -19,6 +19,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.member import LocalMember
 from support.cluster import MEMBER, PeerThread
+from support.link_parts import cut
 from support.members import make_local_members, membership_of
 
 OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
@@ -55,10 +56,9 @@ def ask(cluster: RunningCluster, text: str) -> str:
 
 def crash(cluster: RunningCluster) -> None:
     """End a head as when its machine goes: its connections end without a word, and it dials no more."""
-    cluster.head.peers._closed.set()
     for link in cluster.head.links.values():
-        for stream in link._streams:
-            stream.close()
+        cut(link)
+    cluster.head.peers.close("no link can carry this")
 
 
 def test_nothing_of_a_head_that_crashed_reaches_the_next(
@@ -82,7 +82,7 @@ def test_a_plan_frees_the_stage_of_the_plan_before_it(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread
 ) -> None:
     first = start(members, network)
-    loaded = peer.peer._loaded
+    loaded = peer.peer.loaded
     assert loaded is not None
     stage = weakref.ref(loaded.stage)
     del loaded

@@ -165,6 +165,6 @@ def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> 
     )
     recovery = StageRecovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
     with pytest.raises(StageLost, match=r"nobody took over within 0\.3 s"):
-        recovery._find_stages(None, time.monotonic())
+        recovery.find_stages(None, time.monotonic())
     assert tries[-1] - tries[0] < 2.0
     assert len(tries) <= 17

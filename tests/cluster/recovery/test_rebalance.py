@@ -133,7 +133,7 @@ def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
 
 def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
     assert cluster.head.active_plan is not None
-    link = s.peers[name].peer._head
+    link = s.peers[name].peer.head
     assert link is not None
     link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.active_plan.plan.generation)
 
@@ -214,18 +214,18 @@ def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
     with scene("beta") as s:
         s.join("beta")
         cluster = s.serve(member=small(), recover_wait_s=0.5)
-        recovery = cluster.engine._recovery
+        recovery = cluster.engine.recovery
         assert isinstance(recovery, StageRecovery)
-        assert recovery._whole_s == 600.5
-        recovery._whole_s = 2.0  # a load may take longer where a test begins
+        assert recovery.whole_s == 600.5
+        recovery.whole_s = 2.0  # a load may take longer where a test begins
         s.stack.callback(over.set)
         never_loads(monkeypatch, over)
         break_the_ring(cluster, s, "beta")
         with pytest.raises(StageLost, match=r"^nobody took over within 2 s: .*beta") as gone:
             ask(cluster)
         assert gone.value.message.count("nobody took over") == 1
-        first = recovery._gave_up
-        wait_until(lambda: recovery._gave_up is not first)  # it looked a second time, as vainly
+        first = recovery.gave_up
+        wait_until(lambda: recovery.gave_up is not first)  # it looked a second time, as vainly
         assert caplog.text.count("nothing can run now") == 1
         told = [record for record in caplog.records if "cannot go on: the ring is broken" in record.message]
         assert len(told) == 1, "the loss is told once, however often somebody looks"
@@ -255,7 +255,7 @@ def test_a_defect_in_the_heads_own_stage_stops_the_engine(monkeypatch: pytest.Mo
     with scene("beta") as s:
         s.join("beta")
         cluster = s.serve()
-        own, run = cluster.head._stage, HostStage.run
+        own, run = cluster.head.stage, HostStage.run
 
         def fail(stage: HostStage, *args: object, **names: object) -> object:
             if stage is own:
@@ -342,9 +342,15 @@ class FakeRecovery:
         return name == "gamma"
 
 
+def never(_work: object) -> None:
+    raise AssertionError("nothing is done between two steps here")
+
+
 @contextmanager
 def renewals_over_fakes(
-    num_failures: int = 0, peers: FakeCompany | None = None
+    num_failures: int = 0,
+    peers: FakeCompany | None = None,
+    between_steps: Callable[[object], None] = never,
 ) -> Iterator[tuple[Rebalancer, FakeCompany, queue.SimpleQueue[str]]]:
     """The first ``num_failures`` preparations fail."""
     peers, asked, prepared = peers or FakeCompany(), queue.SimpleQueue[str](), list[str]()
@@ -353,12 +359,11 @@ def renewals_over_fakes(
         prepared.append(name)
         failed() if len(prepared) <= num_failures else then()
 
-    def never(_work: object) -> None:
-        raise AssertionError("nothing is done between two steps here")
-
     try:
         yield (
-            Rebalancer(cast(Peers, peers), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
+            Rebalancer(
+                cast(Peers, peers), cast(StageRecovery, FakeRecovery()), asked.put, between_steps, prepare
+            ),
             peers,
             asked,
         )
@@ -376,7 +381,7 @@ def test_a_member_with_which_no_plan_came_to_run_is_not_tried_again_at_once() ->
     with renewals_over_fakes() as (renewals, peers, asked):
         renewals.plan_began({"beta", "gamma"})
         peers.waits_s.get(timeout=30)
-        assert renewals._left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
+        assert renewals.left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
         assert asked.empty()
 
 
@@ -393,7 +398,7 @@ def test_a_member_that_waits_already_is_not_counted_twice() -> None:
         renewals.joined("gamma")
         peers.waits_s.get(timeout=30)
         assert asked.get(timeout=30)
-        renewals._look_round(set())
+        renewals.look_round(set())
         assert asked.empty()
 
 
@@ -413,8 +418,7 @@ def test_a_member_whose_preparation_failed_is_prepared_again(monkeypatch: pytest
     def between_steps(_work: object) -> None:
         worked.set()
 
-    with renewals_over_fakes(3, TimeForCompany()) as (renewals, _, _asked):
-        monkeypatch.setattr(renewals, "_between_steps", between_steps)
+    with renewals_over_fakes(3, TimeForCompany(), between_steps) as (renewals, _, _asked):
         renewals.joined("gamma")
         assert worked.wait(30), "the fourth preparation succeeds"
 
@@ -423,10 +427,10 @@ def test_a_member_whose_preparations_fail_waits_twice_as_long_each_time() -> Non
     with renewals_over_fakes(9) as (renewals, peers, asked):
         renewals.joined("gamma")
         peers.waits_s.get(timeout=30)
-        assert renewal.AGAIN_S * 0.5 < renewals._left_s("gamma") <= renewal.AGAIN_S
+        assert renewal.AGAIN_S * 0.5 < renewals.left_s("gamma") <= renewal.AGAIN_S
         for _ in range(2):
-            renewals._begin("gamma")
-        assert renewal.AGAIN_S * 3.5 < renewals._left_s("gamma") <= renewal.AGAIN_S * 4
+            renewals.begin("gamma")
+        assert renewal.AGAIN_S * 3.5 < renewals.left_s("gamma") <= renewal.AGAIN_S * 4
         renewals.plan_began(())
         assert asked.empty()
         assert peers.waits_s.empty(), "one thread waits for it"

@@ -93,13 +93,13 @@ def test_who_stays_reads_only_the_layers_that_it_lacks() -> None:
         s.join("beta")
         gone = s.join("gamma")
         cluster = s.serve()
-        loaded = s.peers["beta"].peer._loaded
+        loaded = s.peers["beta"].peer.loaded
         assert loaded is not None
         held = set(loaded.stage.layers.values())
         gone.stop()
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         assert ask(cluster) == ANSWER
-        loaded = s.peers["beta"].peer._loaded
+        loaded = s.peers["beta"].peer.loaded
         assert loaded is not None
         assert held & set(loaded.stage.layers.values()), "modules that it had are used again"
         assert loaded.stage.bytes_read < loaded.stage.weight_bytes
@@ -167,7 +167,7 @@ def test_a_standby_preloads_and_stands_in() -> None:
         gone.stop()
         wait_until(lambda: stages(cluster) == ["alpha", "gamma"])
         assert ask(cluster) == ANSWER
-        loaded = standby.peer._loaded
+        loaded = standby.peer.loaded
         assert loaded is not None
         assert loaded.stage.bytes_read == 0, "all of it was there"
 
@@ -234,8 +234,8 @@ def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
         gone.stop()
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         back = Peer(membership_of(s.members["gamma"]), PeerOptions(MEMBER), network=s.network)
-        attester = back._attestation.attester
-        attester.__dict__["_software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
+        attester = back.attestation.attester
+        attester.__dict__["software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
         running = threading.Thread(target=back.run, args=(s.members["gamma"].member.address,), daemon=True)
         running.start()
         wait_until(lambda: "gamma" in cluster.head.vetting.excluded)
@@ -252,10 +252,10 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
         stubborn = s.join("gamma")
         cluster = s.serve()
         # From now on it refuses what it offered, or has no room for it; then the ring breaks.
-        stubborn.peer._hello = msgspec.structs.replace(stubborn.peer._hello, **lacks)
+        stubborn.peer.hello = msgspec.structs.replace(stubborn.peer.hello, **lacks)
         assert cluster.head.active_plan is not None
         generation = cluster.head.active_plan.plan.generation
-        link = stubborn.peer._head
+        link = stubborn.peer.head
         assert link is not None
         link.send(StepFailed(0, "the ring is broken"), generation=generation)
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
@@ -267,7 +267,7 @@ def refuse_long_rows(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
     run = HostStage.run
 
     def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
-        is_theirs = any(peer._loaded is not None and peer._loaded.stage is stage for peer in peers)
+        is_theirs = any(peer.loaded is not None and peer.loaded.stage is stage for peer in peers)
         if is_theirs and any(row.num_tokens > 20 for row in step.rows):
             raise StepError("there is no memory for a row of that size")
         return run(stage, step, hidden, tokens)
@@ -313,7 +313,7 @@ def test_a_member_whose_hidden_states_fit_nothing_is_left_out_and_not_the_one_th
         run = HostStage.run
 
         def cut(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
-            loaded = s.peers[first].peer._loaded
+            loaded = s.peers[first].peer.loaded
             out = run(stage, step, hidden, tokens)
             return out[:-1] if loaded is not None and loaded.stage is stage and len(out) > 1 else out
 

@@ -136,7 +136,7 @@ def test_drawn_weights_are_handed_out_by_nobody() -> None:
     weights = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
     manifest = weights.manifest()
     norm = manifest.tensors["model.norm.weight"]
-    assert weights._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
+    assert weights.answer_fetch(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
 
 
 def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:
@@ -206,7 +206,7 @@ def _answered(ends: Ends, answers: list[Piece], *wants: Want) -> Iterator[tuple[
 
 def test_who_waits_for_its_turn_notices_that_its_link_ended(by_hand: Ends) -> None:
     weights = PeerWeights("beta", PeerOptions(MEMBER))
-    weights._lock.acquire()
+    weights.turn.acquire()
     threading.Timer(0.3, by_hand.close).start()
     with pytest.raises(LinkBroken, match="ended while its weights were got ready"):
         weights.find(Asker(PLAN, by_hand.to_head, lambda: None))

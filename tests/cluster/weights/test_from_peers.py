@@ -78,10 +78,11 @@ def offline(
     bends: dict[str, Bend] | None = None,
     spans: dict[str, str] | None = None,
     change: Callable[[PeerThread], None] = lambda _thread: None,
+    held_answer_s: float = 12.0,
 ) -> Iterator[tuple[RunningCluster, Heard]]:
     """``bends``: what becomes of the answers of peers, by name. ``change`` is done to each peer."""
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[: 1 + len(peers)]), Heard()
-    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE)
+    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE, held_answer_s=held_answer_s)
     options = HeadOptions(head, spans=spans or SPANS, wait_s=60, num_blocks=64)
     with ExitStack() as stack:
         for me, peer in zip(members[1:], peers, strict=True):
@@ -92,7 +93,7 @@ def offline(
                 bend_answers(thread, bends[me.name])
         cluster = RunningCluster.start(
             membership_of(members[0]),
-            own._source,
+            own.source,
             options,
             lambda *said: heard.append(said),
             network=network,
@@ -103,14 +104,14 @@ def offline(
 
 
 def bend_answers(thread: PeerThread, bend: Bend) -> None:
-    asked = thread.peer._weights.server._answers
-    begin = asked._begin
+    asked = thread.peer.weights.server.answers
+    begin = asked.begin
 
     def bent(link: Link) -> answers.Answer:
         honest = begin(link)
         return lambda question: bend(link, question, honest(question))
 
-    asked._begin = bent
+    asked.begin = bent
 
 
 def digests(manifest: Manifest, begins: tuple[str, ...]) -> dict[str, int]:
@@ -299,9 +300,8 @@ def test_a_member_that_says_it_has_what_it_has_not_is_passed_over(
 
 
 def test_a_member_that_answers_nothing_is_passed_over(
-    model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sources, "_ANSWER_S", 0.3)
     over = threading.Event()
 
     def hang(_link: Link, _question: Message, answer: Message) -> Message:
@@ -312,7 +312,7 @@ def test_a_member_that_answers_nothing_is_passed_over(
     spans = {"alpha": "0:1,output", "beta": "2:2", "delta": "3:3", "gamma": "4:4"}
     peers = with_files(model), without(tmp_path), with_files(model)
     try:
-        with offline(own, *peers, spans=spans, bends={"beta": hang}) as (cluster, _):
+        with offline(own, *peers, spans=spans, bends={"beta": hang}, held_answer_s=0.3) as (cluster, _):
             assert len(answer_of(cluster)) == 12
             assert "delta" in got(cluster, "gamma")
     finally:
@@ -355,8 +355,8 @@ def with_weights_of(directory: Path) -> Callable[[PeerThread], None]:
     """beta hands out what lies in ``directory``, and runs what it loaded from its own."""
 
     def change(thread: PeerThread) -> None:
-        server = thread.peer._weights.server
-        look = server._look
+        server = thread.peer.weights.server
+        look = server.look
 
         def looked(link: Link, plan: Plan) -> tuple[Manifest, dict[str, PartLocation]]:
             manifest, places = look(link, plan)
@@ -364,7 +364,7 @@ def with_weights_of(directory: Path) -> Callable[[PeerThread], None]:
             return manifest, there
 
         if thread.me.name == "beta":
-            server._look = looked
+            server.look = looked
 
     return change
 
@@ -447,6 +447,6 @@ def test_a_model_of_more_tensors_than_one_message_lists_is_named_before_anybody_
 
     said = f"a model of {MAX_HELD_TENSORS + 1} tensors is got from no other member, expected at most"
     with pytest.raises(ModelError, match=said):
-        sources.PeerWeightSource(nobody).having(more, "one.more", "gamma", [], lambda: None)
+        sources.PeerWeightSource(nobody, answer_s=12.0).having(more, "one.more", "gamma", [], lambda: None)
     answer = held("0" * 64, lambda: (more, {}))
     assert (answer.tensors, answer.error.startswith(said)) == (b"", True)

@@ -36,7 +36,7 @@ def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> HeadWeights:
         for name in manifest.files:
             shutil.copy(hub.directory / name, received.folder / name)
     source = received.source(REPO, received.file("config.json"))
-    return HeadWeights(received, source, HubWeights(HubCommit(REPO, COMMIT, hub.url)))
+    return HeadWeights(received, source, HubWeights(HubCommit(REPO, COMMIT, hub.url, 0.0)))
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def partly(own: HeadWeights, peer: PeerOptions) -> Iterator[tuple[RunningCluster
     try:
         cluster = RunningCluster.start(
             membership_of(members[0]),
-            own._source,
+            own.source,
             options,
             lambda *said: heard.append(said),
             network=network,

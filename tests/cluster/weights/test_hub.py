@@ -28,7 +28,9 @@ def fetched(hub: FakeHub, tmp_path: Path) -> Path:
 
 
 def peer(hub: FakeHub, tmp_path: Path, weights_from: str = "auto") -> PeerOptions:
-    return PeerOptions(replace(MEMBER, cache=tmp_path / "cache", hub=hub.url, weights_from=weights_from))
+    return PeerOptions(
+        replace(MEMBER, cache=tmp_path / "cache", hub=hub.url, hub_retry_s=0.0, weights_from=weights_from)
+    )
 
 
 def layer_bytes(model: Path, layer: int) -> int:

@@ -113,7 +113,7 @@ def test_a_member_without_files_gets_its_own_layers_alone_and_answers_the_same(
         expected = answer_of(cluster)
     with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
         assert answer_of(cluster) == expected
-        manifest = cluster.head._weights.manifest()
+        manifest = cluster.head.weight_server.manifest()
     folder = tmp_path / "cache" / "models" / manifest.digest
     got = {path.name for path in (folder / "tensors").iterdir()}
     owned = {e.digest for name, e in manifest.tensors.items() if ".layers.3." in name or ".layers.4." in name}
@@ -148,8 +148,8 @@ def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_p
     thread = PeerThread(members[1], with_cache(tmp_path / "cache"), network)
     options = HeadOptions(MEMBER, spans=SPANS, wait_s=60)
     head = Head(membership_of(members[0]), source, options, network=network)
-    weights: Any = head._weights
-    answer, answered, ended = weights._answer, [], threading.Event()
+    weights: Any = head.weight_server
+    answer, answered, ended = weights.answer_fetch, [], threading.Event()
 
     def end_in_the_midst(fetch: Fetch, *more: object) -> Piece:
         answered.append(fetch)
@@ -158,11 +158,11 @@ def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_p
         piece: Piece = answer(fetch, *more)
         return piece
 
-    weights._answer = end_in_the_midst
+    weights.answer_fetch = end_in_the_midst
     starting = threading.Thread(target=head.bring_up)  # which then goes on alone
     starting.start()
     wait_until(lambda: len(answered) == 10)
-    tensors = tmp_path / "cache" / "models" / head._weights.manifest().digest / "tensors"
+    tensors = tmp_path / "cache" / "models" / head.weight_server.manifest().digest / "tensors"
     wait_until(lambda: len([path for path in tensors.iterdir() if not path.suffix]) >= 5)
     thread.stop()
     ended.set()
@@ -187,13 +187,13 @@ def test_half_a_tensor_is_gone_on_with_through_the_link(
     victim.unlink()
     victim.with_name(f"{victim.name}.part").write_bytes(data[:1000])
     asked: list[Fetch] = []
-    answer = HeadWeightServer._answer
+    answer = HeadWeightServer.answer_fetch
 
     def counted(self: HeadWeightServer, fetch: Fetch, *more: Any) -> Piece:
         asked.append(fetch)
         return answer(self, fetch, *more)
 
-    monkeypatch.setattr(HeadWeightServer, "_answer", counted)
+    monkeypatch.setattr(HeadWeightServer, "answer_fetch", counted)
     with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
         assert answer_of(cluster) == expected
     assert [(fetch.start, fetch.num_bytes) for fetch in asked] == [(1000, len(data) - 1000)]
@@ -231,7 +231,7 @@ def test_a_file_that_changes_at_the_head_after_it_was_hashed_is_found_out(own: P
     head = Head(
         membership_of(members[0]), source, HeadOptions(MEMBER, spans=SPANS, wait_s=60), network=network
     )
-    head._weights.manifest()
+    head.weight_server.manifest()
     change_a_byte(own, "model.layers.3.mlp.up_proj.weight")
     wrong = r"alpha sent other bytes of model\.layers\.3\.mlp\.up_proj\.weight than the manifest"
     with pytest.raises(PeerRefused, match=wrong):
@@ -248,6 +248,6 @@ def test_a_file_that_was_cut_short_at_the_head_is_named_with_the_tensor(own: Pat
     with last.path.open("r+b") as file:
         file.truncate(last.offset + 1)
     fetch = Fetch(7, manifest.digest, manifest.tensors[last.name].digest, 0, last.num_bytes)
-    piece = weights._answer(fetch)
+    piece = weights.answer_fetch(fetch)
     assert piece.error.startswith(f"model.safetensors is truncated at {last.name}")
     assert (piece.number, piece.data) == (7, b"")

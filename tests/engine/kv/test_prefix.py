@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import queue
 import struct
 from collections import deque
 from dataclasses import replace
@@ -177,7 +178,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     scheduled = watched.schedule()
     assert scheduled is not None
     watched.collect(scheduled)
-    watched.scheduler._preempt(sequence)
+    watched.scheduler.preempt(sequence)
     scheduled = watched.schedule()
     assert scheduled is not None
     assert [(r.start, r.num_tokens) for r in scheduled.step.rows] == [(8, 1)]
@@ -270,7 +271,7 @@ def test_no_order_of_events_leaks_a_block_or_shows_one_to_another_prefix_or_salt
             scheduler.finish(random.choice(scheduler.running))
         # not for ever: a sequence preempted at every turn could never finish
         if turn < 500 and scheduler.running and random.random() < 0.1:
-            scheduler._preempt(random.choice(scheduler.running))
+            scheduler.preempt(random.choice(scheduler.running))
         scheduled = watched.schedule()
         if scheduled is not None:
             in_flight.append(scheduled)
@@ -295,18 +296,16 @@ def test_two_keys_share_only_where_the_engine_is_told_to(share_across_keys: bool
 
     def ask(salt: bytes) -> tuple[list[int], int]:
         tokens: list[int] = []
-        found: list[FinishOutput] = []
+        found: queue.SimpleQueue[FinishOutput] = queue.SimpleQueue()
 
         def on_output(output: Output) -> None:
             if isinstance(output, TokenOutput):
                 tokens.append(output.token_id)
             elif isinstance(output, FinishOutput):
-                found.append(output)
+                found.put(output)
 
         engine.submit(GenerationRequest(prompt(13), greedy, 6, ignore_eos=True, cache_salt=salt), on_output)
-        with engine._changed:
-            engine._changed.wait_for(lambda: bool(found), timeout=10)
-        return tokens, found[0].cached_tokens
+        return tokens, found.get(timeout=10).cached_tokens
 
     engine.start()
     (first, cold), (same, warm), (other, foreign) = ask(b"one"), ask(b"one"), ask(b"two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -150,16 +151,17 @@ def test_new_stages_get_time_to_touch_their_memory_and_keep_what_was_learnt(hand
 
 def test_another_thread_may_ask_while_a_new_size_of_step_comes_back(hand: Hand) -> None:
     """A dictionary that grows while it is gone through would end the thread that ends links which hang."""
-    clock = StepClock(60.0, hand)
+    seen: dict[int, deque[float]] = {}
+    clock = StepClock(60.0, hand, seen=seen)
     pass_steps(clock, hand, 0.002, count=2)
 
     class Meddling(int):
         """A size that adds another one while it is compared."""
 
         def __lt__(self, other: int) -> bool:
-            clock._sizes[100 + len(clock._sizes)] = clock._sizes[1]
+            seen[100 + len(seen)] = seen[1]
             return int(self) < other
 
-    clock._sizes[Meddling(7)] = clock._sizes[1]
+    seen[Meddling(7)] = seen[1]
     clock.sent(step())
     assert clock.allowed_s() == 1.0

@@ -30,7 +30,7 @@ def refuse_long_rows(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch, e
     run = HostStage.run
 
     def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:
-        if stage is cluster.head._stage and any(row.num_tokens > 20 for row in step.rows):
+        if stage is cluster.head.stage and any(row.num_tokens > 20 for row in step.rows):
             raise error
         return run(stage, step, hidden, tokens)
 

@@ -69,7 +69,7 @@ def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
         loop.accept_step(composition(number, 4), 1)
     loop.accept_hidden("alpha", hidden(3, 4))  # what ran made room
     assert stage.ran == [1, 2, 3]
-    assert loop._hidden_bytes == loop._steps_bytes == 0
+    assert loop.waiting_bytes == 0
 
 
 def test_one_hidden_state_may_be_larger_than_all_that_may_wait() -> None:

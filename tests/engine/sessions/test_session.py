@@ -24,8 +24,7 @@ from convoy.engine.outputs import Output
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import Executor, Kv, StepResult
 from convoy.engine.scheduler import GroupLimits, Scheduler, SchedulerLimits
-from convoy.engine.sessions import blocks as session_blocks
-from convoy.engine.sessions.blocks import SessionBlocks
+from convoy.engine.sessions.blocks import BlockSlice, CarryLimits, SessionBlocks
 from convoy.engine.sessions.format import SessionModel
 from convoy.engine.sessions.session import Session
 from convoy.errors import (
@@ -51,8 +50,8 @@ LIMITS = SchedulerLimits(
 MODEL = SessionModel("fake", "f" * 64, "exact-f32", 2, 1, 1, VOCAB, 60, keeps_kv=True)
 
 
-def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS) -> Engine:
-    options = EngineOptions(max_context=60, probe_s=3600.0)
+def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS, **more: float) -> Engine:
+    options = EngineOptions(max_context=60, probe_s=3600.0, **more)  # type: ignore[arg-type]
     engine = Engine(executor, cast(Tokenizer, FakeTokenizer()), limits, options)
     engine.start()
     return engine
@@ -101,7 +100,7 @@ def test_only_what_is_new_is_run(engine: Engine) -> None:
 def test_the_whole_pool_is_not_looked_through_after_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(FakeExecutor())
     looks: list[int] = []
-    monkeypatch.setattr(engine._scheduler, "check", lambda: looks.append(engine.stats().steps))
+    monkeypatch.setattr(engine.scheduler, "check", lambda: looks.append(engine.stats().steps))
     with Session(engine, MODEL) as session:
         session.sync([1, 2, 3])
         draw(session, 20)
@@ -305,8 +304,7 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
         assert session.load(tmp_path / "chat", progress=lambda done, total: steps.append((done, total))) == 32
         assert (session.tokens, session.params, session.choice) == (tokens, params, 2)
         assert session.sample() == drawn
-        assert session._run is not None
-        assert session._run.num_run == 1
+        assert session.num_run == 1
         assert steps == sorted(steps)
         assert {total for _, total in steps} == {2 * (tmp_path / "chat").stat().st_size}
         assert steps[-1][0] == steps[-1][1]
@@ -331,15 +329,15 @@ def test_blocks_that_were_given_back_a_moment_ago_are_released_before_they_are_f
     engine = make_engine(FakeExecutor())
     session = Session(engine, MODEL)
     session.sync(range(60))
-    assert session._run is not None
-    sequence = session._run.sequence
+    sequence = session.sequence
+    assert sequence is not None
     kv = np.zeros((2, 2, 4 * 15, 1, 1), dtype=np.float32)
 
     def give_back_and_fill(executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
         with lock:
             scheduler.finish(sequence)
-        piece = session_blocks._Slice(0, 15, [bytes([i]) * 16 for i in range(15)])
-        SessionBlocks(engine, MODEL)._write(piece, [(0, kv)], executor, scheduler, lock)
+        piece = BlockSlice(0, 15, [bytes([i]) * 16 for i in range(15)])
+        SessionBlocks(engine, MODEL).write_slice(piece, [(0, kv)], executor, scheduler, lock)
 
     engine.between_steps(give_back_and_fill)
     engine.close()
@@ -432,8 +430,8 @@ def counted() -> Iterator[tuple[Counted, Engine]]:
     engine.close()
 
 
-def save_and_load(engine: Engine, path: Path) -> None:
-    with Session(engine, MODEL) as session:
+def save_and_load(engine: Engine, path: Path, carry: CarryLimits | None = None) -> None:
+    with Session(engine, MODEL, carry=carry) as session:
         session.sync(range(50))
         session.save(path, None)
         assert session.load(path) == 48
@@ -445,29 +443,26 @@ def save_and_load(engine: Engine, path: Path) -> None:
 def test_no_more_is_carried_at_once_than_may_be_however_long_a_layer_or_a_block_is(
     counted: tuple[Counted, Engine],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     max_bytes: int,
     held_bytes: int,
 ) -> None:
     """A block of one layer is 32 bytes here, of both 64, and a layer of the whole session 384."""
     executor, engine = counted
     save_and_load(engine, tmp_path / "at once")
-    monkeypatch.setattr(session_blocks, "_MAX_BYTES", max_bytes)
-    monkeypatch.setattr(session_blocks, "_HELD_BYTES", held_bytes)
     assert max(executor.carried)[0] > 128
     executor.carried.clear()
-    save_and_load(engine, tmp_path / "in parts")
+    save_and_load(engine, tmp_path / "in parts", CarryLimits(max_bytes, held_bytes))
     assert 0 < max(executor.carried)[0] <= max_bytes
     assert (tmp_path / "in parts").read_bytes() == (tmp_path / "at once").read_bytes()
 
 
 def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_moves(
-    counted: tuple[Counted, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    executor, engine = counted
-    monkeypatch.setattr(session_blocks, "_MAX_BYTES", 32)
-    monkeypatch.setattr(session_blocks, "_PASS_EVERY_S", 0.0)
-    with Session(engine, MODEL) as session:
+    executor = Counted()
+    engine = make_engine(executor, ready_s=0.2)
+    carry = CarryLimits(max_bytes=32, pass_every_s=0.0)
+    with Session(engine, MODEL, carry=carry) as session:
         session.sync(range(50))
         before = engine.stats().steps
         session.save(tmp_path / "chat", None)
@@ -480,8 +475,7 @@ def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_mo
         gate.wait(60)
 
     executor.on_carry = hang
-    engine._options = replace(engine._options, ready_s=0.2)
-    with Session(engine, MODEL) as session:
+    with Session(engine, MODEL, carry=carry) as session:
         session.sync(range(50))
         saving = threading.Thread(target=session.save, args=(tmp_path / "chat", None))
         saving.start()
@@ -489,6 +483,7 @@ def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_mo
         wait_until(lambda: not is_ready(engine))
         gate.set()
         saving.join(60)
+    engine.close()
 
 
 def test_an_empty_step_passes_though_several_always_have_a_slice_to_carry(engine: Engine) -> None:
@@ -498,8 +493,7 @@ def test_an_empty_step_passes_though_several_always_have_a_slice_to_carry(engine
     def carry(*_: object) -> None:
         carried.append(1)
         if engine.stats().steps == before and len(carried) < 100:
-            with engine._changed:
-                engine._between.add(carry)
+            engine.queue_between(carry)
 
     engine.wake()
     engine.between_steps(carry)
@@ -522,9 +516,8 @@ def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_me
     with Session(engine, MODEL) as session:
         session.sync(range(40))
         session.save(tmp_path / "chat", None)
-    monkeypatch.setattr(session_blocks, "_MAX_BYTES", 64)  # a block at a time
-    blocks = SessionBlocks(engine, MODEL)
-    write, wrote = blocks._write, []
+    blocks = SessionBlocks(engine, MODEL, limits=CarryLimits(max_bytes=64))  # a block at a time
+    write, wrote = blocks.write_slice, []
 
     def crowded(
         one: Any, layers: Any, executor: Executor, scheduler: Scheduler, lock: threading.Condition
@@ -535,7 +528,7 @@ def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_me
         pool.free(taken)
         return wrote[-1]
 
-    monkeypatch.setattr(blocks, "_write", crowded)
+    monkeypatch.setattr(blocks, "write_slice", crowded)
     found = blocks.load(
         tmp_path / "chat", None, salt=b"s" * 32, adopt=lambda found: None, progress=lambda done, total: None
     )
@@ -591,13 +584,15 @@ def test_any_way_through_sessions_and_requests_says_what_the_tokens_say(seed: in
     engine.close()
 
 
-def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(engine: Engine) -> None:
-    executor = cast(FakeExecutor, engine._executor)
+@pytest.mark.parametrize("depth", [1, 3], ids=["one in flight", "three in flight"])
+def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(depth: int) -> None:
+    executor = FakeExecutor(depth=depth)
+    engine = make_engine(executor, replace(LIMITS, micro_batches=depth))
     seen: list[int] = []
     over = threading.Event()
 
     def look(*_: object) -> None:
-        seen.append(len(executor._results))
+        seen.append(len(executor.results))
 
     def ask() -> None:
         request = GenerationRequest((1, 2), GREEDY, max_tokens=20, ignore_eos=True)
@@ -672,7 +667,7 @@ def test_a_session_that_cannot_be_carried_in_time_says_so_and_stays_what_it_was(
                 call(path)
         assert session.tokens == (*range(9), 3)
         assert path.read_bytes() == saved
-        assert not engine._between, "what nobody waits for is not done"
+        assert not engine.has_paused_work, "what nobody waits for is not done"
         executor.goes.set()
         session.save(path, None)
         assert path.read_bytes() != saved

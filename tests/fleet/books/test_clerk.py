@@ -103,7 +103,7 @@ def test_what_was_asked_is_done_where_whoever_asked_is_gone(store: Store, ledger
         def wait(_: Connection) -> None:
             go_on.wait(30)
 
-        held = asyncio.ensure_future(clerk._do(wait, survives_power=False))
+        held = asyncio.ensure_future(clerk.change(wait, survives_power=False))
         await asyncio.sleep(0)
         settling = asyncio.ensure_future(clerk.settle("r0", BILL))
         await asyncio.sleep(0)

@@ -9,7 +9,6 @@ from sqlalchemy.engine import make_url
 
 from convoy.api.refusals import Forbidden, Unauthenticated
 from convoy.errors import ConfigError
-from convoy.fleet.books import store as database
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import Scope, hint_of
 from convoy.fleet.books.ledger import Ledger
@@ -202,17 +201,14 @@ def test_a_database_without_one_of_the_tables_is_refused(database_url: str) -> N
 
 
 @pytest.mark.parametrize("text_of", ['revision = "0002"\n', "", 'down_revision = "0003"\n'])
-def test_a_migration_whose_revision_is_not_its_file_names_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_of: str
-) -> None:
+def test_a_migration_whose_revision_is_not_its_file_names_is_an_error(tmp_path: Path, text_of: str) -> None:
     (tmp_path / "versions").mkdir()
     file = tmp_path / "versions" / "v0003_next.py"
-    monkeypatch.setattr(database, "_MIGRATIONS", tmp_path)
     file.write_text('revision = "0003"\ndown_revision = "0002"\n')
-    assert newest_version() == "0003"
+    assert newest_version(tmp_path) == "0003"
     file.write_text(text_of)
     with pytest.raises(ConfigError, match=r"v0003_next\.py"):
-        newest_version()
+        newest_version(tmp_path)
 
 
 @pytest.mark.parametrize(

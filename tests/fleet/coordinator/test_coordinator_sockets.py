@@ -19,7 +19,6 @@ from convoy.crypto.sealed.request import RequestKey
 from convoy.fleet.books.store import Store
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.providers import connection as provider_socket
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
@@ -140,11 +139,7 @@ def play(folder: Path, scene: Scene, options: CoordinatorOptions = OPTIONS) -> N
     asyncio.run(run())
 
 
-def test_who_reads_nothing_fails_what_it_was_sent_is_out_is_cut_off_and_may_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provider_socket, "_CLOSE_S", 0.05)
-
+def test_who_reads_nothing_fails_what_it_was_sent_is_out_is_cut_off_and_may_come_back(tmp_path: Path) -> None:
     async def scene(coordinator: Coordinator, identity: Identity) -> None:
         frozen = await Dialled(coordinator, identity).registered()
         frozen.reads.clear()
@@ -160,7 +155,7 @@ def test_who_reads_nothing_fails_what_it_was_sent_is_out_is_cut_off_and_may_come
         await Dialled(coordinator, identity).registered()
         assert [one.name for one in coordinator.providers()] == ["p"]
 
-    play(tmp_path, scene)
+    play(tmp_path, scene, replace(OPTIONS, close_s=0.05))
 
 
 def test_whoever_asks_while_the_socket_ends_may_go_too(tmp_path: Path) -> None:

@@ -123,5 +123,5 @@ def test_the_table_of_uses_is_bounded_and_keeps_what_runs() -> None:
         kept = uses.of(grants[0])
         for grant in grants:
             uses.of(grant)
-        assert len(uses._uses) == 4
+        assert uses.num_keys == 4
         assert uses.of(grants[0]) is kept

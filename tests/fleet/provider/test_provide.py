@@ -14,7 +14,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.server import ListenOptions
 from convoy.fleet.provider.greeting import CoordinatorUnproved
-from convoy.fleet.provider.provide import ProvideOptions, Provider
+from convoy.fleet.provider.provide import ProvideOptions
 from convoy.fleet.provider.upstream import Upstream
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
 from support.tls_files import make_tls_files
@@ -68,21 +68,18 @@ def test_a_provider_that_drains_ends_what_it_runs_and_takes_nothing_new(tmp_path
         fleet.close()
 
 
-def test_a_provider_with_an_old_key_ends_what_runs_before_it_comes_back_with_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_with_an_old_key_ends_what_runs_before_it_comes_back_with_another(tmp_path: Path) -> None:
     is_old = threading.Event()
 
-    async def key_is_old(_: Provider) -> None:
+    async def key_is_old(_made_s: float) -> None:
         while not is_old.is_set():
             await asyncio.sleep(0.01)
         is_old.clear()
 
-    monkeypatch.setattr(Provider, "_key_is_old", key_is_old)
     fleet, engine = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test")), FakeEngine()
     try:
         with engine_server(engine) as url, ThreadPoolExecutor(1) as pool, fleet.client() as client:
-            fleet.add("one", url)
+            fleet.add("one", url, key_is_old=key_is_old)
             engine.trouble = ["slow"]
             asked = pool.submit(client.post, "/v1/chat/completions", json=question(20, 22, stream=True))
             wait_until(lambda: engine.bodies)

@@ -136,7 +136,12 @@ class OneAnswer(Upstream):
 
 
 def said(
-    engine: OneAnswer, body: bytes = BODY, hears: Send | None = None, *, shares_cache: bool = False
+    engine: OneAnswer,
+    body: bytes = BODY,
+    hears: Send | None = None,
+    *,
+    shares_cache: bool = False,
+    still_here_s: float = 5.0,
 ) -> list[FleetMessage]:
     """What a provider says of one request."""
     heard: list[FleetMessage] = []
@@ -147,7 +152,7 @@ def said(
             await hears(message)
 
     async def run() -> None:
-        provided = Provided(sealed(body), send, 1000)
+        provided = Provided(sealed(body), send, 1000, still_here_s=still_here_s)
         provided.shares_cache = shares_cache
         async with asyncio.timeout(10):
             await provided.run(*await provided.open(KEY, "me", SeenRequests()), engine)
@@ -157,10 +162,7 @@ def said(
     return heard
 
 
-def test_a_provider_says_that_it_is_there_while_its_engine_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(provided_module, "_STILL_HERE_S", 0.001)
+def test_a_provider_says_that_it_is_there_while_its_engine_says_nothing() -> None:
     may_answer, chunks = asyncio.Event(), 0
 
     async def hears(message: FleetMessage) -> None:
@@ -169,7 +171,9 @@ def test_a_provider_says_that_it_is_there_while_its_engine_says_nothing(
         if chunks == 3:
             may_answer.set()
 
-    heard = said(OneAnswer(200, [b'{"usage":{"completion_tokens":2}}'], may_answer), hears=hears)
+    heard = said(
+        OneAnswer(200, [b'{"usage":{"completion_tokens":2}}'], may_answer), hears=hears, still_here_s=0.001
+    )
     assert isinstance(heard[0], Began)
     assert sum(isinstance(message, Began) for message in heard) == 1
     assert [message.tokens for message in heard if isinstance(message, Chunk)][:3] == [0, 0, 0]

@@ -7,7 +7,6 @@ import ctypes
 import pytest
 import torch
 
-from convoy.model.kernels import packing
 from convoy.model.kernels.linear import PackedLinear, packed_available
 from convoy.model.kernels.packing import pack_float32
 
@@ -16,10 +15,24 @@ pytestmark = pytest.mark.skipif(not packed_available(), reason="no packed linear
 SHAPES = ((64, 96), (1000, 300), (515, 105), (4099, 64), (128, 2048), (63, 96), (2, 40))
 
 
-@pytest.fixture(autouse=True)
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LARGE", 0)
-    monkeypatch.setattr(packing, "_SLICE", 1)
+def pack_slices(weight: torch.Tensor) -> torch.Tensor:
+    """Pack as a large matrix, in the smallest slices."""
+    return pack_float32(weight, large_bytes=0, slice_bytes=1)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of outputs of each matrix that oneDNN packs."""
+    numbers: list[int] = []
+    pack = torch.ops.mkldnn._reorder_linear_weight
+
+    def counted(part: torch.Tensor, num_rows: int) -> torch.Tensor:
+        numbers.append(len(part))
+        packed: torch.Tensor = pack(part, num_rows)
+        return packed
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", counted)
+    return numbers
 
 
 def stored(outputs: int, inputs: int) -> torch.Tensor:
@@ -38,37 +51,38 @@ def bytes_of(packed: torch.Tensor) -> bytes:
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_slices_joined_are_the_matrix_packed_at_once(outputs: int, inputs: int) -> None:
     weight = stored(outputs, inputs)
-    assert bytes_of(pack_float32(weight)) == bytes_of(at_once(weight))
+    assert bytes_of(pack_slices(weight)) == bytes_of(at_once(weight))
 
 
-def test_a_large_matrix_is_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, given, pack = stored(1000, 96), [], packing._pack
-
-    def counted(part: torch.Tensor) -> torch.Tensor:
-        given.append(len(part))
-        return pack(part)
-
-    monkeypatch.setattr(packing, "_pack", counted)
-    pack_float32(weight)
+def test_a_large_matrix_is_never_whole_in_float32(given: list[int]) -> None:
+    pack_slices(stored(1000, 96))
     assert given[0] == 1000, "nobody has written to that one"
     assert len(given) > 10
     assert sum(given[1:]) == 1000
     assert max(given[1:]) < 128
 
 
-def test_what_has_no_places_for_slices_is_packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_places_for_slices_is_packed_at_once(
+    monkeypatch: pytest.MonkeyPatch, given: list[int]
+) -> None:
     weight = stored(515, 105)
-    described = packing._described
+    described = torch.ops.mkldnn._get_mkldnn_serialized_md
+
     # as if something besides the number of outputs told them apart
-    monkeypatch.setattr(packing, "_described", lambda packed: (*described(packed), len(packed)))
-    whole = packing._pack(torch.empty(weight.shape))
-    assert not packing._has_place(packing._pack(weight[:64].to(torch.float32)), whole)
-    assert packing._joined(weight) is None
-    assert bytes_of(pack_float32(weight)) == bytes_of(at_once(weight))
+    def described_by_more(packed: torch.Tensor) -> torch.Tensor:
+        more = torch.tensor([len(packed)], dtype=torch.int32).view(torch.uint8)
+        return torch.cat([more, described(packed)])
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_get_mkldnn_serialized_md", described_by_more)
+    packed = pack_slices(weight)
+    assert given[0] == 515, "nobody has written to that one"
+    assert given[-1] == 515
+    assert len(given) == 3, "the first slice has no place"
+    assert bytes_of(packed) == bytes_of(at_once(weight))
 
 
 def test_halves_of_a_split_linear_are_joined_too() -> None:
-    weight, x = stored(200, 512), torch.randn(17, 512)
+    weight, x = stored(65_600, 512), torch.randn(17, 512)  # each half has 64 MiB
     found = PackedLinear(weight, None)
     packed = [bytes_of(part) for part in found.packed]
     assert packed == [bytes_of(at_once(half)) for half in (weight[:, :256], weight[:, 256:])]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.pages import _Room, ask_huge_pages, lay_together, whole_pages
+from convoy.model.kernels.pages import AddressRoom, ask_huge_pages, lay_together, whole_pages
 from convoy.model.layers.quantized import Int8Linear
 
 PAGE = 2 << 20
@@ -40,7 +40,7 @@ def test_what_is_mapped_into_a_room_lies_side_by_side_whatever_gaps_there_are() 
     gaps = [mmap.mmap(-1, size) for _ in range(9)]
     for gap in gaps[1::2]:
         gap.close()
-    room, held, places = _Room(4 * (size + 4096), size), [], []
+    room, held, places = AddressRoom(4 * (size + 4096), size), [], []
     for _ in range(4):
         assert room.open()
         held.append(mmap.mmap(-1, size))

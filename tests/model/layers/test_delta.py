@@ -43,7 +43,7 @@ class Runner:
         self.net = GatedDeltaNet(library, packed=packed)
         self.slots = DeltaSlots([GROUP], range(1))
         self.slots.make([3])
-        for dirty in (pool := self.slots._pools[0]).past, pool.kept, pool.states:
+        for dirty in (pool := self.slots.pools[0]).past, pool.kept, pool.states:
             dirty.fill_(3.0)
 
     @torch.inference_mode()

@@ -157,6 +157,6 @@ def test_broken_numbers_of_one_sequence_do_not_reach_the_next_owner_of_its_block
     chain.stages[0].make_pools(chain.num_blocks)
     chain.lengths.clear()
     chain.tables.clear()
-    chain._released.clear()
+    chain.released.clear()
     (found,) = chain.run((1, tokens))
     assert torch.equal(found, clean)

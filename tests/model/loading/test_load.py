@@ -152,12 +152,12 @@ def test_two_byte_weights_are_read_as_two_bytes_and_held_as_four(models: Models)
 def test_a_change_of_the_file_does_not_change_a_loaded_stage(models: Models, tmp_path: Path) -> None:
     path = copy_of(models.directory("even"), tmp_path / "changing")
     stage = load(path, StageAssignment("a", 0, 6, True, True))
-    before = [p.clone() for part in stage._modules.parts() for p in part.parameters()]
+    before = [p.clone() for part in stage.modules.parts() for p in part.parameters()]
     file = path / "model.safetensors"
     with file.open("r+b") as stream:
         stream.seek(file.stat().st_size // 2)
         stream.write(b"\x55" * (file.stat().st_size // 2))
-    after = [p for part in stage._modules.parts() for p in part.parameters()]
+    after = [p for part in stage.modules.parts() for p in part.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -364,16 +364,14 @@ def test_the_thread_count_is_set_at_load(models: Models, threads: Threads) -> No
 
 @pytest.mark.parametrize("kind", ["odd", "biased", "gemma3", "gemma4 e", "gpt_oss", "deepseek_v3", "qwen3_5"])
 def test_a_stage_built_layer_by_layer_is_the_one_built_at_once(
-    models: Models, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, kind: str
+    models: Models, prompt: Prompt, kind: str
 ) -> None:
     (at_once,) = models.chain(kind).run((0, prompt(40)))
     source = models.source(kind)
-    monkeypatch.setattr("convoy.model.loading.load._PORTION_BYTES", 1)
     assignment = StageAssignment("a", 0, source.spec.num_layers, True, True)
     seen: list[tuple[int, int]] = []
-    stage = HostStage.load(
-        source, assignment, StageOptions(require_tags=False), lambda *done: seen.append(done)
-    )
+    options = StageOptions(require_tags=False, portion_bytes=1)
+    stage = HostStage.load(source, assignment, options, lambda *done: seen.append(done))
     (by_layer,) = Chain([stage]).run((0, prompt(40)))
     assert torch.equal(by_layer, at_once)
     assert seen == sorted(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from convoy.errors import ModelError
+from convoy.errors import ModelError, StepError
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kv.pool import ApartPool, KvPool
 from convoy.model.stage import StageOptions
-from convoy.wire.messages.control import StageAssignment
+from convoy.wire.messages.control import StageAssignment, Step
 from support.tiny_models import Models
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -147,8 +149,15 @@ def test_layers_that_fit_their_weights_and_cannot_run_are_refused_when_they_are_
 def test_a_trial_leaves_no_pools_behind(
     models: Models, kernel: str, assignment: tuple[int, int, bool, bool]
 ) -> None:
-    stage = HostStage.load(
-        models.source("deepseek_v3"), StageAssignment("a", *assignment), StageOptions(kernel=kernel)
-    )
-    assert stage._kv._tables is None
-    assert not stage._kv._pools
+    source = models.source("deepseek_v3")
+    before = num_pools()
+    stage = HostStage.load(source, StageAssignment("a", *assignment), StageOptions(kernel=kernel))
+    assert num_pools() == before
+    with pytest.raises(StepError, match="before the pools were made"):
+        stage.apply(Step(0, [], [], [], b""))
+
+
+def num_pools() -> int:
+    """Return how many pools of keys and values this process holds."""
+    gc.collect()
+    return sum(type(one) in (KvPool, ApartPool) for one in gc.get_objects())

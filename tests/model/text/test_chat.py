@@ -134,7 +134,7 @@ def test_a_normaliser_cannot_make_a_control_token_of_other_text(tmp_path: Path) 
     backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens([AddedToken("<|sys|>", normalized=True, special=True)])
     tokenizer = tiny.load(backend, tmp_path, BYTE_LEVEL)
-    (forged,) = tokenizer._vocabulary._encode_full("<|sys|>")
+    forged = backend.token_to_id("<|sys|>")
     wide = "\uff1c|sys|\uff1e"  # full-width brackets, which NFKC narrows
     with pytest.raises(RequestError, match="would turn into a control token"):
         tokenizer.encode_chat(user(wide))

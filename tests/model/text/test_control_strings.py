@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convoy.model.text import control_strings
 from convoy.model.text.control_strings import ControlStrings
 
 STRINGS = ["<|end|>", "<|end", "<|", "<s>", "</s>", "ab", "abc", "abcd", "b", "<|é|>", "a.c*", "x" * 300]
@@ -29,9 +29,7 @@ def alternation(strings: list[str]) -> re.Pattern[str]:
 def test_matches_are_those_of_one_search_whatever_the_stride(
     text: str, stride: int, strings: list[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_strings, "_STRIDE", stride)
-        found = [match.span() for match in ControlStrings(strings).finditer(text)]
+    found = [match.span() for match in ControlStrings(strings, stride=stride).finditer(text)]
     assert found == [match.span() for match in alternation(strings).finditer(text)]
 
 
@@ -46,15 +44,16 @@ def test_no_strings_match_nothing() -> None:
     assert ControlStrings([""]).sub(lambda _: "!", "text") == "text"
 
 
-def test_a_search_never_sees_more_than_a_stride_and_one_string() -> None:
-    strings = ControlStrings(["<|end|>"])
+def test_a_search_never_sees_more_than_a_stride_and_one_string(monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[tuple[int, int]] = []
 
     class Recording:
         def search(self, _text: str, start: int, end: int) -> None:
             spans.append((start, end))
 
-    strings._pattern = Recording()  # type: ignore[assignment]
+    compiles = SimpleNamespace(escape=re.escape, compile=lambda _: Recording())
+    monkeypatch.setattr("convoy.model.text.control_strings.re", compiles)
+    strings = ControlStrings(["<|end|>"])
     assert strings.findall("a" * 100_000) == []
     assert max(end - start for start, end in spans) <= 16_384 + len("<|end|>")
     assert len(spans) == 7

@@ -298,7 +298,7 @@ def test_other_threads_run_while_a_long_text_is_tokenised(byte_level: Tokenizer)
 @pytest.mark.parametrize("size", [10, 4095, 4096, 4097, 50_000])
 def test_a_long_text_has_the_ids_of_its_backend(size: int, byte_level: Tokenizer) -> None:
     text = ("hello wörld 🙂<tool>" * size)[:size]
-    assert byte_level.encode(text) == byte_level._vocabulary._full.encode(text, add_special_tokens=False).ids
+    assert byte_level.encode(text) == tiny.byte_level().encode(text, add_special_tokens=False).ids
 
 
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(byte_level: Tokenizer) -> None:
@@ -332,13 +332,13 @@ def test_a_text_far_too_long_is_never_tokenised_whole(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    original = vocabulary._encode_unlocked
+    original = vocabulary.encode_unlocked
 
     def recording(backend: Any, text: str) -> Any:
         sizes.append(len(text))
         return original(backend, text)
 
-    monkeypatch.setattr(vocabulary, "_encode_unlocked", recording)
+    monkeypatch.setattr(vocabulary, "encode_unlocked", recording)
     with pytest.raises(RequestError, match="the prompt has more than 100000 tokens"):
         byte_level.encode("x y z " * 250_000, max_tokens=100_000)
     assert max(sizes) <= 65_536

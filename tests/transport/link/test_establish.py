@@ -224,7 +224,7 @@ def test_a_bug_in_the_handshake_closes_both_streams(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Identity, "sign", sign)
     there, back = memory_stream_pair(), memory_stream_pair()
-    context = establish._context(ALPHA, ALPHA.member, BETA.member, b"i" * 16, 1)
+    context = establish.handshake_context(ALPHA, ALPHA.member, BETA.member, b"i" * 16, 1)
     m1 = Initiator(context, ALPHA.identity.sign, local_ciphers()).create_1()
     there[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, m1))
     with pytest.raises(ZeroDivisionError):

@@ -18,6 +18,15 @@ from convoy.transport.streams.stream import Stream
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages.control import Activate, FrameType, Refuse, Row, Step
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor
+from support.link_parts import (
+    end_at_once,
+    has_to_write,
+    is_writing,
+    num_waiting_pings,
+    replace_sending_stream,
+    sending_stream,
+    threads_of,
+)
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
 from support.members import make_local_members
 
@@ -180,7 +189,7 @@ def test_no_thread_is_left_when_a_link_is_closed(ends: tuple[End, End]) -> None:
     ends[0].link.close()
     ends[1].error()
     ends[1].link.close()
-    mine = [thread for end in ends for thread in end.link._threads]
+    mine = [thread for end in ends for thread in threads_of(end.link)]
     for thread in mine:
         thread.join(10)
     assert not any(thread.is_alive() for thread in mine)
@@ -280,7 +289,7 @@ def test_a_peer_that_takes_nothing_for_too_long_breaks_the_link() -> None:
 
     blocked = threading.Thread(target=send_until, args=(LinkBroken,))
     blocked.start()
-    while not here.link._outgoing._busy:
+    while not is_writing(here.link):
         pass
     assert "took nothing for 0" in send_until(LinkBroken)
     blocked.join(10)
@@ -315,7 +324,7 @@ class Slow:
 def test_a_full_queue_that_moves_is_no_stall_and_loses_nothing() -> None:
     options = LinkOptions(max_queued_frames=1, stall_timeout_s=0.3)
     links = memory_link_pair(ALPHA, BETA, options=options)
-    links[0]._outgoing._stream = Slow(links[0]._outgoing._stream, 0.03)
+    replace_sending_stream(links[0], Slow(sending_stream(links[0]), 0.03))
     here, there = End(links[0]).start(), End(links[1]).start()
     started_s = time.monotonic()
 
@@ -345,14 +354,14 @@ def test_a_ping_gives_up_in_time_even_if_the_queue_is_full() -> None:
 
     blocked = threading.Thread(target=send_until_the_end)
     blocked.start()
-    while not here.link._outgoing._queue and not here.link._outgoing._busy:
+    while not has_to_write(here.link):
         pass
     started_s = time.monotonic()
     for _ in range(3):
         with pytest.raises(PeerUnreachable, match="did not answer a ping"):
             here.link.ping(0.05)
     assert time.monotonic() - started_s < 5
-    here.link._end(LinkBroken("the test is over"))
+    end_at_once(here.link, LinkBroken("the test is over"))
     blocked.join(10)
     assert not blocked.is_alive()
 
@@ -388,7 +397,7 @@ def test_a_ping_wakes_when_the_link_ends() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not here.link._pings._waiting:
+    while not num_waiting_pings(here.link):
         pass
     links[1].start(lambda *_: None, lambda *_: None, ALLOWED)
     links[1].close("bye")

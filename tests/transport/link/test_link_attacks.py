@@ -47,6 +47,7 @@ from convoy.wire.frame import (
 )
 from convoy.wire.messages.control import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor, encode_descriptor
+from support.link_parts import cluster_of, num_buffer_bytes, sealer_of, streams_of
 from support.links import End
 from support.members import make_local_members
 
@@ -103,7 +104,7 @@ def test_each_flipped_bit_of_a_header_field_ends_the_link(field: str) -> None:
             # A longer length would wait for more bytes: give it some, they are not what it waits for.
             for number in range(3, 6):
                 here.link.send(STEP, step=number)
-            links[0]._streams[0].close()
+            streams_of(links[0])[0].close()
         except LinkBroken:
             pass
         assert isinstance(there.error(), FrameError | SealError | LinkBroken)
@@ -294,7 +295,7 @@ def test_an_oversized_length_is_refused_before_memory_is_taken(kind: FrameType) 
         error = there.error()
         assert isinstance(error, FrameTooLong)
         assert f"{kind.name} claims {length} bytes, and its limit is {limit}" in error.message
-        assert len(there.link._incoming._view) < 1 << 20
+        assert num_buffer_bytes(there.link) < 1 << 20
 
 
 @settings(max_examples=40, deadline=None)
@@ -310,12 +311,11 @@ def test_garbage_ends_the_link_and_is_never_delivered(garbage: bytes) -> None:
 def sealed_nonsense(kind: FrameType, payload: bytes, *, flags: int = 1, record: int = 0) -> ConvoyError:
     """A valid member that seals well what makes no sense."""
     here, there, mine, _ = tapped_pair(LinkOptions(max_tensor_bytes=1 << 20))
-    outgoing = here.link._outgoing
     frame = bytearray(HEADER_BYTES + len(payload) + 16)
-    cluster = mine_header(outgoing._cluster, kind, flags, len(payload) + 16, record)
+    cluster = mine_header(cluster_of(here.link), kind, flags, len(payload) + 16, record)
     frame[:HEADER_BYTES] = cluster
     view = memoryview(frame)
-    outgoing._sealer.seal_into(view[:HEADER_BYTES], payload, view[HEADER_BYTES:])
+    sealer_of(here.link).seal_into(view[:HEADER_BYTES], payload, view[HEADER_BYTES:])
     mine.inject(bytes(frame))
     mine.close()
     error = there.error()
@@ -330,23 +330,23 @@ def mine_header(cluster: bytes, kind: FrameType, flags: int, length: int, record
 def well_sealed(*frames: tuple[dict[str, Any], bytes]) -> ConvoyError:
     """Return how a link ends after well-sealed frames of a valid member with arbitrary header fields."""
     here, there, mine, _ = tapped_pair()
-    outgoing = here.link._outgoing
+    sealer = sealer_of(here.link)
     for fields, payload in frames:
         header = FrameHeader(
             FrameType.HIDDEN,
             flags=0,
             boundary=4,
             length=len(payload) + 16,
-            cluster=outgoing._cluster,
+            cluster=cluster_of(here.link),
             generation=1,
             step=2,
-            sequence=outgoing._sealer.sequence,
+            sequence=sealer.sequence,
             tensor=0,
             record=0,
         )._replace(**fields)
         frame = memoryview(bytearray(HEADER_BYTES + len(payload) + 16))
         encode_header_into(frame, 0, header)
-        outgoing._sealer.seal_into(frame[:HEADER_BYTES], payload, frame[HEADER_BYTES:])
+        sealer.seal_into(frame[:HEADER_BYTES], payload, frame[HEADER_BYTES:])
         mine.inject(bytes(frame))
     mine.close()
     error = there.error()

@@ -53,14 +53,14 @@ def test_a_connection_that_is_replaced_while_it_is_borrowed_wakes_the_receiver(
 ) -> None:
     turn, (old, _), (fresh, other) = ReadLock(), *pairs
     turn.watch(Bare(old))
-    real, borrowing, go_on = turn._arm, threading.Event(), threading.Event()
+    real, borrowing, go_on = turn.arm, threading.Event(), threading.Event()
 
     def arm(events: int) -> None:
         borrowing.set()
         assert go_on.wait(10)
         real(events)
 
-    monkeypatch.setattr(turn, "_arm", arm)
+    monkeypatch.setattr(turn, "arm", arm)
     borrows = threading.Thread(target=turn.borrow)
     replaces = threading.Thread(target=turn.watch, args=(Bare(fresh),))
     borrows.start()

@@ -14,9 +14,6 @@ from convoy.api.refusals import BodyTooLong, BodyTooSlow, ClientGone, WrongMedia
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json")
 _DISCARD_FACTOR = 8
-# A long body with a place keeps other bodies waiting, so it must arrive at a least rate.
-_GRACE_S = 10.0
-_LEAST_BYTES_PER_S = 64 * 1024
 
 
 async def read_body(
@@ -45,11 +42,12 @@ async def read_body(
             if too_long:
                 await _discard(receive, max_bytes * _DISCARD_FACTOR)
             else:
-                body = await _read(receive, max_bytes, upload, _Pace(deadline, upload))
+                body = await _read(receive, max_bytes, upload, _Pace(deadline, upload, options))
                 if body is not None:
                     return body
     except TimeoutError:
-        rate = f", or at {_LEAST_BYTES_PER_S} bytes a second" if upload is not None and upload.is_long else ""
+        is_long = upload is not None and upload.is_long
+        rate = f", or at {options.min_body_bytes_per_s} bytes a second" if is_long else ""
         raise BodyTooSlow(f"the body did not arrive within {options.body_timeout_s:g} s{rate}") from None
     was = f"{length} bytes" if too_long else "longer"
     raise BodyTooLong(f"the body is {was}, and the limit is {max_bytes} bytes")
@@ -58,10 +56,11 @@ async def read_body(
 class _Pace:
     """Enforce the deadline of one body: its whole time, and a least rate while it holds a place."""
 
-    def __init__(self, deadline: asyncio.Timeout, upload: Upload | None) -> None:
+    def __init__(self, deadline: asyncio.Timeout, upload: Upload | None, options: ServeOptions) -> None:
         end_s = deadline.when()
         assert end_s is not None, "a body has a deadline"
         self._deadline, self._end_s, self._upload = deadline, end_s, upload
+        self._grace_s, self._min_bytes_per_s = options.body_grace_s, options.min_body_bytes_per_s
         self._clock = asyncio.get_running_loop().time
         self._placed_s = self._clock()
         self.arrived(0)
@@ -70,7 +69,7 @@ class _Pace:
         """Set the deadline of the next part, after ``num_bytes`` have arrived."""
         end_s = self._end_s
         if self._upload is not None and self._upload.is_long:
-            end_s = min(end_s, self._placed_s + _GRACE_S + num_bytes / _LEAST_BYTES_PER_S)
+            end_s = min(end_s, self._placed_s + self._grace_s + num_bytes / self._min_bytes_per_s)
         self._deadline.reschedule(end_s)
 
     async def reserve(self, upload: Upload, num_bytes: int) -> None:

@@ -44,6 +44,11 @@ class FailedKeys:
         self._unlogged = 0
         self._logged_s = -_LOG_EVERY_S
 
+    @property
+    def num_addresses(self) -> int:
+        """Return how many addresses are remembered. The number is bounded."""
+        return len(self._failures)
+
     async def refuse(self, error: Unauthenticated, address: str) -> ConvoyError:
         """Return the error to answer with, after the delay for this number of failures of ``address``."""
         if not isinstance(error, WrongKey):

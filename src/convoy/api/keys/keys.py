@@ -108,6 +108,11 @@ class KeyRing:
         ring._seen = seen
         return ring
 
+    @property
+    def counted(self) -> frozenset[str]:
+        """Return the names of the keys with counts, those that left the file included."""
+        return frozenset(self._uses)
+
     def find(self, text: str) -> Caller:
         """Return the caller that ``text`` belongs to. Raises `WrongKey`."""
         self._look()

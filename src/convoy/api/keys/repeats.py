@@ -33,6 +33,11 @@ class Repeats:
         self._secret = secrets.token_bytes(32)
         self._failures: OrderedDict[bytes, deque[float]] = OrderedDict()
 
+    @property
+    def num_requests(self) -> int:
+        """Return how many failed requests are remembered."""
+        return len(self._failures)
+
     def check(self, caller: str, kind: str, body: bytes) -> bytes:
         """Return the request's mark for `failed`. Raises `RepeatedRequest` after 5 failures in a minute."""
         mark = hmac.new(self._secret, f"{caller}\0{kind}\0".encode(), hashlib.sha256)

@@ -44,6 +44,9 @@ class ServeOptions:
     max_prompts: int = 128
     # For the whole body to arrive.
     body_timeout_s: float = 60.0
+    # A long body keeps other long bodies waiting. So after its grace it must arrive at a least rate.
+    body_grace_s: float = 10.0
+    min_body_bytes_per_s: int = 64 * 1024
     # For a client to read the bytes that were written.
     write_timeout_s: float = 60.0
     # A silent stream sends a comment this often.

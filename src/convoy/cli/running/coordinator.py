@@ -131,7 +131,7 @@ def run_here(
     options = replace(options, names=flags.names(), body_key=_body_key(home), audit=audit)
     store = Store(database or f"sqlite:///{home.directory / _DATABASE}")
     try:
-        key_file = _admin_key(home, store, audit)
+        key_file = ensure_admin_key(home, store, audit)
         audit.append("set prices", _prices(options))
 
         def ready(url: str, admin_url: str, released: int) -> None:
@@ -206,7 +206,7 @@ def _body_key(home: Home) -> bytes:
     return key
 
 
-def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
+def ensure_admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
     """Return the file with an administrator's key for commands on this machine.
 
     The first start of a database makes it.

@@ -57,10 +57,11 @@ class EvidenceMaker:
 
     @property
     def claims(self) -> Claims:
-        return msgspec.structs.replace(self._software, model=self.model)
+        return msgspec.structs.replace(self.software, model=self.model)
 
     @functools.cached_property
-    def _software(self) -> Claims:
+    def software(self) -> Claims:
+        """Return the claims about this member's software, without a model."""
         return self._known or own_claims()
 
     def prove(self, me: LocalMember, binding: bytes, challenge: Challenge) -> Evidence:

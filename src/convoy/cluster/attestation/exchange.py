@@ -90,6 +90,16 @@ class Attestation:
         hardware = None if options.tpm is None else TpmHardware(Tpm(options.tpm))
         return cls(me, EvidenceMaker(hardware), options.policy, on_fall)
 
+    @property
+    def num_to_prove(self) -> int:
+        """Return how many challenges of other members wait for this member's evidence."""
+        return len(self._to_prove)
+
+    @property
+    def is_asking(self) -> bool:
+        """Return whether a challenge of this member waits for its answer."""
+        return bool(self._asked)
+
     # Owners and receiver threads.
 
     def attach(self, link: Link) -> None:

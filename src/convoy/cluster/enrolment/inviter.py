@@ -49,22 +49,22 @@ class Newcomer:
     card: EnrolmentCard
     code: str
     host: str
-    _stream: Stream = field(repr=False)
+    stream: Stream = field(repr=False)
     _secret: bytes = field(repr=False)
     _spoken: bytes = field(repr=False)
 
     def require_there(self) -> None:
         """Raise `InviteError` if it hung up, or spoke out of turn, while the operator thought."""
         until_s = time.monotonic() + _LISTEN_S
-        self._stream.set_deadline(until_s)
+        self.stream.set_deadline(until_s)
         try:
-            self._stream.recv_into(memoryview(bytearray(1)))
+            self.stream.recv_into(memoryview(bytearray(1)))
         except LinkBroken:
             # The deadline passed without data, so the newcomer still waits, as it should.
             if time.monotonic() >= until_s:
-                self._stream.set_deadline(time.monotonic() + _HAND_OVER_S)
+                self.stream.set_deadline(time.monotonic() + _HAND_OVER_S)
                 return
-        self._stream.close()
+        self.stream.close()
         raise InviteError(
             f"{self.card.name} went away before it was let in, and the invitation is used up",
             hint="make a new one with `convoy invite`",
@@ -74,14 +74,14 @@ class Newcomer:
         """Hand over the roster that lists it. Raises `LinkBroken` if it is gone."""
         mac = listener_mac(self._secret, self._spoken, signed_roster)
         try:
-            send_enrolment(self._stream, EnrolmentType.ACCEPTED, mac + signed_roster)
+            send_enrolment(self.stream, EnrolmentType.ACCEPTED, mac + signed_roster)
         finally:
-            self._stream.close()
+            self.stream.close()
 
     def refuse(self, reason: Refusal) -> None:
         """Tell it no, if it is still there."""
-        _send_refusal(self._stream, reason)
-        self._stream.close()
+        _send_refusal(self.stream, reason)
+        self.stream.close()
 
 
 class Enrolment:
@@ -96,6 +96,7 @@ class Enrolment:
         consumption: Consumption,
         judge: Judge,
         limits: EnrolmentLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the invitation.
 
@@ -114,14 +115,15 @@ class Enrolment:
         self._num_unproved = 0
         # Both clocks count: the monotonic one may stand still while a machine sleeps, and the other may be
         # set back.
-        self._until_s = time.monotonic() + max(0.0, token.expires - time.time())
+        self._clock = clock
+        self._until_s = clock() + max(0.0, token.expires - time.time())
         self._found: queue.SimpleQueue[Newcomer | ConvoyError] = queue.SimpleQueue()
         self._listener = EnrolmentListener(sock, certificate, self._meet, self._limits)
 
     def wait(self) -> Newcomer:
         """Return the newcomer that used the invitation up. Raises `InviteError` if none did in its time."""
         try:
-            found = self._found.get(timeout=max(0.0, self._until_s - time.monotonic()))
+            found = self._found.get(timeout=max(0.0, self._until_s - self._clock()))
         except queue.Empty:
             with self._lock:
                 used = self._consumption.used
@@ -239,7 +241,7 @@ class Enrolment:
     def _used_or_late(self) -> Refusal | None:
         if self._consumption.used:
             return Refusal.CONSUMED
-        late = time.monotonic() >= self._until_s or time.time() >= self._token.expires
+        late = self._clock() >= self._until_s or time.time() >= self._token.expires
         return Refusal.EXPIRED if late else None
 
     def _count_unproved(self) -> None:

@@ -128,6 +128,16 @@ class Head:
         return self.peers.vetting
 
     @property
+    def stage(self) -> Stage | None:
+        """Return the head's own stage, if it has layers."""
+        return self._stage
+
+    @property
+    def weight_server(self) -> HeadWeightServer:
+        """Return the server of the model's weights."""
+        return self._weights
+
+    @property
     def links(self) -> dict[str, Link]:
         """Return a copy of the links to the connected peers."""
         return {name: link for name, (link, _) in self.peers.present().items()}

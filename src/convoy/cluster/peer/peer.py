@@ -91,7 +91,7 @@ class Peer:
         # A member that sends nonsense without end must not fill the disk.
         self._quiet = RateLimitedLog(_log)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
-        self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
+        self.hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
         self._weights = PeerWeights(me.name, options)
         self._preparing = PeerPrefetch(me.name, self._weights)
@@ -119,6 +119,40 @@ class Peer:
         own = loaded.assignment
         generation, num_layers = loaded.plan.generation, own.end - own.start
         return PeerFacts(has_head, loaded.is_active, epoch, generation, num_layers, loaded.stage.weight_bytes)
+
+    @property
+    def loaded(self) -> LoadedPlan | None:
+        """Return the plan that is loaded here, with its stage."""
+        return self._loaded
+
+    @property
+    def head(self) -> Link | None:
+        """Return the link to the head."""
+        return self._head
+
+    @property
+    def attestation(self) -> Attestation:
+        """Return the exchange of evidence with the other members."""
+        return self._attestation
+
+    @property
+    def weights(self) -> PeerWeights:
+        """Return the source of this member's weights, which also serves them to others."""
+        return self._weights
+
+    @property
+    def clock(self) -> PlanClock:
+        """Return the clock of the head's plans."""
+        return self._newest
+
+    @property
+    def generation(self) -> int:
+        """Return the generation of the newest plan that was taken up on the head's link; 0 for none."""
+        return self._generation
+
+    def held_bytes(self, member: str) -> int:
+        """Return the bytes from ``member`` that wait to be handled."""
+        return sum(self._inbox.held_bytes(link) for link in tuple(self._links) if link.peer == member)
 
     def run(self, bind: tuple[str, int]) -> None:
         """Serve until `stop`, or until the head goes if so configured.
@@ -249,7 +283,7 @@ class Peer:
 
     def _handle(self, link: Link, item: Received | ConvoyError) -> None:
         if isinstance(item, ConvoyError):
-            self._link_ended(link, item)
+            self.link_ended(link, item)
             return
         if self._newest.makes_needless(item):
             return
@@ -308,7 +342,7 @@ class Peer:
         self._head = link
         stands_by = ", and this member stands by" if self._options.standby else ""
         self._tell("head", f"{link.peer} is here{stands_by}")
-        link.send(self._hello)
+        link.send(self.hello)
         self._vet(link)
 
     def _vet(self, link: Link) -> None:
@@ -347,7 +381,7 @@ class Peer:
             plan,
             digest,
             me=self._me.name,
-            hello=self._hello,
+            hello=self.hello,
             options=self._options,
             weights=self._weights,
             asker=Asker(plan, link, lambda: self._newest.check_load(plan, self._me.name)),
@@ -435,7 +469,7 @@ class Peer:
         except ConvoyError as lost:
             self._quiet.warning("unsaid", f"the head could not be told: {lost.message}")
 
-    def _link_ended(self, link: Link, error: ConvoyError) -> None:
+    def link_ended(self, link: Link, error: ConvoyError) -> None:
         self._links.discard(link)
         if link is self._head:
             self._head = None

@@ -201,7 +201,7 @@ class RankPeers:
         try:
             self._learn(known)
             self._learn(reach(self._to_dial(known)))
-            collective = self._begin()
+            collective = self.begin()
             collective.agree(self._agree)
             prove(collective)
             collective.rest()
@@ -248,7 +248,7 @@ class RankPeers:
         following = self.names[self.rank + 1 : self.rank + 2]
         return {name: frames_from(Sender.RANK) for name in following if name not in known}
 
-    def _begin(self) -> SealedCollective:
+    def begin(self) -> SealedCollective:
         """Wait for both neighbours in the ring of ranks, and return the collective over their links."""
         size = len(self.names)
         needed = {(self.rank - 1) % size, (self.rank + 1) % size}

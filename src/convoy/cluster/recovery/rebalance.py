@@ -69,9 +69,10 @@ class Rebalancer:
         """Consider a member that came and may make a better plan."""
         with self._lock:
             self._num_in_vain.pop(name, None)
-        self._begin(name)
+        self.begin(name)
 
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        """Prepare a plan with ``name``, and consider it then."""
         self._prepare(name, lambda: self._consider(name), lambda: self._failed(name))
 
     def plan_began(self, tried: Collection[str]) -> None:
@@ -80,10 +81,11 @@ class Rebalancer:
         ``tried`` are the members that the search for this plan tried; some may be in it.
         """
         threading.Thread(
-            target=self._look_round, args=(set(tried),), name="consider idle", daemon=True
+            target=self.look_round, args=(set(tried),), name="consider idle", daemon=True
         ).start()
 
-    def _look_round(self, tried: set[str]) -> None:
+    def look_round(self, tried: set[str]) -> None:
+        """Consider every member that is here without a stage, on this thread; see `plan_began`."""
         without_stage = self._recovery.without_stage()
         with self._lock:
             for name in tried & without_stage:
@@ -91,7 +93,7 @@ class Rebalancer:
             without_stage -= self._waiting
         for name in sorted(without_stage):
             if self._recovery.has_use_for(name):
-                self._begin(name)
+                self.begin(name)
 
     def _count_in_vain(self, name: str) -> None:
         self._num_in_vain[name] = self._num_in_vain.get(name, 0) + 1
@@ -111,7 +113,7 @@ class Rebalancer:
     def _look_again(self, name: str) -> None:
         if self._has_waited(name):
             # The failed preparation may have been for other members too.
-            self._look_round(set())
+            self.look_round(set())
 
     def _consider(self, name: str) -> None:
         if not self._recovery.has_use_for(name):
@@ -145,12 +147,12 @@ class Rebalancer:
 
     def _has_waited(self, name: str) -> bool:
         """Wait as long as ``name`` has to. Returns False if the head closed."""
-        while left_s := self._left_s(name):
+        while left_s := self.left_s(name):
             if self._peers.closed_within(min(left_s, BUSY_S)):
                 return False
         return True
 
-    def _left_s(self, name: str) -> float:
+    def left_s(self, name: str) -> float:
         """Return how many seconds this member still waits; 0 also if it is gone.
 
         At 0 the member no longer counts as waiting.

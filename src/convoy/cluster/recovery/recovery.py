@@ -72,8 +72,9 @@ class StageRecovery:
         self._head = head
         self._wait_s = wait_s
         # The bound of one whole recovery, whatever it waits for.
-        self._whole_s = wait_s + load_wait_s
-        self._gave_up: StageLost | None = None
+        self.whole_s = wait_s + load_wait_s
+        # The error of the last search, while no plan was found since.
+        self.gave_up: StageLost | None = None
         self._limits_of = limits_of
         self._cancelled = threading.Event()
         self._state = self._cause = ""
@@ -95,7 +96,7 @@ class StageRecovery:
         """
         began_s = time.monotonic()
         # The last search ended without a plan, and the engine still asks.
-        again = error is self._gave_up
+        again = error is self.gave_up
         if not again:
             self._cause = error.public or "a stage was lost"
         # The search below would not wait at all, so wait here: the engine must not ask without a pause.
@@ -120,7 +121,7 @@ class StageRecovery:
         if not again and not self._lost_text():
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
-        active = self._find_stages(self._active.placement, began_s)
+        active = self.find_stages(self._active.placement, began_s)
         self._outage.end(
             f"recovered: {active.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
@@ -140,7 +141,7 @@ class StageRecovery:
         self._head.stop()
         self._outage = OutageLog(began_s)
         self._head.vetting.settle(self._require_wanted)
-        active = self._find_stages(None, began_s)
+        active = self.find_stages(None, began_s)
         took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
         self._outage.end(f"in use: {active.placement.route.text}, {took}")
         return self._recovered(active)
@@ -233,9 +234,7 @@ class StageRecovery:
             self._late = _Late(step, time.monotonic())
         self._late.num_looks += 1
         looks = self._late.num_looks
-        answers = self._head.peers.answers(
-            self._active.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1)
-        )
+        answers = self._head.peers.answers(self._active.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1))
         laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
         # If every member answers, the step is stuck in one's inbox. Their positions tell which.
@@ -306,7 +305,7 @@ class StageRecovery:
             if self._can_spare(name):
                 peers.give_up(name, "it answers no ping")
 
-    def _find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
+    def find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
         """Return the next plan, running, as near to ``before`` as possible; with None, the best plan.
 
         Two bounds apply: the wait for members, and the whole time since ``began_s``.
@@ -318,7 +317,7 @@ class StageRecovery:
 
         def watch() -> None:
             self._require_wanted()
-            if time.monotonic() - began_s > self._whole_s:
+            if time.monotonic() - began_s > self.whole_s:
                 raise self._given_up(None)
 
         while True:
@@ -404,17 +403,17 @@ class StageRecovery:
         ``why`` is None if members were there but no plan ran in time.
         """
         lost = self._lost_text()
-        bound_s = self._whole_s if why is None else self._wait_s
+        bound_s = self.whole_s if why is None else self._wait_s
         parts = [lost, f"nobody took over within {bound_s:g} s"]
         reason = self._state if why is None else why.message
         public = "; ".join(part for part in parts if part)
         self._outage.is_open_ended = True
-        self._gave_up = StageLost(
+        self.gave_up = StageLost(
             f"{public}: {reason}",
             public=public,
             hint="start the member again, or another one with `convoy join --standby`",
         )
-        return self._gave_up
+        return self.gave_up
 
     def _lost_text(self) -> str:
         """Return ``missing layers 4-11, beta is gone``, or an empty text if every stage is there."""

@@ -57,7 +57,7 @@ class HeadWeightServer:
         self._tensors: frozenset[str] = frozenset()
         self._in_use = InUse(source.path) if commit_of(source.path) else None
         self._answers = RequestQueue(self._begin)
-        self.sources = PeerWeightSource(present)
+        self.sources = PeerWeightSource(present, answer_s=options.held_answer_s)
         # Bytes, by member and then by source.
         self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # The peer that each member's last piece came from, if it did not come from the head.
@@ -142,7 +142,7 @@ class HeadWeightServer:
 
         def answer(question: Message) -> Message:
             assert isinstance(question, Fetch), "nothing else is put in"
-            piece = self._answer(question, absent)
+            piece = self.answer_fetch(question, absent)
             if not piece.error and question.part in self._tensors:
                 self._origins[link.peer][piece.source or "head"] += len(piece.data)
                 self._latest[link.peer] = piece.source
@@ -153,7 +153,8 @@ class HeadWeightServer:
     def _reader(self, asker: str, watch: Callable[[], None]) -> PeerReader:
         return self.sources.reader(self.manifest, asker, watch)
 
-    def _answer(self, fetch: Fetch, absent: Absent | None = None) -> Piece:
+    def answer_fetch(self, fetch: Fetch, absent: Absent | None = None) -> Piece:
+        """Return the piece that ``fetch`` asks for, or a piece with the reason why there is none."""
         try:
             place = self._find(fetch)
             if absent is None or place.path is None or place.path.exists():

@@ -36,7 +36,7 @@ class HeadWeights:
 
     def __init__(self, received: ReceivedModel, source: ModelSource, hub: HubWeights) -> None:
         self._received = received
-        self._source = source
+        self.source = source
         self._hub = hub
         self._verified = VerifiedParts()
         self._in_use = InUse(received.folder)
@@ -58,7 +58,7 @@ class HeadWeights:
         The hub is asked first, then ``peers`` for the rest. An error of ``watch`` or ``tell`` ends the
         work. Raises ModelError naming file and tensor.
         """
-        owned = owned_tensors(self._source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
+        owned = owned_tensors(self.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
         parts = list({part.digest: part for part in (self._received.tensor(t.name) for t in owned)}.values())
 
         def say(what: str) -> Callable[[int, int], None]:

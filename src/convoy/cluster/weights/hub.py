@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from convoy.cluster.options import MemberOptions
 from convoy.errors import HubUnreachable, Incompatible, ModelError
-from convoy.model.checkpoints.hub.stream import HubCommit
+from convoy.model.checkpoints.hub.stream import RETRY_WAIT_S, HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
 from convoy.model.checkpoints.store.parts import ModelPart, is_whole
 from convoy.wire.messages.control import Plan
@@ -77,8 +77,13 @@ class FromHub:
         _log.warning("%s, and the head is asked for that and %d more", what, len(wrong) - 1)
         return wrong
 
+    def _commit(self, repo: str, commit: str) -> HubCommit:
+        options = self._options
+        wait_s = RETRY_WAIT_S if options.hub_retry_s is None else options.hub_retry_s
+        return HubCommit(repo, commit, options.hub, wait_s)
+
     def _weights(self, named: str) -> HubWeights:
         if self._last is None or self._last[0] != named:
             repo, _, commit = named.rpartition("@")
-            self._last = named, HubWeights(HubCommit(repo, commit, self._options.hub))
+            self._last = named, HubWeights(self._commit(repo, commit))
         return self._last[1]

@@ -29,14 +29,14 @@ class PeerWeightServer:
     """
 
     def __init__(self, look: Look) -> None:
-        self._look = look
-        self._answers = RequestQueue(self._begin)
+        self.look = look
+        self.answers = RequestQueue(self._begin)
         self._lock = threading.Lock()
         self._plans: dict[Link, Plan] = {}
 
     def handle_question(self, link: Link, question: Fetch | Holding) -> None:
         """Queue a question for tensors."""
-        self._answers.ask(link, question)
+        self.answers.ask(link, question)
 
     def note_plan(self, link: Link, plan: Plan) -> None:
         """Note a head's newest plan, running or later: the head may ask for that model alone."""
@@ -48,7 +48,7 @@ class PeerWeightServer:
             self._plans.pop(link, None)
 
     def close(self) -> None:
-        self._answers.close()
+        self.answers.close()
 
     def _begin(self, link: Link) -> Answer:
         # The result of the last look.
@@ -60,7 +60,7 @@ class PeerWeightServer:
             if plan is None or not manifest or plan.manifest != manifest:
                 raise ModelError(f"the model with the manifest {manifest[:12]} is not that of the plan here")
             if anew or not known or known[0][0].digest != manifest:
-                known[:] = [self._look(link, plan)]
+                known[:] = [self.look(link, plan)]
             return known[0]
 
         def answer(question: Message) -> Message:

@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 # Four sources may stall before the member that waits for the head gives up.
 STALL_S = 12.0
-_ANSWER_S = 12.0
 # An answer older than this may no longer be true.
 _AGAIN_S = 5.0
 _LOOK_UP_S = 0.2
@@ -60,8 +59,13 @@ class _Said:
 class PeerWeightSource:
     """Know which peers have which tensors, for one head. Thread-safe."""
 
-    def __init__(self, present: Present) -> None:
-        """Start without answers. ``present`` returns the connected peers."""
+    def __init__(self, present: Present, *, answer_s: float) -> None:
+        """Start without answers.
+
+        ``present`` returns the connected peers. One of them that answers nothing for ``answer_s`` is not
+        waited for again.
+        """
+        self._answer_s = answer_s
         self.fetches = PartClient(STALL_S)
         self._present = present
         self._changed = threading.Condition()
@@ -103,7 +107,7 @@ class PeerWeightSource:
         found = known()
         if not found:
             self._ask(manifest, name, besides)
-            until_s = time.monotonic() + _ANSWER_S
+            until_s = time.monotonic() + self._answer_s
             while not (found := known()) and self._is_expecting(besides, until_s):
                 watch()
                 with self._changed:

@@ -94,7 +94,7 @@ class PeerWeights:
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         # The manifest that was needed last.
         self._manifest: Manifest | None = None
-        self._lock = threading.Lock()
+        self.turn = threading.Lock()
         self._verified = VerifiedParts()
         self._in_use: InUse | None = None
 
@@ -110,12 +110,12 @@ class PeerWeights:
     @contextmanager
     def _turn(self, asker: Asker) -> Iterator[None]:
         """Let one thread work at a time. A waiting thread checks whether its plan is still wanted."""
-        while not self._lock.acquire(timeout=_LOOK_UP_S):
+        while not self.turn.acquire(timeout=_LOOK_UP_S):
             asker.check()
         try:
             yield
         finally:
-            self._lock.release()
+            self.turn.release()
 
     def _find(self, asker: Asker) -> FoundWeights:
         self._check_signed(asker.plan)

@@ -26,7 +26,7 @@ class RequestQueue:
     """Answer questions of links. ``begin`` is called once for each link; its result answers each question."""
 
     def __init__(self, begin: Callable[[Link], Answer]) -> None:
-        self._begin = begin
+        self.begin = begin
         self._lock = threading.Lock()
         self._asked: dict[Link, Inbox[Message | None]] = {}
         self._closed = False
@@ -56,7 +56,7 @@ class RequestQueue:
 
     def _serve(self, link: Link, asked: Inbox[Message | None]) -> None:
         """Answer the questions of one link until it ends."""
-        answer = self._begin(link)
+        answer = self.begin(link)
         try:
             while not link.is_over:
                 try:

@@ -44,14 +44,21 @@ class _Sent:
 class StepClock:
     """Measure steps from their start to their return, in order. Any thread may read; one thread records.
 
-    Before the first measurement, a step may take ``unmeasured_s`` seconds.
+    Before the first measurement, a step may take ``unmeasured_s`` seconds. ``seen`` holds the seconds of
+    earlier steps, by size; this clock adds its own.
     """
 
-    def __init__(self, unmeasured_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        unmeasured_s: float,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        seen: dict[int, deque[float]] | None = None,
+    ) -> None:
         self._unmeasured_s = unmeasured_s
         self._now = now
         self._sent: deque[_Sent] = deque()
-        self._sizes: dict[int, deque[float]] = {}
+        self._sizes: dict[int, deque[float]] = {} if seen is None else seen
         self._settling = 0
         self._scale = 1.0
 

@@ -64,7 +64,7 @@ class StageWorker:
         self._stage = stage
         self._route = route
         self._step_s = step_s
-        self._successor = successor
+        self.successor = successor
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
         self._hidden_bytes = 0
@@ -74,6 +74,11 @@ class StageWorker:
         # The last step that ran and was sent on; read from other threads.
         self.finished_step = -1
         self._hand_over = DeviceSender(f"leave {route.assignment.member}", failed) if route.overlaps else None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Return the bytes of steps and hidden states that wait here for each other."""
+        return self._hidden_bytes + self._steps_bytes
 
     def close(self) -> None:
         """Stop sending, because the plan is over."""
@@ -170,7 +175,7 @@ class StageWorker:
             leaves.put(step.number, lambda: self._send(step, pending.wait()))
 
     def _send(self, step: Step, out: torch.Tensor) -> None:
-        self._successor.send_tensor(
+        self.successor.send_tensor(
             to_wire(out, self._route.activation_dtype),
             generation=self._route.generation,
             step=step.number,
@@ -183,7 +188,7 @@ class StageWorker:
 
     def _send_samples(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
         replies = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
-        self._successor.send(replies, generation=self._route.generation, step=step.number)
+        self.successor.send(replies, generation=self._route.generation, step=step.number)
         self._finished(step)
 
     def _finished(self, step: Step) -> None:

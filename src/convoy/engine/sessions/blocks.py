@@ -29,18 +29,25 @@ from convoy.engine.sessions.format import Progress, SavedSession, SavedState, Se
 from convoy.engine.sessions.slice_size import SliceSize
 from convoy.errors import StageLost, StepLate, Unavailable
 
-# Of a slice.
-_MAX_BYTES = 16 * 1024 * 1024
 # The most blocks that one message names.
 _MAX_BLOCKS = 1024
-# Of V, while the K of the same layer is written before it.
-_HELD_BYTES = 64 * 1024 * 1024
-_PASS_EVERY_S = 5.0
 _MAX_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class CarryLimits:
+    """Hold the limits of carrying K/V between a session's file and the stages."""
+
+    # Of a slice.
+    max_bytes: int = 16 * 1024 * 1024
+    # Of V, while the K of the same layer is written before it.
+    held_bytes: int = 64 * 1024 * 1024
+    # How often an empty step passes meanwhile.
+    pass_every_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSlice:
     """Hold blocks [start, end) of a session, and the tags of their prefixes."""
 
     start: int
@@ -55,11 +62,19 @@ class SessionBlocks:
     `Unavailable` if a slice has not begun within ``timeout_s``.
     """
 
-    def __init__(self, engine: Engine, model: SessionModel, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: SessionModel,
+        timeout_s: float | None = None,
+        *,
+        limits: CarryLimits | None = None,
+    ) -> None:
+        self._limits = limits = limits or CarryLimits()
         self._engine = engine
         self._timeout_s = timeout_s
         self._model = model
-        self._pace = SliceSize(_MAX_BYTES)
+        self._pace = SliceSize(limits.max_bytes)
         self._passed_s = time.monotonic()
 
     def save(
@@ -141,7 +156,7 @@ class SessionBlocks:
         """
         block_bytes = size * self._model.position_bytes
         kept: list[bytes] = []
-        keeps = num_blocks * block_bytes // 2 <= _HELD_BYTES
+        keeps = num_blocks * block_bytes // 2 <= self._limits.held_bytes
         for half in (0, 1):
             start = num_blocks if half and keeps else 0
             while start < num_blocks:
@@ -204,7 +219,9 @@ class SessionBlocks:
             layers = itertools.chain([next(layers)], layers)
             self._let_pass()
             try:
-                if not self._between_steps(partial(self._write, _Slice(start, end, tags[start:end]), layers)):
+                if not self._between_steps(
+                    partial(self.write_slice, BlockSlice(start, end, tags[start:end]), layers)
+                ):
                     found = start
             except StageLost:
                 # The new stages have none of the blocks: the next call runs the tokens there.
@@ -237,15 +254,15 @@ class SessionBlocks:
         A part has as many layers as a slice may hold.
         """
         num_layers = self._model.num_layers
-        at_once = max(1, _MAX_BYTES // ((end - start) * self._model.position_bytes))
+        at_once = max(1, self._limits.max_bytes // ((end - start) * self._model.position_bytes))
         for first in range(0, num_layers, at_once):
             layers = range(first, min(first + at_once, num_layers))
             halves = [np.stack(saved.read(layer, start, end)) for layer in layers]
             yield first, np.stack(halves).astype(np.float32, copy=False)
 
-    def _write(
+    def write_slice(
         self,
-        one: _Slice,
+        one: BlockSlice,
         layers: Iterable[tuple[int, Kv]],
         executor: Executor,
         scheduler: Scheduler,
@@ -284,7 +301,7 @@ class SessionBlocks:
 
     def _let_pass(self) -> None:
         """Let an empty step pass now and then: an engine that only carries slices would seem to hang."""
-        if time.monotonic() - self._passed_s >= _PASS_EVERY_S:
+        if time.monotonic() - self._passed_s >= self._limits.pass_every_s:
             self._engine.wake()
             self._passed_s = time.monotonic()
 

@@ -19,7 +19,7 @@ from convoy.engine.engine import Engine
 from convoy.engine.outputs import FinishReason
 from convoy.engine.sequence import Sequence
 from convoy.engine.sequence_owner import RowResult
-from convoy.engine.sessions.blocks import SessionBlocks
+from convoy.engine.sessions.blocks import CarryLimits, SessionBlocks
 from convoy.engine.sessions.format import Progress, SavedState, SessionModel
 from convoy.errors import ConvoyError, Draining, RequestError, Unavailable
 from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
@@ -86,7 +86,9 @@ class Session:
         params: SamplingParams | None = None,
         salt: bytes | None = None,
         timeout_s: float | None = None,
+        carry: CarryLimits | None = None,
     ) -> None:
+        self._carry = carry or CarryLimits()
         self.model = model
         self.params = params or SamplingParams(temperature=0.0)
         self.choice = 0
@@ -104,6 +106,16 @@ class Session:
     def tokens(self) -> tuple[int, ...]:
         """Return all tokens so far."""
         return tuple(self._tokens)
+
+    @property
+    def num_run(self) -> int:
+        """Return how many tokens of the sequence ran; the stages found the others in their pools."""
+        return 0 if self._run is None else self._run.num_run
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """Return the sequence that holds the session's K/V now, if any."""
+        return None if self._run is None else self._run.sequence
 
     @property
     def position(self) -> int:
@@ -187,7 +199,7 @@ class Session:
         """
         self._check_open()
         state = SavedState(self.tokens, self._num_prompt, self.choice, self.params, 0)
-        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s, limits=self._carry)
         blocks.save(Path(path), key, state, resident=self._resident, progress=progress or _unseen)
 
     def load(self, path: str | Path, key: bytes | None = None, progress: Progress | None = None) -> int:
@@ -197,7 +209,7 @@ class Session:
         shares K/V that came from a file. Raises SessionError for a file that is damaged, or of another model.
         """
         self._check_open()
-        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s, limits=self._carry)
         salt = secrets.token_bytes(32)
         before = (self._salt, self._tokens, self._num_prompt, self.choice, self.params)
 

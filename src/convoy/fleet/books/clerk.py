@@ -65,19 +65,19 @@ class Clerk:
 
     async def reserve(self, hold: Hold) -> None:
         """Reserve as `Ledger.reserve`."""
-        await self._do(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
+        await self.change(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
 
     async def settle(self, request_id: str, bill: Bill) -> int:
         """Settle as `Ledger.settle`: the charge outlives this process and a loss of power."""
-        return await self._do(lambda db: self._ledger.settle_in(db, request_id, bill), survives_power=True)
+        return await self.change(lambda db: self._ledger.settle_in(db, request_id, bill), survives_power=True)
 
     async def release(self, request_id: str) -> None:
         """Release as `Ledger.release`."""
-        await self._do(lambda db: self._ledger.release_in(db, request_id), survives_power=False)
+        await self.change(lambda db: self._ledger.release_in(db, request_id), survives_power=False)
 
     async def undelivered(self, request_id: str) -> None:
         """Note as `Ledger.undelivered`."""
-        await self._do(lambda db: self._ledger.undelivered_in(db, request_id), survives_power=False)
+        await self.change(lambda db: self._ledger.undelivered_in(db, request_id), survives_power=False)
 
     def close(self) -> None:
         """End the threads once all jobs are done."""
@@ -86,7 +86,8 @@ class Clerk:
             for thread in self._threads:
                 thread.join(_END_S)
 
-    async def _do(self, work: Callable[[Connection], T], *, survives_power: bool) -> T:
+    async def change(self, work: Callable[[Connection], T], *, survives_power: bool) -> T:
+        """Return the result of ``work``, run in a transaction that other changes may share."""
         if self._store.is_postgres:
             loop = asyncio.get_running_loop()
             return await asyncio.shield(loop.run_in_executor(None, self._alone, work, survives_power))

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -180,19 +181,22 @@ def _check_columns(connection: Connection, shown: str) -> None:
             )
 
 
-def newest_version() -> str:
-    """Return the newest version of the tables. Raises `ConfigError` as `_versions`."""
-    return max(_versions())
+def newest_version(migrations: Traversable = _MIGRATIONS) -> str:
+    """Return the newest version of the tables that ``migrations`` lead to.
+
+    Raises `ConfigError` as `_versions`.
+    """
+    return max(_versions(migrations))
 
 
-def _versions() -> set[str]:
+def _versions(migrations: Traversable = _MIGRATIONS) -> set[str]:
     """Return every version of the tables, by the names of the files that lead there.
 
     Raises `ConfigError` for a file with a revision that differs from its name: a new database would be marked
     with a version that the migrations do not know.
     """
     found = set()
-    for file in (_MIGRATIONS / "versions").iterdir():
+    for file in (migrations / "versions").iterdir():
         named = re.match(r"v(\d{4})_", file.name)
         if named is None:
             continue

@@ -28,6 +28,11 @@ class KeyUses:
         self._max_keys = max_keys
         self._uses: OrderedDict[bytes, KeyUse] = OrderedDict()
 
+    @property
+    def num_keys(self) -> int:
+        """Return how many keys are in the table."""
+        return len(self._uses)
+
     def of(self, grant: Grant) -> KeyUse:
         """Return the use of a key, with the limits that it has now."""
         use = self._uses.pop(grant.key_hash, None) or KeyUse(NO_LIMITS)

@@ -34,6 +34,8 @@ class CoordinatorOptions:
     greeting_s: float = 20.0
     # A provider without a heartbeat for this long is gone.
     silence_s: float = 20.0
+    # A provider has this long to take the last messages, before its connection is cut.
+    close_s: float = 5.0
     prove_every_s: float = 300.0
     max_failed_proofs: int = 3
     # What the evidence of providers must show.

@@ -68,6 +68,11 @@ _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _SOFTWARE = "convoy"
 
 
+async def _wait_until_old(made_s: float) -> None:
+    """Wait until a key for requests that was made at ``made_s`` (Unix seconds) has to be replaced."""
+    await asyncio.sleep(max(1.0, made_s + _KEY_S * 3 / 4 - time.time()))
+
+
 @dataclass(frozen=True, slots=True)
 class ProvideOptions:
     """Hold a provider's options.
@@ -90,6 +95,8 @@ class ProvideOptions:
     traces: Traces = NO_TRACES
     # Share the engine's prefixes between accounts. This must be declared; it is never the default.
     shares_cache: bool = False
+    # Waits until a key for requests that was made at that Unix time has to be replaced.
+    key_is_old: Callable[[float], Awaitable[None]] = _wait_until_old
     # Verifies coordinators.
     tls: Callable[[], ssl.SSLContext] = verified_tls
 
@@ -371,7 +378,7 @@ class Provider:
 
     async def _end_when_due(self, connection: ClientConnection) -> None:
         """Close the socket once the provider drains or its key is old; running requests get limited time."""
-        await _first(self._draining.wait(), self._key_is_old())
+        await _first(self._draining.wait(), self._options.key_is_old(self._key_made_s))
         self._leaving = True
         await self._send(DrainNotice())
         if not self._draining.is_set():
@@ -379,9 +386,6 @@ class Provider:
         if self._draining.is_set():
             await _first(self._idle.wait(), asyncio.sleep(self._options.drain_s))
         await connection.close()
-
-    async def _key_is_old(self) -> None:
-        await asyncio.sleep(max(1.0, self._key_made_s + _KEY_S * 3 / 4 - time.time()))
 
     async def _stop_all(self) -> None:
         tasks = [task for _, task in self._running.values()]

@@ -96,7 +96,16 @@ class Provided:
     ``window`` counts the chunks in flight; ``trace`` is a traceparent for the engine.
     """
 
-    def __init__(self, serve: Serve, send: Send, window: int, trace: str = "") -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        send: Send,
+        window: int,
+        trace: str = "",
+        *,
+        still_here_s: float = _STILL_HERE_S,
+    ) -> None:
+        self._still_here_s = still_here_s
         self._serve = serve
         self._trace = trace
         self._send = send
@@ -198,7 +207,7 @@ class Provided:
         """Return the engine's result. While the engine is silent, send an empty chunk every 5 s."""
         task = asyncio.ensure_future(awaited)
         try:
-            while not (await asyncio.wait({task}, timeout=_STILL_HERE_S))[0]:
+            while not (await asyncio.wait({task}, timeout=self._still_here_s))[0]:
                 await self._begin(sealer)
                 await self._chunk(sealer, b"")
             return task.result()

@@ -24,15 +24,18 @@ _SLICE = 16 << 20
 _PANEL = 64
 
 
-def pack_float32(weight: torch.Tensor) -> torch.Tensor:
+def pack_float32(
+    weight: torch.Tensor, *, large_bytes: int = _LARGE, slice_bytes: int = _SLICE
+) -> torch.Tensor:
     """Return a matrix [out, in] of any floating-point type, packed.
 
-    A large matrix of another type is converted to float32 one slice at a time.
+    A matrix of another type with ``large_bytes`` in float32 is converted to it one slice of ``slice_bytes``
+    at a time.
     """
     weight = weight.detach()
     lies_ready = weight.dtype == torch.float32 and weight.is_contiguous()
-    if not lies_ready and 4 * weight.numel() >= _LARGE:
-        packed = _joined(weight)
+    if not lies_ready and 4 * weight.numel() >= large_bytes:
+        packed = _joined(weight, slice_bytes)
         if packed is not None:
             return packed
     return _pack(weight.to(torch.float32).contiguous())
@@ -43,7 +46,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _joined(weight: torch.Tensor) -> torch.Tensor | None:
+def _joined(weight: torch.Tensor, slice_bytes: int) -> torch.Tensor | None:
     """Return the matrix packed from slices, or None where slices have no places of their own in the whole."""
     mkldnn = torch.ops.mkldnn
     if not all(hasattr(mkldnn, name) for name in ("data_ptr", "_nbytes", "_get_mkldnn_serialized_md")):
@@ -52,7 +55,7 @@ def _joined(weight: torch.Tensor) -> torch.Tensor | None:
     whole = _pack(torch.empty(weight.shape))
     start, size = mkldnn.data_ptr(whole), mkldnn._nbytes(whole)
     filled = 0
-    for rows in _slices(*weight.shape):
+    for rows in _slices(weight.shape[0], weight.shape[1], slice_bytes):
         part = _pack(weight[rows].to(torch.float32).contiguous())
         num_bytes = mkldnn._nbytes(part)
         if not _has_place(part, whole) or filled + num_bytes > size:
@@ -62,12 +65,12 @@ def _joined(weight: torch.Tensor) -> torch.Tensor | None:
     return whole if filled == size else None
 
 
-def _slices(outputs: int, inputs: int) -> Iterator[slice]:
+def _slices(outputs: int, inputs: int, slice_bytes: int) -> Iterator[slice]:
     """Yield slices of whole panels.
 
     The last slice includes the rest, since few outputs may have another layout.
     """
-    step = max(1, _SLICE // (4 * inputs * _PANEL)) * _PANEL
+    step = max(1, slice_bytes // (4 * inputs * _PANEL)) * _PANEL
     last = max(1, outputs // step) - 1
     for number in range(last + 1):
         yield slice(number * step, outputs if number == last else (number + 1) * step)

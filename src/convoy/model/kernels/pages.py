@@ -84,7 +84,7 @@ def _move(linears: Sequence[PackedLinear]) -> int:
     sizes = [_bytes_of(part) for linear in linears for part in linear.packed]
     if not sizes:
         return 0
-    room, done = _Room(sum(sizes) + _GAP * len(sizes), min(sizes)), 0
+    room, done = AddressRoom(sum(sizes) + _GAP * len(sizes), min(sizes)), 0
     for linear in linears:
         if not room.open():
             break
@@ -96,7 +96,7 @@ def _move(linears: Sequence[PackedLinear]) -> int:
     return done
 
 
-class _Room:
+class AddressRoom:
     """Keep a range of addresses free for allocations that are to lie side by side.
 
     The system maps into the highest gap that is large enough, from above. The gaps above the room are

@@ -138,11 +138,11 @@ class DeltaSlots:
             if group.kind == "recurrent" and not set(layers).isdisjoint(group.layers)
         }
         self._shapes = {index: DeltaShape.of(groups[index]) for index in self._layers}
-        self._pools: dict[int, DeltaPool] = {}
+        self.pools: dict[int, DeltaPool] = {}
 
     def make(self, num_blocks: Sequence[int]) -> None:
         """Make new slots, ``num_blocks`` for each cache group."""
-        self._pools = {
+        self.pools = {
             layer: DeltaPool(self._shapes[index], num_blocks[index])
             for index, layers in self._layers.items()
             for layer in layers
@@ -150,14 +150,14 @@ class DeltaSlots:
 
     def forget(self) -> None:
         """Free the slots."""
-        self._pools = {}
+        self.pools = {}
 
     def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, DeltaLayer]:
         """Return the inputs of each layer with a state, for checked, non-empty ``rows``."""
         found = {}
         for index, layers in self._layers.items():
             batch = describe_delta(rows, index, self._shapes[index])
-            found.update({layer: DeltaLayer(batch, self._pools[layer]) for layer in layers})
+            found.update({layer: DeltaLayer(batch, self.pools[layer]) for layer in layers})
         return found
 
 

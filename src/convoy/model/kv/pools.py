@@ -98,6 +98,11 @@ class BlockTables:
     def __len__(self) -> int:
         return len(self._tables)
 
+    @property
+    def num_held(self) -> int:
+        """Return how many blocks the tables hold, each counted once."""
+        return len(self._holders)
+
     def stage(self, step: Step) -> StagedStep:
         """Check releases, then grants, then rows, in that order, and change nothing. Raises StepError.
 

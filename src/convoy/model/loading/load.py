@@ -42,14 +42,16 @@ def load_modules(
     kept: LoadedModules | None = None,
     finish: Callable[[LoadedModules], None] | None = None,
     shard: Shard = WHOLE,
+    portion_bytes: int = _PORTION_BYTES,
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
     ``packed`` gives exact mode's layers, which ``finish`` may convert further. Layers are built a few at a
     time, so that the original weights of only these few are in memory beside the converted ones. Modules of
     ``kept``, which were loaded earlier from the same source in the same form, are reused where still owned;
-    the others are freed first. With a ``shard``, only one rank's slice is loaded. Raises ModelError for a
-    span outside the model, and for missing, misshapen or unreadable tensors, naming them.
+    the others are freed first. Layers of ``portion_bytes`` in float32 are built together. With a
+    ``shard``, only one rank's slice is loaded. Raises ModelError for a span outside the model, and for
+    missing, misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -68,7 +70,7 @@ def load_modules(
     ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks
     loaded = kept
     with large_apart():
-        for portion in _portions(source, part):
+        for portion in _portions(source, part, portion_bytes):
             fresh = _load_portion(source, portion, reading, packed=packed)
             if finish is not None:
                 finish(fresh)
@@ -89,7 +91,7 @@ def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedMo
     return kept
 
 
-def _portions(source: ModelSource, part: TensorPart) -> Iterator[TensorPart]:
+def _portions(source: ModelSource, part: TensorPart, portion_bytes: int) -> Iterator[TensorPart]:
     """Yield the parts to build at a time: first embedding and output, then runs of a few layers."""
     if source.spec.layer_input_size and part.layers:
         # the inputs by layer are made for all layers at once
@@ -104,7 +106,7 @@ def _portions(source: ModelSource, part: TensorPart) -> Iterator[TensorPart]:
     layers: set[int] = set()
     for layer in sorted(part.layers):
         layers.add(layer)
-        if sum(source.spec.layer_bytes(one, "float32") for one in layers) >= _PORTION_BYTES:
+        if sum(source.spec.layer_bytes(one, "float32") for one in layers) >= portion_bytes:
             yield TensorPart(frozenset(layers), embed=False, output=False)
             layers = set()
     if layers:

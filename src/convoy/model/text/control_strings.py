@@ -21,7 +21,8 @@ _END = ""
 class ControlStrings:
     """Find control strings as an alternation of all would: the earliest match, and of those the longest."""
 
-    def __init__(self, strings: Iterable[str]) -> None:
+    def __init__(self, strings: Iterable[str], *, stride: int = _STRIDE) -> None:
+        self._stride = stride
         members = sorted({text for text in strings if text}, key=len, reverse=True)
         self._longest = len(members[0]) if members else 0
         self._pattern = re.compile(_expression(members))
@@ -32,7 +33,7 @@ class ControlStrings:
             return
         position = 0
         while position < len(text):
-            stride_end = position + _STRIDE
+            stride_end = position + self._stride
             # A match may begin in this stride and end in the next one.
             match = self._pattern.search(text, position, stride_end + self._longest - 1)
             if match is None or match.start() >= stride_end:

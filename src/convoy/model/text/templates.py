@@ -82,6 +82,11 @@ class TemplateRenderer:
             return text
         raise _refusal(status, text, self.limits)
 
+    @property
+    def idle_pids(self) -> tuple[int, ...]:
+        """Return the ids of the processes that wait for a rendering."""
+        return tuple(process.pid for process in tuple(self._idle))
+
     def close(self) -> None:
         """End the processes; a later rendering starts new ones."""
         _end_all(self._idle)
@@ -120,6 +125,11 @@ class _Process:
         self._max_answer_bytes = max_answer_bytes
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id."""
+        return self._process.pid
 
     @classmethod
     def started(cls, opening: bytes, limits: RenderLimits) -> _Process:

@@ -222,7 +222,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, max_tokens: int | None = N
         return list(backend.encode(text, add_special_tokens=False).ids)
     if max_tokens is not None and len(text) > max_tokens * _USUAL_CHARACTERS:
         _check_pieces(backend, text, max_tokens)
-    encoding = _encode_unlocked(backend, text)
+    encoding = encode_unlocked(backend, text)
     # Check the length before the ids become a list, which takes the interpreter lock again. Delete the
     # encoding before an error is raised, as the error's traceback would keep it.
     num_tokens, ids = len(encoding), None
@@ -242,11 +242,12 @@ def _check_pieces(backend: tokenizers.Tokenizer, text: str, max_tokens: int) -> 
     """
     num_tokens = 0
     for start in range(0, len(text), _PIECE):
-        num_tokens += len(_encode_unlocked(backend, text[start : start + _PIECE]))
+        num_tokens += len(encode_unlocked(backend, text[start : start + _PIECE]))
         check_length(num_tokens - max_tokens, max_tokens)
 
 
-def _encode_unlocked(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+def encode_unlocked(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """Return the encoding of ``text`` without special tokens. Other threads run meanwhile."""
     # `encode` holds the interpreter lock until it ends, which is seconds for megabytes of text. The batch
     # call releases it.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)

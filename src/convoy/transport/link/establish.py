@@ -70,7 +70,7 @@ def establish_initiator(
     ``replaces`` is the id of the standing link that this one is to replace. A failure closes both streams
     and raises `ConvoyError`.
     """
-    context = _context(me, me.member, peer, link_id, version, replaces=replaces)
+    context = handshake_context(me, me.member, peer, link_id, version, replaces=replaces)
     try:
         with Initiator(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
             streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
@@ -99,7 +99,7 @@ def establish_responder(
     ``peer`` is the member that the pinned TLS certificate belongs to. A failure closes both streams and
     raises `ConvoyError`.
     """
-    context = _context(me, peer, me.member, link_id, version)
+    context = handshake_context(me, peer, me.member, link_id, version)
     try:
         with Responder(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
             handshake.consume_1(_expect(FrameType.HANDSHAKE_1, streams[1], context, peer.name))
@@ -113,7 +113,7 @@ def establish_responder(
         raise
 
 
-def _context(
+def handshake_context(
     me: LocalMember,
     initiator: Member,
     responder: Member,

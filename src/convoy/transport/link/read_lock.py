@@ -131,7 +131,7 @@ class ReadLock:
             self._in_use = True
             if not self._is_lent:
                 self._is_lent = True
-                self._arm(0)
+                self.arm(0)
 
     def done(self) -> None:
         """Pause the loan's use: this thread does not read now, but will soon."""
@@ -147,7 +147,7 @@ class ReadLock:
         with self._lending:
             if self._is_lent and not self._in_use:
                 self._is_lent = False
-                self._arm(select.EPOLLIN)
+                self.arm(select.EPOLLIN)
 
     def wake(self) -> None:
         """Wake the receiver, which has something to do even if nothing arrives. Call it with `lock` held."""
@@ -155,7 +155,8 @@ class ReadLock:
         if self._epoll is not None:
             os.eventfd_write(self._wake, 1)
 
-    def _arm(self, events: int) -> None:
+    def arm(self, events: int) -> None:
+        """Let the receiver wake at these events of its connection. Call it with `lock` held."""
         epoll, fd = self._epoll, self._fd
         if epoll is not None and fd >= 0:
             # The descriptor may be closed already. The receiver then finds the end by itself.

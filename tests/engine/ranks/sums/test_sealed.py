@@ -27,6 +27,7 @@ from convoy.transport.link.outgoing import OutgoingFrame
 from convoy.wire.messages.control import FrameType
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
+from support.link_parts import outgoing_of
 from support.links import End
 from support.members import make_local_members
 from support.rings import RankRing, rank_ring, run_at_once
@@ -109,7 +110,8 @@ def test_along_the_chain_and_round_the_ring_have_the_same_bits(
     parts = parts_of(world_size, (3, PIECE_ELEMENTS), dtype, 3)
     found = []
     for least in (1, 10**9):
-        monkeypatch.setattr(sealed, "_CHAIN_PIECES", least)
+        for one in rings[world_size].collectives:
+            monkeypatch.setattr(one, "chain_pieces", least)
         found.append(rings[world_size].run(lambda one: one.all_reduce(parts[one.rank])))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -209,15 +211,15 @@ def test_abort_wakes_who_waits() -> None:
 def test_what_comes_before_its_operation_is_bounded_and_holds_the_sender_back() -> None:
     parts = parts_of(2, (20, PIECE_ELEMENTS), "float32", 4)
     with rank_ring(2) as ring:
-        box = ring.collectives[0]._box
+        first = ring.collectives[0]
         found: list[torch.Tensor] = []
         ahead = threading.Thread(target=lambda: found.append(ring.collectives[1].all_reduce(parts[1])))
         ahead.start()
         until_s = time.monotonic() + 10
-        while box._held_bytes + 4 * PIECE_ELEMENTS <= MAX_HELD_BYTES and time.monotonic() < until_s:
+        while first.held_bytes + 4 * PIECE_ELEMENTS <= MAX_HELD_BYTES and time.monotonic() < until_s:
             time.sleep(0.01)
         time.sleep(0.1)
-        assert 0 < box._held_bytes <= MAX_HELD_BYTES
+        assert 0 < first.held_bytes <= MAX_HELD_BYTES
         assert ahead.is_alive()
         assert torch.equal(ring.collectives[0].all_reduce(parts[0]), slow_sum(parts))
         ahead.join(10)
@@ -335,7 +337,7 @@ def test_a_part_longer_than_a_record_is_refused_before_it_takes_memory(hostile: 
     size = 4 * (PIECE_ELEMENTS + 1)
     long = WireTensor("float32", (PIECE_ELEMENTS + 1,), bytes(size))
     with contextlib.suppress(LinkBroken):
-        hostile.link._outgoing.send(OutgoingFrame(FrameType.PARTIAL, 5, 0, 1, tensor=long))
+        outgoing_of(hostile.link).send(OutgoingFrame(FrameType.PARTIAL, 5, 0, 1, tensor=long))
     assert hostile.over.wait(10)
     assert type(hostile.ended[0]).__name__ == "FrameTooLong"
 

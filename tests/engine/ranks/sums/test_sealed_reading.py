@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
 from convoy.wire.messages.control import FrameType, Refuse
+from support.link_parts import limit_buffers
 from support.links import tls_link_pair
 from support.members import make_local_members
 from support.rings import run_at_once
@@ -149,8 +149,7 @@ def test_a_link_is_closed_here_while_it_is_read(two: Two) -> None:
 
 def holds_little(stream: Stream) -> Stream:
     """Limit the buffers as between two machines: a connection takes tens of kilobytes unread."""
-    for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        stream._sock.setsockopt(socket.SOL_SOCKET, size, 16 * 1024)  # type: ignore[attr-defined]
+    limit_buffers(stream, 16 * 1024)
     return stream
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def stage_of(family: str, kernel: str = "exact-f32", **more: Any) -> HostStage:
+def spec_of(family: str, **more: Any) -> tuple[dict[str, Any], ModelSpec]:
     config = {"model_type": family, **CONFIG, **FAMILIES.get(family, {}), **more}
-    spec = ModelSpec.from_config(config, family)
+    return config, ModelSpec.from_config(config, family)
+
+
+def num_native() -> int:
+    """Return how many stages of this process have compiled layers."""
+    gc.collect()
+    return sum(type(one) is NativeLayers for one in gc.get_objects())
+
+
+def stage_of(family: str, kernel: str = "exact-f32", **more: Any) -> HostStage:
+    config, spec = spec_of(family, **more)
     source = ModelSource(family, Path(), config, spec, family, describe_tensors(config, spec), seed=3)
     whole = StageAssignment("alpha", 0, spec.num_layers, embed=True, output=True)
     return HostStage.load(source, whole, StageOptions(kernel=kernel, require_tags=False))
@@ -74,7 +85,6 @@ def test_rows_have_the_bits_of_the_parts_alone_and_side_by_side_on_any_threads(
     family: str, kernel: str, monkeypatch: pytest.MonkeyPatch, threads: Threads
 ) -> None:
     stage = stage_of(family, kernel)
-    assert stage._native is not None
     runs: list[bool] = []
     run = NativeLayers.run
 
@@ -91,6 +101,7 @@ def test_rows_have_the_bits_of_the_parts_alone_and_side_by_side_on_any_threads(
         one_by_one = decoded(stage, *((sequence,) for sequence in (0, 1, 2, 3, 4, 5, 3, 0)))
         assert all(map(torch.equal, expected, one_by_one))
         assert all(map(torch.equal, expected, decoded(stage, (0,), (1, 2, 3, 4, 5), (3, 0))))
+        assert runs.count(True) > 0
         # prompts of more than a token, and nothing else, went by parts
         assert runs.count(False) == 2 * sum(length > 1 for length in LENGTHS)
 
@@ -98,7 +109,7 @@ def test_rows_have_the_bits_of_the_parts_alone_and_side_by_side_on_any_threads(
 def test_many_rows_and_long_contexts_are_left_to_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stage_of("llama")
     expected = decoded(stage, (1, 2))
-    monkeypatch.setattr(layers, "_MAX_SHARES", 100)
+    monkeypatch.setattr(NativeLayers, "max_scores", 100)
     assert all(map(torch.equal, expected, decoded(stage, (1, 2))))
     monkeypatch.setattr(layers, "MAX_F32_ROWS", 1)
     assert all(map(torch.equal, expected, decoded(stage, (1, 2))))
@@ -108,15 +119,21 @@ def test_many_rows_and_long_contexts_are_left_to_the_parts(monkeypatch: pytest.M
     "more", [{"hidden_act": "gelu"}, {"head_dim": 8}, {"num_attention_heads": 2, "head_dim": 20}]
 )
 def test_another_activation_and_other_heads_are_left_to_the_parts(more: dict[str, Any]) -> None:
+    before = num_native()
     stage = stage_of("llama", **more)
-    assert stage._native is None
+    assert num_native() == before
     assert len(decoded(stage, (0, 1))) == 2
 
 
 def test_four_bits_plain_float32_and_other_families_are_left_to_the_parts() -> None:
-    assert stage_of("llama", "w4a16")._native is None
-    assert stage_of("llama", "plain-f32")._native is None
-    assert stage_of("phi3", pad_token_id=None)._native is None
+    before = num_native()
+    stages = [
+        stage_of("llama", "w4a16"),
+        stage_of("llama", "plain-f32"),
+        stage_of("phi3", pad_token_id=None),
+    ]
+    assert num_native() == before
+    assert len(stages) == 3
 
 
 @pytest.mark.parametrize("what", ["eps", "weight", "activation"])
@@ -124,7 +141,7 @@ def test_layers_whose_compiled_bits_differ_are_left_to_the_parts(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stage_of("llama")
-    modules, groups = stage._modules, stage._spec.cache_groups
+    modules, groups = stage.modules, spec_of("llama")[1].cache_groups
     assert checked_layers(modules.layers, modules.ropes, groups) is not None
     layer: Any = modules.layers[0]
     if what == "eps":
@@ -137,13 +154,15 @@ def test_layers_whose_compiled_bits_differ_are_left_to_the_parts(
     elif what == "weight":
         monkeypatch.setattr(layer.mlp.up.native, "described", layer.mlp.gate.native.described)
     else:
-        monkeypatch.setattr(layers, "_GATED", {"silu", "gelu"})
+        monkeypatch.setattr(layers, "GATED_ACTIVATIONS", {"silu", "gelu"})
         layer.mlp.gate.activation = "gelu"
     assert None is checked_layers(modules.layers, modules.ropes, groups)
 
 
 def test_a_stage_that_is_over_holds_no_layers() -> None:
+    before = num_native()
     stage = stage_of("llama", "w8a8")
+    assert num_native() == before + 1
     assert any(isinstance(linear, Int8Linear) for linear in stage.linears)
     stage.give_up()
-    assert stage._native is None
+    assert num_native() == before

@@ -70,7 +70,7 @@ def test_only_the_missing_layers_are_read_and_told(models: Models) -> None:
 def test_what_is_not_owned_any_more_is_free_before_the_rest_is_read(models: Models) -> None:
     source = models.source("odd")
     before = HostStage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
-    gone = weakref.ref(before._modules.layers[0])
+    gone = weakref.ref(before.layers[0])
     alive: list[bool] = []
 
     def look(_loaded: int, _total: int) -> None:
@@ -95,4 +95,4 @@ def test_the_stage_before_is_over_even_where_the_next_cannot_be_loaded(models: M
     before = HostStage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
     with pytest.raises(ModelError):
         HostStage.load(source, StageAssignment("a", 4, 9, False, False), EXACT, before=before)
-    assert not before._modules.layers
+    assert not before.layers

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from convoy.model.backends.host.layer_speed import _beyond_s
+from convoy.model.backends.host.layer_speed import seconds_beyond
 from convoy.model.backends.host.speed import measure_speed
 from convoy.model.kernels.linear import packed_available
 
@@ -31,5 +31,5 @@ def test_a_measurement_is_quick_and_leaves_the_threads_alone(kernel: str) -> Non
 
 def test_a_longer_step_that_seemed_shorter_still_has_a_rate() -> None:
     """Seen on busy cores: a layer of a billionth of a second, and a plan that rested on it."""
-    assert _beyond_s(3.0, 1.0) == 2.0
-    assert _beyond_s(3.0, 4.0) == pytest.approx(0.06)
+    assert seconds_beyond(3.0, 1.0) == 2.0
+    assert seconds_beyond(3.0, 4.0) == pytest.approx(0.06)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.hub.cache import InUse, _nobody_in, list_cache, remove
+from convoy.model.checkpoints.hub.cache import InUse, list_cache, remove, unused
 from convoy.model.checkpoints.store.parts import alone_in
 
 COMMIT = "5f" * 20
@@ -56,12 +56,12 @@ def test_what_a_process_begins_to_use_while_the_cache_is_listed_stays(tmp_path: 
     InUse(tmp_path).close()
     held: list[InUse] = []
     begins = threading.Thread(target=lambda: held.append(InUse(tmp_path)))
-    with _nobody_in(tmp_path) as is_free:
+    with unused(tmp_path) as is_free:
         assert is_free
         begins.start()
         begins.join(0.2)  # it waits for the listing, or has given up
     begins.join()
-    with _nobody_in(tmp_path) as is_free:
+    with unused(tmp_path) as is_free:
         assert not is_free
     held[0].close()
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from convoy.errors import HubUnreachable, ModelError
-from convoy.model.checkpoints.hub import stream as hub_stream
 from convoy.model.checkpoints.hub.files import Hub, HubName
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
@@ -114,14 +113,11 @@ def _halves(folder: Path) -> list[Path]:
     return list((folder / "cache").rglob("model.safetensors.part"))
 
 
-def test_a_download_that_fails_is_named_and_what_came_stays(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
+def test_a_download_that_fails_is_named_and_what_came_stays(hub: FakeHub, tmp_path: Path) -> None:
     hub.cuts = [700, *[0] * 5]  # and then it is given up
     lost = r"model\.safetensors of somebody/odd@5f5f5f5f5f5f cannot be fetched, the hub cannot be reached: "
     with pytest.raises(HubUnreachable, match=lost) as broken:
-        Hub(tmp_path / "cache", hub.url).download(NAME)
+        Hub(tmp_path / "cache", hub.url, retry_wait_s=0.0).download(NAME)
     assert "start again to resume" in (broken.value.hint or "")
     hub.asked.clear()
     Hub(tmp_path / "cache", hub.url).download(NAME)
@@ -234,7 +230,7 @@ def test_what_is_no_hub_is_said(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_hub_whose_answer_describes_no_model_is_said(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object
 ) -> None:
-    monkeypatch.setattr(hub, "_info", lambda: json.dumps(said).encode())
+    monkeypatch.setattr(hub, "info", lambda: json.dumps(said).encode())
     with pytest.raises(ModelError, match="answers for somebody/odd@main is not a hub: it described no"):
         Hub(tmp_path / "cache", hub.url).download(NAME)
 
@@ -243,7 +239,7 @@ def test_an_error_of_ours_is_not_taken_for_the_hubs(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Hub(tmp_path / "cache", hub.url).download(NAME)
-    monkeypatch.setattr("convoy.model.checkpoints.hub.files._listed", lambda _siblings: 1 // 0)
+    monkeypatch.setattr("convoy.model.checkpoints.hub.files.HubFile", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         Hub(tmp_path / "cache", hub.url).download(NAME)
 

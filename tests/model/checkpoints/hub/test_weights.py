@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import HubUnreachable, ModelError, StepError
-from convoy.model.checkpoints.hub import stream as hub_stream
 from convoy.model.checkpoints.hub.stream import HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
 from convoy.model.checkpoints.manifest import Manifest
@@ -30,8 +29,8 @@ def received(manifest: Manifest, tmp_path: Path) -> Iterator[ReceivedModel]:
         yield model
 
 
-def weights(hub: FakeHub) -> HubWeights:
-    return HubWeights(HubCommit(REPO, COMMIT, hub.url))
+def weights(hub: FakeHub, retry_wait_s: float = 0.0) -> HubWeights:
+    return HubWeights(HubCommit(REPO, COMMIT, hub.url, retry_wait_s))
 
 
 def layer(received: ReceivedModel, number: int) -> list[ModelPart]:
@@ -139,10 +138,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(hub: FakeHub, received: Receiv
         fetch(hub, layer(received, 1))
 
 
-def test_nobody_waits_for_another_try_once_the_plan_is_over(
-    hub: FakeHub, received: ReceivedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 3600.0)
+def test_nobody_waits_for_another_try_once_the_plan_is_over(hub: FakeHub, received: ReceivedModel) -> None:
     hub.cuts = [8, 1 << 20, 1000]
     parts = layer(received, 3)
     done: list[int] = []
@@ -152,5 +148,5 @@ def test_nobody_waits_for_another_try_once_the_plan_is_over(
             raise StepError("the plan is over")
 
     with pytest.raises(StepError, match="the plan is over"):
-        weights(hub).fetch(parts, lambda num_bytes, _total: done.append(num_bytes), watch)
+        weights(hub, 3600.0).fetch(parts, lambda num_bytes, _total: done.append(num_bytes), watch)
     assert any(part.place.with_name(f"{part.place.name}.part").exists() for part in parts)

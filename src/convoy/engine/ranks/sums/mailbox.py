@@ -70,7 +70,7 @@ class PartMailbox:
         self._running = False
         self._num_begun = 0
         self._held: list[tuple[int, ReceivedTensor]] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._error: CollectiveError | None = None
 
     @property
@@ -97,7 +97,7 @@ class PartMailbox:
             self._num_begun += 1
             self._expected = expected
             self._running = True
-            held, self._held, self._held_bytes = self._held, [], 0
+            held, self._held, self.held_bytes = self._held, [], 0
             self._changed.notify_all()
             # Parts that came early are checked only now, when the expected shapes are known.
             for sender, received in held:
@@ -162,7 +162,7 @@ class PartMailbox:
                     )
                 if number == self._num_begun and self._has_room(received):
                     self._held.append((sender, received))
-                    self._held_bytes += weight_of(received)
+                    self.held_bytes += weight_of(received)
                     return
                 if not waits or not self._changed.wait(until_s - time.monotonic()):
                     raise StepError(
@@ -182,7 +182,7 @@ class PartMailbox:
 
     def _has_room(self, received: ReceivedTensor) -> bool:
         # A part without elements still takes an object, so it counts by its weight too.
-        return not self._held or self._held_bytes + weight_of(received) <= MAX_HELD_BYTES
+        return not self._held or self.held_bytes + weight_of(received) <= MAX_HELD_BYTES
 
     def _place(self, sender: int, received: ReceivedTensor) -> None:
         if received.step != self._num_begun - 1 or not self._running:

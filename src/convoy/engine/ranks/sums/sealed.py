@@ -76,6 +76,8 @@ class SealedCollective:
         # How long a wait spins. Beyond that, the sending thread of this process may need the core.
         self._awake_s = 0.0
         self._box = PartMailbox(deadline_s)
+        # From so many pieces on, a sum of many ranks goes along the chain.
+        self.chain_pieces = _CHAIN_PIECES
         self._agreement = Agreement(ring)
 
     # Operations.
@@ -114,7 +116,7 @@ class SealedCollective:
             return out if x.device.type == "cpu" else out.to(x.device)
         out = torch.empty_like(own)
         pieces, outs = cut(own, shapes), cut(out, shapes)
-        is_chain = self.world_size >= _CHAIN_RANKS and len(pieces) >= _CHAIN_PIECES
+        is_chain = self.world_size >= _CHAIN_RANKS and len(pieces) >= self.chain_pieces
         add = self._chain if is_chain else self._circulate
         with self._reading(len(pieces)):
             add(pieces, outs, shapes, name)
@@ -139,6 +141,11 @@ class SealedCollective:
             self._reader.give_back()
 
     # Threads other than that of the operations.
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of parts that wait here for their operation."""
+        return self._box.held_bytes
 
     def deliver(self, link: Link, received: Received) -> bool:
         """Take a frame from a receiver thread; return whether it is of this collective or an earlier one.

@@ -60,8 +60,6 @@ from convoy.wire.text import plain_text
 _log = logging.getLogger(__name__)
 
 _MAX_REQUEST_KEY_S = 24 * 3600
-# The other side has this long to take the last messages, before the connection is cut.
-_CLOSE_S = 5.0
 
 
 class Unapproved(ProviderError):  # noqa: N818
@@ -324,7 +322,7 @@ class ProviderSocket:
     async def close(self, code: int) -> None:
         """Close the socket, whether or not the other side reads. A closed socket stays closed."""
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with asyncio.timeout(self._options.close_s):
                 await self._socket.close(code)
         except TimeoutError:
             abort(self._socket.scope)

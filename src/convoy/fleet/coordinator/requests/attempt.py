@@ -135,7 +135,14 @@ class Attempt:
     """Pass one answer to one reader: `head`, then `pieces` to the end, then `outcome`."""
 
     def __init__(
-        self, socket: ProviderSocket, seal: Seal, request_id: str, options: CoordinatorOptions
+        self,
+        socket: ProviderSocket,
+        seal: Seal,
+        request_id: str,
+        options: CoordinatorOptions,
+        *,
+        max_early_bytes: int = _MAX_EARLY_BYTES,
+        max_whole_bytes: int = _MAX_WHOLE_BYTES,
     ) -> None:
         self._socket = socket
         self._seal = seal
@@ -144,7 +151,10 @@ class Attempt:
         self._answer: Answering | None = None
         # Pieces that came before the first token.
         self._held: list[bytes] = []
-        self._silence_s, self._first_s = options.first_token_s, options.first_token_s
+        self._max_early_bytes = max_early_bytes
+        self._max_whole_bytes = max_whole_bytes
+        # How long the provider may be silent before its first token, and how long that token may take.
+        self.max_silence_s, self.max_first_s = options.first_token_s, options.first_token_s
         # Whether the last chunk is here.
         self._said = False
         self._sent_s = 0.0
@@ -191,31 +201,31 @@ class Attempt:
         # Counts every byte as a token. That is about four times what a text has, so it leaves as much again
         # for the prompts before this one.
         read_s = 0.0 if offer is None else wanted.most_prompt_tokens / offer.prefill_rate
-        self._silence_s = options.first_token_s + min(_MOST_READ_S, read_s)
-        self._first_s = self._silence_s if wanted.stream else self._silence_s + options.whole_s
+        self.max_silence_s = options.first_token_s + min(_MOST_READ_S, read_s)
+        self.max_first_s = self.max_silence_s if wanted.stream else self.max_silence_s + options.whole_s
 
     async def _read_head(self) -> AnswerHead:
         try:
-            async with asyncio.timeout(self._first_s):
+            async with asyncio.timeout(self.max_first_s):
                 return await self._to_first_token()
         except TimeoutError:
             # The provider kept saying that it is alive, and said nothing else.
-            raise ProviderFailed(f"a provider gave no token for {self._first_s:g} s") from None
+            raise ProviderFailed(f"a provider gave no token for {self.max_first_s:g} s") from None
 
     async def _to_first_token(self) -> AnswerHead:
         assert self._answer is not None, "nothing was sent yet"
-        message = await self._answer.get(self._silence_s)
+        message = await self._answer.get(self.max_silence_s)
         if not isinstance(message, Began):
             raise ProviderError(f"an answer began with {type(message).__name__}")
         head, num_bytes = self._seal.begun(message) or await self._first_said(), 0
         self.status = head.status
         while head.status == 200 and not self._answer.tokens:
-            piece = await self._next(self._silence_s)
+            piece = await self._next(self.max_silence_s)
             if piece is None:
                 break
             num_bytes += len(piece[0])
-            if num_bytes > _MAX_EARLY_BYTES:
-                raise ProviderFailed(f"more than {_MAX_EARLY_BYTES} bytes came before a first token")
+            if num_bytes > self._max_early_bytes:
+                raise ProviderFailed(f"more than {self._max_early_bytes} bytes came before a first token")
             self._held.append(piece[0])
         return head
 
@@ -224,7 +234,7 @@ class Attempt:
 
         A provider sends empty chunks while its engine is silent.
         """
-        while (piece := await self._next(self._silence_s)) == (b"",):
+        while (piece := await self._next(self.max_silence_s)) == (b"",):
             pass
         return _head_in(piece)
 
@@ -236,8 +246,8 @@ class Attempt:
         joined = bytearray()
         async for piece in self.pieces():
             joined += piece
-            if len(joined) > _MAX_WHOLE_BYTES:
-                raise ProviderFailed(f"an answer has more than {_MAX_WHOLE_BYTES} bytes")
+            if len(joined) > self._max_whole_bytes:
+                raise ProviderFailed(f"an answer has more than {self._max_whole_bytes} bytes")
         body = bytes(joined)
         self._seal.read(body)
         return body

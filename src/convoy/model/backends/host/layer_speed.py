@@ -53,15 +53,15 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
         probe.until_s = time.perf_counter() + _MOST_S
 
     def layer_s(*load: int) -> float:
-        return _beyond_s(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
+        return seconds_beyond(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
 
     own = {load: layer_s(*load) for load in ((1, 1, 0), (FEW_ROWS, 1, 0), (1, MANY_ROWS, 0))}
     # Two wide layers against two narrow ones: the difference is the cost of the linears.
     linears = {
-        load: _beyond_s(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
+        load: seconds_beyond(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
     }
-    looking_s = _beyond_s(layer_s(FEW_ROWS, 1, _CONTEXT), own[FEW_ROWS, 1, 0])
-    chunk_s = _beyond_s(layer_s(1, MANY_ROWS, MANY_ROWS), own[1, MANY_ROWS, 0])
+    looking_s = seconds_beyond(layer_s(FEW_ROWS, 1, _CONTEXT), own[FEW_ROWS, 1, 0])
+    chunk_s = seconds_beyond(layer_s(1, MANY_ROWS, MANY_ROWS), own[1, MANY_ROWS, 0])
     parts = [source.spec.layers[0].each for source in (wide, narrow)]
     num_bytes, elements = parts[0].num_bytes(kernel) - parts[1].num_bytes(kernel), parts[0].elements
     elements -= parts[1].elements
@@ -74,12 +74,12 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
         cache_bytes_per_s=kv_bytes / looking_s,
         attention_flop_per_s=attended / chunk_s,
         layer_s=own[1, 1, 0],
-        row_s=_beyond_s(own[1, MANY_ROWS, 0], own[1, 1, 0]) / (MANY_ROWS - 1),
-        step_s=_beyond_s(one.best_s(1, 1, 0), own[1, 1, 0]),
+        row_s=seconds_beyond(own[1, MANY_ROWS, 0], own[1, 1, 0]) / (MANY_ROWS - 1),
+        step_s=seconds_beyond(one.best_s(1, 1, 0), own[1, 1, 0]),
     )
 
 
-def _beyond_s(longer_s: float, shorter_s: float) -> float:
+def seconds_beyond(longer_s: float, shorter_s: float) -> float:
     """Return by how much ``longer_s`` exceeds ``shorter_s``.
 
     It is never zero, because rates are divided by it.

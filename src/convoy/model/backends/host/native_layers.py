@@ -32,15 +32,16 @@ from convoy.model.layers.rope import Rotation
 # Layers made of a norm, attention, a norm and a gated MLP, with a residual sum behind either, and nothing
 # else.
 _PLAIN_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-_GATED = {"silu", "swish"}
-# Attention scores of a step. Beyond that attention takes the time, and goes through caches in chunks.
-_MAX_SHARES = 1 << 20
+GATED_ACTIVATIONS = {"silu", "swish"}
 
 Batch = Mapping[int, LayerBatch | Any]
 
 
 class NativeLayers:
     """Run some layers of a stage, in order. Not thread-safe, as the stage is not."""
+
+    # Attention scores of a step. Beyond that attention takes the time, and goes through caches in chunks.
+    max_scores = 1 << 20
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         """Describe ``layers``, which `native_layers` must have accepted, to compiled code."""
@@ -95,7 +96,7 @@ class NativeLayers:
             if not isinstance(of, LayerBatch) or of.native is None or not isinstance(of.pool, KvPool):
                 return None
             # Refuse before anything is written: the caller then runs torch's operators on the same state.
-            if of.native.num_scores > _MAX_SHARES:
+            if of.native.num_scores > self.max_scores:
                 return None
             groups[number] = of.native, of.pool
         return _Step(x, first, {number: (*of, rotations[number]) for number, of in groups.items()})
@@ -196,7 +197,9 @@ def _is_plain(layer: Any) -> bool:
         linears += [mlp.gate, mlp.up, mlp.down]
     else:
         return False
-    return activation in _GATED and all(type(one) is kind and one.native is not None for one in linears)
+    return activation in GATED_ACTIVATIONS and all(
+        type(one) is kind and one.native is not None for one in linears
+    )
 
 
 def _linear(linear: Any) -> LinearStruct:

@@ -25,7 +25,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
-from convoy.model.kv.pools import StagedStep
+from convoy.model.kv.pools import BlockTables, StagedStep
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
 from convoy.model.library import importing
@@ -128,6 +128,8 @@ class HostStage:
         packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
         finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
         work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
+        if options.portion_bytes is not None:
+            work["portion_bytes"] = options.portion_bytes
         modules = load_modules(source, assignment, kept=kept, **work)
         if packed and modules.bytes_read:
             lay_together(modules.linears)
@@ -145,6 +147,16 @@ class HostStage:
         if packed:
             stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
         return stage
+
+    @property
+    def tables(self) -> BlockTables:
+        """Return the block tables. Raises StepError before `make_pools`."""
+        return self._kv.tables
+
+    @property
+    def modules(self) -> LoadedModules:
+        """Return the modules that this stage runs."""
+        return self._modules
 
     def forget(self) -> None:
         """Free the K/V pools. Steps are refused until new pools are made."""

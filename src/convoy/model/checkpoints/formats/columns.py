@@ -22,7 +22,6 @@ from convoy.model.checkpoints.formats.unpacking import (
     part_of,
     require,
     require_rank,
-    row_slices,
 )
 from convoy.plan.spec.quantization import Quantization
 
@@ -62,7 +61,7 @@ class TurnedColumns(Unpacking):
         zeros = zeros.bitwise_and((1 << self.bits) - 1).to(torch.float32)
         groups = self._groups(parts, scales.shape[0])
         per_word = _WORD // self.bits
-        for inputs in row_slices(num_inputs, num_outputs, per_word):
+        for inputs in self.row_slices(num_inputs, num_outputs, per_word):
             if self.packs_inputs:
                 words = parts["weight"][inputs.start // per_word : -(-inputs.stop // per_word)]
                 codes = self._shifted(words.unsqueeze(1), (1, per_word, 1)).flatten(0, 1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf_header import TYPES, GgufHeader, read_gguf
-from convoy.model.checkpoints.formats.unpacking import Index, Parts, StoredLayout, Unpacking, row_slices
+from convoy.model.checkpoints.formats.unpacking import Index, Parts, StoredLayout, Unpacking
 from convoy.plan.spec.config import is_above_0
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class GgufRows(Unpacking):
         package = gguf_package()
         num_rows, width = self.shape
         head_rows = num_rows // self.turned_heads if self.turned_heads else 1
-        for rows in row_slices(num_rows, width, head_rows):
+        for rows in self.row_slices(num_rows, width, head_rows):
             packed = parts["stored"][rows].cpu().numpy()
             found = package.quants.dequantize(packed, package.GGMLQuantizationType(self.kind))
             values = torch.from_numpy(found)

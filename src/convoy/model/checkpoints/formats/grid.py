@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking, row_slices
+from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class GridScaled(Unpacking):
             grid = (-(-num_rows // self.tile[0]), -(-width // self.tile[1]))
             scales = parts["scales"][lead].to(torch.float32).reshape(grid)
             zeros = self._zeros(parts)
-            for rows in row_slices(num_rows, width):
+            for rows in self.row_slices(num_rows, width):
                 place: Index = (*lead, rows)
                 of_row = torch.arange(rows.start, rows.stop, device=scales.device) // self.tile[0]
                 values = self._numbers(parts["weight"][place])

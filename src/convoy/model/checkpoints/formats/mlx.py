@@ -22,7 +22,6 @@ from convoy.model.checkpoints.formats.unpacking import (
     part_of,
     require,
     require_rank,
-    row_slices,
 )
 from convoy.plan.spec.quantization import Quantization
 
@@ -52,7 +51,7 @@ class AffineRows(Unpacking):
         weight, scales, biases = (parts[role] for role in ("weight", "scales", "biases"))
         num_rows, width = self.shape[-2:]
         for lead in _leads(self.shape):
-            for rows in row_slices(num_rows, width):
+            for rows in self.row_slices(num_rows, width):
                 place: Index = (*lead, rows)
                 codes = stream_codes(weight[place], self.bits).to(torch.float32)
                 values = codes.view(*codes.shape[:-1], -1, self.group_size)

@@ -21,7 +21,6 @@ from convoy.model.checkpoints.formats.unpacking import (
     part_of,
     require,
     require_rank,
-    row_slices,
 )
 from convoy.plan.spec.quantization import Quantization
 
@@ -48,7 +47,7 @@ class TurnedFloats(Unpacking):
         values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=blocks.device)
         num_experts, width, num_rows = self.shape
         for expert in range(num_experts):
-            for rows in row_slices(num_rows, width):
+            for rows in self.row_slices(num_rows, width):
                 packed, exponents = blocks[expert, rows], scales[expert, rows]
                 if bool((exponents == _NOT_A_NUMBER).any()):
                     stored = self.parts["scales"]

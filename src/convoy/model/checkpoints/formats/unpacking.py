@@ -36,6 +36,17 @@ class Unpacking:
     shape: tuple[int, ...]
     parts: Mapping[str, StoredTensor]
     dtype: str = field(default="float32", kw_only=True)
+    # numbers unpacked at a time
+    piece_elements: int = field(default=_PIECE_ELEMENTS, kw_only=True)
+
+    def row_slices(self, num_rows: int, width: int, step: int = 1) -> Iterator[slice]:
+        """Yield consecutive slices of rows of ``width`` to unpack at a time.
+
+        Each has a multiple of ``step`` rows, except the last.
+        """
+        at_once = max(1, self.piece_elements // max(1, width * step)) * step
+        for start in range(0, num_rows, at_once):
+            yield slice(start, min(start + at_once, num_rows))
 
     @abstractmethod
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -71,16 +82,6 @@ class StoredLayout:
 
 
 Describe = Callable[[Mapping[str, StoredTensor]], StoredLayout]
-
-
-def row_slices(num_rows: int, width: int, step: int = 1) -> Iterator[slice]:
-    """Yield consecutive slices of rows of ``width`` to unpack at a time.
-
-    Each has a multiple of ``step`` rows, except the last.
-    """
-    at_once = max(1, _PIECE_ELEMENTS // max(1, width * step)) * step
-    for start in range(0, num_rows, at_once):
-        yield slice(start, min(start + at_once, num_rows))
 
 
 def part_of(tensors: Mapping[str, StoredTensor], name: str, beside: str) -> StoredTensor:

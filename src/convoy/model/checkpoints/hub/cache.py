@@ -78,7 +78,7 @@ def list_cache(cache: Path) -> list[Cached]:
 
 def remove(cached: Cached) -> None:
     """Remove a cached folder. Raises ModelError if it is in use or cannot be removed."""
-    with _nobody_in(cached.folder) as is_free:
+    with unused(cached.folder) as is_free:
         if not is_free:
             raise ModelError(
                 f"{cached.name} is in use and is not removed",
@@ -92,7 +92,7 @@ def _cached(name: str, folder: Path, what: str) -> Cached:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     # count blocks as the disk does, including those of partial files
     size = sum(path.stat().st_blocks * 512 for path in files)
-    with _nobody_in(folder) as is_free:
+    with unused(folder) as is_free:
         return Cached(name, folder, what, size, not is_free)
 
 
@@ -105,7 +105,7 @@ def _kind_of(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _nobody_in(folder: Path) -> Iterator[bool]:
+def unused(folder: Path) -> Iterator[bool]:
     """Yield whether no process holds or writes ``folder``; none can begin to while the block runs."""
     with contextlib.ExitStack() as stack:
         for name in _LOCKS:

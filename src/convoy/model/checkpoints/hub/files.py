@@ -20,7 +20,7 @@ from typing import Any
 
 from convoy.errors import HubUnreachable, ModelError
 from convoy.model.checkpoints.checkpoint import INDEX, SINGLE, file_bytes, index_files
-from convoy.model.checkpoints.hub.stream import HubCommit, hub_errors
+from convoy.model.checkpoints.hub.stream import RETRY_WAIT_S, HubCommit, hub_errors
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
 from convoy.model.library import LIBRARY
@@ -81,10 +81,14 @@ class Pinned:
 class Hub:
     """Download models into ``folder``, which is private to this user.
 
-    ``endpoint`` None means the hub that `huggingface_hub` is configured for.
+    ``endpoint`` None means the hub that `huggingface_hub` is configured for. ``retry_wait_s`` is as for a
+    `HubCommit`.
     """
 
-    def __init__(self, folder: Path, endpoint: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, endpoint: str | None = None, *, retry_wait_s: float = RETRY_WAIT_S
+    ) -> None:
+        self._retry_wait_s = retry_wait_s
         self._folder = folder
         self._endpoint = endpoint
         # the reason why a commit pinned earlier is used without asking the hub
@@ -99,7 +103,8 @@ class Hub:
         """
         pinned = self._pin(name)
         directory = self.directory(name, pinned.commit)
-        fetch = _Download(name, HubCommit(name.repo, pinned.commit, self._endpoint), directory, progress)
+        commit = HubCommit(name.repo, pinned.commit, self._endpoint, self._retry_wait_s)
+        fetch = _Download(name, commit, directory, progress)
         with alone_in(directory, lambda: None):
             fetch.all(_parts(name, pinned, directory, [f for f in (*FILES, INDEX) if f in pinned.files]))
             if "config.json" not in pinned.files:

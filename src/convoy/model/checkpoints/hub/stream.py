@@ -21,8 +21,7 @@ from convoy.model.library import LIBRARY
 _TIMEOUT_S = 10.0
 # attempts in a row without a byte
 _TRIES = 5
-# the first wait between attempts; each further one is twice as long
-_WAIT_S = 0.5
+RETRY_WAIT_S = 0.5
 _LOOK_UP_S = 0.2
 _MAX_REASON = 200
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -40,12 +39,13 @@ def _nobody_watches() -> None:
 @dataclass(frozen=True, slots=True)
 class HubCommit:
     """Name one commit of a repository; ``endpoint`` None means the hub that `huggingface_hub` is configured
-    for.
+    for. ``retry_wait_s`` is the first wait between attempts; each further one is twice as long.
     """
 
     repo: str
     commit: str
     endpoint: str | None = None
+    retry_wait_s: float = RETRY_WAIT_S
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.commit[:12]}"
@@ -77,7 +77,7 @@ class HubCommit:
                 fruitless = 0 if at > before else fruitless + 1
                 if fruitless >= tries:
                     raise
-            _wait(_WAIT_S * 2**fruitless, watch)
+            _wait(self.retry_wait_s * 2**fruitless, watch)
 
     def _connection(self, file: str, start: int, end: int) -> Iterator[bytes]:
         with LIBRARY:

@@ -62,8 +62,8 @@ def test_the_last_bit_of_any_part_shows(part: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_numbers_that_it_starts_from_need_no_generator() -> None:
-    assert bits._numbers("rows", 2, 2).flatten().tolist() == bits._numbers("rows", 4).tolist()
-    assert bits._numbers("rows", 3).tolist() == [
+    assert bits.check_numbers("rows", 2, 2).flatten().tolist() == bits.check_numbers("rows", 4).tolist()
+    assert bits.check_numbers("rows", 3).tolist() == [
         0.4355499744415283,
         0.23367726802825928,
         -0.19449687004089355,

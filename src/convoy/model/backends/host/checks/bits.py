@@ -58,7 +58,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _numbers(name: str, *shape: int) -> torch.Tensor:
+def check_numbers(name: str, *shape: int) -> torch.Tensor:
     """Return 24 bits of a hash for each number, in [-1, 1).
 
     They are the same on every machine, unlike the numbers of a random generator.
@@ -71,17 +71,17 @@ def _numbers(name: str, *shape: int) -> torch.Tensor:
 def _linears() -> list[torch.Tensor]:
     found = []
     for width, rows, activation in _LINEARS:
-        linear = PackedLinear(_numbers("weight", rows, width), _numbers("bias", rows), activation)
-        x = _numbers("rows", max(_ROW_COUNTS), width)
+        linear = PackedLinear(check_numbers("weight", rows, width), check_numbers("bias", rows), activation)
+        x = check_numbers("rows", max(_ROW_COUNTS), width)
         found += [linear(pad_rows(x[:count]))[:count] for count in _ROW_COUNTS]
     return found
 
 
 def _elementwise() -> list[torch.Tensor]:
-    x = _numbers("rows", 7, 1031)
+    x = check_numbers("rows", 7, 1031)
     angles = torch.arange(64).float()[:, None] / torch.pow(10_000.0, torch.arange(0, 64, 2).float() / 64)
     return [
-        nn.functional.rms_norm(x, (1031,), _numbers("norm", 1031), 1e-6),
+        nn.functional.rms_norm(x, (1031,), check_numbers("norm", 1031), 1e-6),
         torch.exp(8 * x),
         torch.rsqrt(x * x + 1e-6),
         x.sum(-1),
@@ -100,8 +100,8 @@ def _attention() -> list[torch.Tensor]:
         )
         pool = KvPool(num_blocks, num_kv_heads, _BLOCK, head_dim)
         table = BlockTable([list(range(num_blocks))])
-        query = _numbers("query", sum(_CHUNKS), num_heads, head_dim)
-        kv = _numbers("kv", sum(_CHUNKS), 2 * num_kv_heads, head_dim)
+        query = check_numbers("query", sum(_CHUNKS), num_heads, head_dim)
+        kv = check_numbers("kv", sum(_CHUNKS), 2 * num_kv_heads, head_dim)
         start = 0
         for count in _CHUNKS:
             group = describe_group([(Row(0, start, count, 0), table)], 0, shape)

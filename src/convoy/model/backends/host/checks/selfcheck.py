@@ -62,7 +62,7 @@ def check_exact(num_threads: int | None = None) -> None:
     ]
     with torch.inference_mode(), _threads_restored():
         for linear in linears:
-            _check_linear(linear, threads)
+            check_linear(linear, threads)
         _check_elementwise(threads)
         for heads in ((4, 2, 8), (4, 1, 64), (3, 3, 20)):
             _check_attention(_shape(*heads), threads)
@@ -79,7 +79,7 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
         shapes = {(m.in_features, m.out_features, m.activation): m for m in linears}.values()
         try:
             for linear in shapes:
-                _check_linear(linear, threads)
+                check_linear(linear, threads)
         except SelfCheckError:
             if not any(linear.takes_lone_rows for linear in linears):
                 raise
@@ -87,7 +87,7 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
             for linear in linears:
                 linear.leave_native()
             for linear in shapes:
-                _check_linear(linear, threads)
+                check_linear(linear, threads)
 
 
 def check_heads(groups: Iterable[CacheGroup]) -> None:
@@ -207,7 +207,11 @@ def _same(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
         )
 
 
-def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
+def check_linear(linear: PackedLinear, threads: list[int]) -> None:
+    """Check that a row's bits depend neither on the rows beside it nor on the number of threads.
+
+    Raises SelfCheckError.
+    """
     x = _numbers(70, linear.in_features)
     expected: torch.Tensor | None = None
     for count in threads:
