@@ -16,7 +16,7 @@ from convoy.model.checkpoints.formats.gguf import open_gguf
 from convoy.model.checkpoints.formats.unpacking import StoredLayout
 from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import read_family
+from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.model import ModelSpec
 
 BUNDLED = ("demo", "demo-mini")

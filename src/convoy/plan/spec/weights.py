@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from convoy.plan.spec.family import Shape
 from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
 
-Shape = tuple[int, ...]
 # Not rounded: the scores of experts, which `layers.quantized` leaves alone, MLA's expansion, and the output
 # of each group of DeepSeek V4's heads. The last two are in no linear there.
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")

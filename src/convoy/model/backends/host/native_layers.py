@@ -29,9 +29,6 @@ from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.quantized import Int8Linear, Int8Mlp
 from convoy.model.layers.rope import Rotation
 
-# Layers made of a norm, attention, a norm and a gated MLP, with a residual sum behind either, and nothing
-# else.
-_PLAIN_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _GATED = {"silu", "swish"}
 # Attention scores of a step. Beyond that attention takes the time, and goes through caches in chunks.
 _MAX_SHARES = 1 << 20
@@ -164,7 +161,7 @@ class _Described:
 
 
 def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
-    """Return compiled code for ``layers``.
+    """Return compiled code for ``layers``, which must be plain ones (`Family.plain_layers`).
 
     Returns None where nothing is compiled, or where a layer has parts that compiled code does not know.
     """
@@ -175,8 +172,6 @@ def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    if type(layer).__name__ not in _PLAIN_LAYERS:
-        return False
     attention, mlp = layer.self_attn, layer.mlp
     if type(attention) is not ExactAttention or attention.gate is not None or attention.sinks is not None:
         return False

@@ -35,6 +35,7 @@ from convoy.model.library import importing
 from convoy.model.parallel.ranks import Ranks
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
+from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -174,7 +175,7 @@ class Stage:
                 stage._trial.prove()
         if modules.bytes_read:
             stage._trial.once()
-        if packed:
+        if packed and FAMILIES[stage._spec.family].plain_layers:
             stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
         return stage
 
