@@ -19,9 +19,9 @@ import time
 
 import torch
 
-from convoy.model.backends.host.checks.selfcheck import EXACT, W8A8
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.spec.kernels import EXACT, W8A8
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 CONTEXT = 64

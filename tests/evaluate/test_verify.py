@@ -20,11 +20,12 @@ from convoy.evaluate.chain import load_stage
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W8A8, check_exact
+from convoy.model.backends.host.checks.selfcheck import check_exact
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available
 from convoy.model.text.tokens import Tokenizer
+from convoy.plan.spec.kernels import EXACT, PLAIN, W8A8
 from convoy.wire.messages.control import StageAssignment
 from evaluate import broken_stages as broken
 from support.odd_models import make_odd_llama

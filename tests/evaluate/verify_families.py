@@ -7,8 +7,8 @@ from zlib import crc32
 import pytest
 
 from convoy.cli import main
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W8A8
 from convoy.model.kernels.linear import w8a8_available
+from convoy.plan.spec.kernels import EXACT, PLAIN, W8A8
 from support.tiny_models import KINDS, Models
 
 # over a tile, under a block, and one token; their chunks reach over blocks and windows

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.model.backends.host.checks.selfcheck import PLAIN
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import HOST
 from convoy.model.sampling.output_rows import SampleJob, SampleTask
+from convoy.plan.spec.kernels import PLAIN
 from convoy.wire.messages.control import StageAssignment, Step
 
 DEVICE = "cuda:0"

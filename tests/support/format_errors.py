@@ -19,8 +19,8 @@ import transformers
 from convoy.evaluate.prompts import TEXTS
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.device import CUDA_KERNELS
 from convoy.model.text.tokens import Tokenizer
+from convoy.plan.spec.kernels import CUDA_KERNELS
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
     Quantise,

@@ -30,6 +30,7 @@ from convoy.cli.running.member import default_cache, head_options, load_policy
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
+from convoy.plan.spec.kernels import EXACT, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -230,7 +231,7 @@ def _kernel(asked: str, device: str) -> tuple[str, str]:
             return kernel_on_cuda(asked), chosen
     if asked != "auto":
         return asked, _HOST
-    return ("exact-f32" if platform.machine() in {"x86_64", "AMD64"} else "plain-f32"), _HOST
+    return (EXACT if platform.machine() in {"x86_64", "AMD64"} else PLAIN), _HOST
 
 
 def _without_standbys(

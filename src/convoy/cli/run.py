@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from convoy.cli.flags.device import DeviceFlag
-from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag
@@ -19,6 +19,7 @@ from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
 from convoy.config.settings import Config, ServeConfig, override
 from convoy.errors import ConvoyError, UsageError
+from convoy.plan.spec.kernels import host_kernels_text
 
 if TYPE_CHECKING:
     from convoy.api.listen.options import ServeOptions
@@ -45,7 +46,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="With --prompt and a temperature: the random seed.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: use no chat template.")] = False,
-    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
     device: DeviceFlag = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,

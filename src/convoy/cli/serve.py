@@ -327,8 +327,8 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
-    from convoy.model.backends.host.checks.selfcheck import EXACT, why_not_exact
-    from convoy.model.device import CUDA_KERNELS
+    from convoy.model.backends.host.checks.selfcheck import why_not_exact
+    from convoy.plan.spec.kernels import CUDA_KERNELS, EXACT
 
     granted = cluster.head.granted
     assert granted is not None

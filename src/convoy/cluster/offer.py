@@ -12,10 +12,8 @@ from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.errors import Incompatible
 from convoy.model.backends.host.checks.bits import bits_digest
-from convoy.model.backends.host.checks.selfcheck import EXACT, ROUNDED, available_kernels
+from convoy.model.backends.host.checks.selfcheck import available_kernels
 from convoy.model.device import (
-    CUDA_KERNEL,
-    CUDA_KERNELS,
     HOST,
     RANKS,
     choose_devices,
@@ -25,6 +23,7 @@ from convoy.model.device import (
     kernels_on_cuda,
 )
 from convoy.plan.memory.memory import MEMORY_SHARE
+from convoy.plan.spec.kernels import CUDA_KERNEL, CUDA_KERNELS, EXACT, ROUNDED
 from convoy.wire.messages.control import MAX_OFFER_BYTES, Hello
 
 # The kernel of a plan with stages that run several kernels.

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from convoy.errors import ConfigError
+from convoy.plan.spec.kernels import AUTO, RequestedKernel
 
 DEFAULT_PEER_PORT = 7777
 DEFAULT_SERVE_PORT = 8765
@@ -112,7 +113,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     name: Name | None = None
     path: Path | None = None
-    kernel: Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"] = "auto"
+    kernel: RequestedKernel = AUTO
     device: Name = "auto"
     activation_dtype: Literal["float32"] = "float32"
     num_threads: Count | None = None

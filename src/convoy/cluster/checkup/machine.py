@@ -104,8 +104,9 @@ def check_speed(
 ) -> Iterator[Finding]:
     """Measure how fast this machine reads and multiplies, in the form that `convoy plan` takes."""
     from convoy.cluster.own_speed import own_speed
-    from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, why_not_exact
+    from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.device import HOST, choose_devices, kernel_on_cuda
+    from convoy.plan.spec.kernels import EXACT, PLAIN
 
     place = choose_devices(device, kernel)[0]
     if place != HOST:

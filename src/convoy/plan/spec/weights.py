@@ -15,7 +15,7 @@ from typing import Literal
 from convoy.plan.spec.family import Shape
 from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
 
-# Not rounded: the scores of experts, which `layers.quantized` leaves alone, MLA's expansion, and the output
+# Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, and the output
 # of each group of DeepSeek V4's heads. The last two are in no linear there.
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
 _NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.kernels.int8 import Int8Linear, Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.attention import NativeGroup
 from convoy.model.kernels.native.library import (
@@ -26,7 +27,6 @@ from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
-from convoy.model.layers.quantized import Int8Linear, Int8Mlp
 from convoy.model.layers.rope import Rotation
 
 _GATED = {"silu", "swish"}

@@ -12,14 +12,7 @@ from torch import nn
 
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
-from convoy.model.backends.host.checks.selfcheck import (
-    EXACT,
-    PLAIN,
-    ROUNDED,
-    check_heads,
-    check_linears,
-    check_options,
-)
+from convoy.model.backends.host.checks.selfcheck import check_heads, check_linears, check_options
 from convoy.model.backends.host.checks.trial import Trial
 from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage_kv import HostKvStore
@@ -36,6 +29,7 @@ from convoy.model.parallel.ranks import Ranks
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
 from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.kernels import EXACT, PLAIN, ROUNDED
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -158,8 +152,9 @@ class Stage:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         kept = None if before is None else before.give_up(source, options, shard)
-        packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
-        finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
+        packed = options.kernel != PLAIN
+        rounds = options.kernel in ROUNDED
+        finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
         work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
         modules = load_modules(source, assignment, kept=kept, **work)
         if packed and modules.bytes_read:
