@@ -10,7 +10,7 @@ from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
 
 
 def load_on_device(

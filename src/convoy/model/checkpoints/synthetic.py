@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "synthetic:"
-# one token for each byte, and the four control tokens of `model.text.synthetic_text`
+# one token for each byte, and the four control tokens of `model.text.byte_tokenizer`
 MIN_VOCABULARY = 260
 _FORM = re.compile(r"synthetic:(?P<of>.+?)(@(?P<seed>[0-9]{1,18}))?", re.ASCII | re.DOTALL)
 _MAX_CONFIG_BYTES = 16 << 20

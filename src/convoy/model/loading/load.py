@@ -12,17 +12,17 @@ from torch import nn
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
-from convoy.model.checkpoints.reading import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.stage_tensors import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.tied import check_tied
-from convoy.model.kernels.freed import large_apart
+from convoy.model.kernels.release_memory import large_apart
 from convoy.model.layers.exact import RowNorm, make_layer_exact, make_norm_exact
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.layers.rope import RopeUse
 from convoy.model.layers.streams import StreamJoin
 from convoy.model.loading.decoder import build_decoder, decoder_config
+from convoy.model.loading.join_ranks import join_parts
 from convoy.model.loading.loaded import LoadedModules
-from convoy.model.loading.share import join_parts
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.ranks import Ranks
 from convoy.plan.spec.families.registry import FAMILIES

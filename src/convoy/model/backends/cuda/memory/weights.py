@@ -13,7 +13,7 @@ from convoy.errors import ModelError
 from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 from convoy.model.checkpoints.checkpoint import map_tensor
-from convoy.model.checkpoints.read import unpack_into
+from convoy.model.checkpoints.read_tensor import unpack_into
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
 from convoy.model.checkpoints.tied import check_tied

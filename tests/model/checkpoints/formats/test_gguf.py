@@ -23,7 +23,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
-from model.test_formats import chain, library_logits
+from model.checkpoints.formats.test_formats import chain, library_logits
 from support.quantised_models import Writer, Written, library_model, write_gguf
 from support.tiny_models import Prompt
 
