@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from convoy.model.backends.host.checks.selfcheck import EXACT, W8A8
+from convoy.config.kernels import EXACT, W8A8
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import StageOptions

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from architecture import imports, interfaces, shape
+from architecture import imports, interfaces, rows, shape
 from architecture.source import Module, load_modules, load_scripts
+from convoy.config.kernels import KERNELS, QUANTIZED
+from convoy.plan.spec.families.registry import FAMILIES
 
 Rule = Callable[[list[Module]], list[str]]
 # The small modules of one importer that may still be neither joined nor explained, counted by room. Lower a
@@ -57,6 +59,7 @@ def listed(violations: list[str]) -> str:
         shape.stray_frame_types,
         shape.prints,
         shape.environment_reads,
+        rows.classes_by_name,
     ],
     ids=lambda rule: rule.__name__,
 )
@@ -95,4 +98,17 @@ def test_no_text_names_a_path_of_some_machine() -> None:
     files += [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
     text_files = [path for path in files if "__pycache__" not in path.parts and path.name != ".venv.log"]
     violations = shape.machine_paths(text_files, ROOT)
+    assert not violations, listed(violations)
+
+
+def test_the_name_of_a_family_stands_in_one_module_of_its_own(modules: list[Module]) -> None:
+    home = "convoy.plan.spec.families"
+    violations = rows.scattered_words(modules, FAMILIES, home) + rows.shared_words(modules, FAMILIES, home)
+    assert not violations, listed(violations)
+
+
+def test_the_names_of_kernels_stand_in_their_rows_alone(modules: list[Module]) -> None:
+    # A dtype of stored tensors has the name of one word of --quantize.
+    names = {*KERNELS, *QUANTIZED} - {"int8"}
+    violations = rows.scattered_words(modules, names, "convoy.config.kernels")
     assert not violations, listed(violations)

@@ -6,9 +6,9 @@ import pytest
 
 from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part
 from convoy.cluster.options import HeadOptions
+from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, form_of
 from convoy.errors import UsageError
-from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, kernel_on_cuda
-from convoy.plan.spec.kernels import form_of
+from convoy.model.device import kernel_on_cuda
 from convoy.wire.messages.control import Hello
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from convoy.cluster.options import HeadOptions
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.int4 import int4_available
 from convoy.model.kernels.linear import packed_available, w8a8_available
-from convoy.model.layers.int4 import int4_available
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.placement import Placement, place
 from convoy.plan.report import report, report_blocks

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from convoy.evaluate.certificate import LIMITS
+from convoy.config.kernels import EXACT, KERNELS
 from convoy.evaluate.compare import Comparison, Expected
 from convoy.evaluate.runs import Run
-from convoy.model.backends.host.checks.selfcheck import EXACT
 
-LIMITS_OF_EXACT = LIMITS[EXACT]
+LIMITS_OF_EXACT = KERNELS[EXACT].bounds
 REACH = 12.0  # so 2.4e-5 is allowed
 TRUE = torch.tensor([[REACH, 1.0, 0.0], [2.0, REACH, 0.0]], dtype=torch.float64)
 

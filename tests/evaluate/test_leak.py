@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from convoy.cli import main
+from convoy.config.kernels import PLAIN, W8A8
 from convoy.errors import InputError
 from convoy.evaluate.candidates import CachedPrefix, RepeatedPrefix, candidates_of
 from convoy.evaluate.chain import load_stage
 from convoy.evaluate.leak import AT_MOST, LeakOptions, check_depths, default_depths, leak, search
-from convoy.model.backends.host.checks.selfcheck import PLAIN, W8A8
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available
 from convoy.model.stage import StageOptions

@@ -14,13 +14,14 @@ import typer
 
 from convoy.cli import main
 from convoy.cli.verify import report
+from convoy.config.kernels import EXACT, PLAIN, W8A8
 from convoy.errors import InputError, SelfCheckError, StepError
 from convoy.evaluate.certificate import Certificate
 from convoy.evaluate.chain import load_stage
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W8A8, check_exact
+from convoy.model.backends.host.checks.selfcheck import check_exact
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available

@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 
 from convoy.cli import main
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W8A8
+from convoy.config.kernels import EXACT, PLAIN, W8A8
 from convoy.model.kernels.linear import w8a8_available
 from support.tiny_models import KINDS, Models
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.model.backends.host.checks.selfcheck import PLAIN
+from convoy.config.kernels import PLAIN
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.backends.registry import BACKENDS, Backend
 from convoy.model.checkpoints.source import ModelSource

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from convoy.config.kernels import CUDA_KERNELS
 from convoy.evaluate.prompts import TEXTS
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.device import CUDA_KERNELS
 from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from convoy.cli.flags.device import DeviceFlag
-from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.running.hub import local_model
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
+from convoy.config.kernels import host_kernels_text
 from convoy.config.settings import Config, override
 from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
@@ -46,7 +47,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="With --prompt and a temperature: the random seed.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: use no chat template.")] = False,
-    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
     device: DeviceFlag = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,

@@ -333,8 +333,8 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
-    from convoy.model.backends.host.checks.selfcheck import EXACT, why_not_exact
-    from convoy.model.device import CUDA_KERNELS
+    from convoy.config.kernels import CUDA_KERNELS, EXACT
+    from convoy.model.backends.host.checks.selfcheck import why_not_exact
 
     active = cluster.head.active_plan
     assert active is not None

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.flags.device import computing
-from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import config_file
 from convoy.cli.operator.session_key import KeyFile
 from convoy.cli.serve import start_cluster
 from convoy.cli.show.output import JsonFlag, counted, format_bytes, print_json, print_note
+from convoy.config.kernels import host_kernels_text
 from convoy.config.settings import load_config
 from convoy.errors import ConvoyError, RequestError, SessionError, UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -64,7 +65,7 @@ def session(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0, or as saved]")] = None,
     seed: Annotated[int | None, typer.Option(help="The random seed.  [default: 0, or as saved]")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Use no chat template.")] = False,
-    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -18,10 +18,10 @@ from convoy.cli.checks.leak import (
     show_leak,
 )
 from convoy.cli.flags.device import DeviceFlag
-from convoy.cli.flags.quantize import KERNELS
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, plain, print_json, print_note, print_table, report_error
 from convoy.cli.show.progress import VerifyLines
+from convoy.config.kernels import host_kernels_text
 from convoy.errors import UsageError
 from convoy.sdk.parity import device_and_kernel, prompts_of
 
@@ -34,7 +34,7 @@ def verify(
     model: Annotated[
         str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
     ],
-    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     cuts: Annotated[
         str, typer.Option(help="all, or the most places to cut into two. A sample is cut into three.")
     ] = "all",

@@ -10,12 +10,11 @@ import psutil
 
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
+from convoy.config.kernels import CUDA_KERNEL, CUDA_KERNELS, EXACT, ROUNDED
 from convoy.errors import Incompatible
 from convoy.model.backends.host.checks.bits import bits_digest
-from convoy.model.backends.host.checks.selfcheck import EXACT, ROUNDED, available_kernels
+from convoy.model.backends.host.checks.selfcheck import available_kernels
 from convoy.model.device import (
-    CUDA_KERNEL,
-    CUDA_KERNELS,
     HOST,
     RANKS,
     choose_devices,

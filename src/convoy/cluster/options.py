@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from convoy.config.kernels import on_device
 from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
 from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
@@ -14,7 +15,6 @@ from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.memory.blocks import BlockDemand
 from convoy.plan.placement.parallel import ASKED, Asked
-from convoy.plan.spec.kernels import on_device
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
 from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS

@@ -14,6 +14,7 @@ from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.status import ClusterStatus, ParallelStatus
 from convoy.cluster.weights.head_weights import HeadWeights
+from convoy.config.kernels import STEADY
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sessions.format import SessionModel
@@ -22,7 +23,6 @@ from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
-from convoy.plan.spec.kernels import STEADY
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.evidence.level import weakest

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from convoy.config.kernels import AUTO, RequestedKernel
+
 DEFAULT_PEER_PORT = 7777
 # bench/METHODOLOGY.md, under `convoy bench spec`, gives the reason.
 DEFAULT_SPECULATE = 8
@@ -33,7 +35,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 HubUrl = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,200}\Z")]
-Kernel = Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"]
 Parallel = Literal["auto", "pipeline", "tensor", "single"]
 
 
@@ -210,7 +211,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
     path: Annotated[Path | None, Setting("a model's directory or .gguf file, in place of name")] = None
-    kernel: Annotated[Kernel, Setting("how the linears compute", ": see [kernels](#kernels)")] = "auto"
+    kernel: Annotated[RequestedKernel, Setting("how the linears compute", ": see [kernels](#kernels)")] = AUTO
     device: Annotated[
         Name,
         Setting(

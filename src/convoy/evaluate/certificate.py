@@ -4,59 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W4A16, W8A8
-from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL
+from convoy.config.kernels import KERNELS, ErrorBounds
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bound the distance of logits from the unsplit stage's, and from the library's whole model.
-
-    Both limits are for logits up to 10 and grow in proportion beyond, because float32 rounds in proportion.
-    The median distance from the library, over positions, does not grow.
-    """
-
-    unsplit: float
-    library: float
-    median: float
-
-    @staticmethod
-    def grown(limit: float, greatest_logit: float) -> float:
-        """Return ``limit`` for logits that reach ``greatest_logit``."""
-        return limit * max(1.0, greatest_logit / 10)
-
-
-LIMITS = {
-    EXACT: Limits(0.0, 2e-5, 2e-5),
-    PLAIN: Limits(2e-5, 2e-5, 2e-5),
-    # If a rounded row goes to another expert, one position may be far off.
-    W8A8: Limits(0.0, 5.0, 1.0),
-    W4A16: Limits(0.0, 20.0, 5.0),
-    # Kernels in bfloat16. The step of bfloat16 at 4 is 0.03.
-    CUDA_KERNEL: Limits(0.3, 0.3, 0.15),
-    CUDA_INT8: Limits(0.3, 2.0, 0.5),
-    CUDA_INT4: Limits(0.3, 20.0, 5.0),
-}
-# Limits of bfloat16 with experts. If two experts score nearly the same, bfloat16 may choose another one than
-# float32 does, and one position is then far from the library's. Seen: 0.06 from the unsplit stage, and
-# a median of 0.11.
-_CUDA_EXPERTS = Limits(0.5, 5.0, 0.3)
-
-
-# Ranks add their float32 sums in another order than one process does, so the library may be further away.
-_RANKS_LIBRARY = 4e-5
-
-
-def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1) -> Limits:
+def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1) -> ErrorBounds:
     """Return the limits for a model under ``kernel``.
 
     ``ranks`` counts those of each stage, the unsplit one too.
     """
-    if ranks > 1 and kernel in {EXACT, PLAIN}:
-        return replace(LIMITS[kernel], library=_RANKS_LIBRARY)
-    return _CUDA_EXPERTS if has_experts and kernel == CUDA_KERNEL else LIMITS[kernel]
+    row = KERNELS[kernel]
+    if ranks > 1 and row.ranks_library is not None:
+        return replace(row.bounds, library=row.ranks_library)
+    return row.expert_bounds if has_experts and row.expert_bounds is not None else row.bounds
 
 
 @dataclass(frozen=True)
@@ -107,7 +68,7 @@ class Certificate:
     kernel: str
     # For example "transformers 5.23.0".
     library: str
-    limits: Limits
+    limits: ErrorBounds
     num_layers: int
     prompt_tokens: tuple[int, ...]
     # For each prompt.

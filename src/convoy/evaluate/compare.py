@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from convoy.evaluate.certificate import WAYS, Distance, Limits
+from convoy.config.kernels import ErrorBounds
+from convoy.evaluate.certificate import WAYS, Distance
 from convoy.evaluate.runs import Prompts, Run
 
 # The most distance from float64, in multiples of the library's own float32. Both round, each in its own
@@ -40,7 +41,7 @@ class Expected:
         """Set the library's logits of `texts`."""
         self.library = list(logits)
 
-    def doubtful(self, limits: Limits) -> list[int]:
+    def doubtful(self, limits: ErrorBounds) -> list[int]:
         """Return the prompts on which the unsplit stage is further from the library than half of the limit.
 
         On these the library's float32 may be wrong instead of ours.
@@ -64,7 +65,7 @@ class Expected:
         """Return each prompt with the tokens drawn after it but the last, which no step has run."""
         return [[*prompt, *drawn[:-1]] for prompt, drawn in zip(self._prompts, self.tokens, strict=True)]
 
-    def num_near_ties(self, limits: Limits) -> tuple[int, int]:
+    def num_near_ties(self, limits: ErrorBounds) -> tuple[int, int]:
         """Return how many drawn tokens the library would not draw: (near ties, others)."""
         near = wrong = 0
         for prompt, drawn, logits in zip(self._prompts, self.tokens, self.library, strict=True):
@@ -78,7 +79,7 @@ class Expected:
                 near, wrong = near + close, wrong + (not close)
         return near, wrong
 
-    def others_than_unsplit(self, run: Run, limits: Limits) -> tuple[int, int]:
+    def others_than_unsplit(self, run: Run, limits: ErrorBounds) -> tuple[int, int]:
         """Return how many tokens of ``run`` the unsplit stage did not draw: (near ties, others)."""
         near = wrong = 0
         expected, prompt = self.tokens[run.prompt], self._prompts[run.prompt]
@@ -94,7 +95,7 @@ class Expected:
 class Comparison:
     """Compare the runs of one layout with the expected logits and tokens."""
 
-    def __init__(self, expected: Expected, limits: Limits) -> None:
+    def __init__(self, expected: Expected, limits: ErrorBounds) -> None:
         self.from_unsplit = dict.fromkeys(WAYS, 0.0)
         # Apart from near ties.
         self.tokens_equal = True

@@ -9,7 +9,7 @@ import torch
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import decoder_name
-from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import FAILURES, LIBRARY, quiet, reason
 

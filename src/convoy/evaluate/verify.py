@@ -16,16 +16,16 @@ from itertools import chain as joined
 import psutil
 import torch
 
+from convoy.config.kernels import EXACT, PLAIN, ErrorBounds
 from convoy.engine.ranks.host_ranks import JOIN
 from convoy.errors import ConvoyError
-from convoy.evaluate.certificate import Certificate, LayoutResult, Limits, limits_of
+from convoy.evaluate.certificate import Certificate, LayoutResult, limits_of
 from convoy.evaluate.chain import StageChain, StageLoader, load_stage
 from convoy.evaluate.compare import Comparison, Expected
 from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
 from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
 
@@ -209,6 +209,6 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
         expected.float64 = dict(zip(doubtful, logits, strict=True))
 
 
-def _limits_of(source: ModelSource, options: VerifyOptions) -> Limits:
+def _limits_of(source: ModelSource, options: VerifyOptions) -> ErrorBounds:
     has_experts = any(".experts." in name for name in source.tensors)
     return limits_of(options.kernel, has_experts=has_experts, ranks=options.ranks)

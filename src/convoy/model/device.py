@@ -8,21 +8,19 @@ import re
 
 import torch
 
+from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, KERNELS
 from convoy.errors import ModelError, UsageError
 
 HOST = "cpu"
 CUDA = "cuda"
-AUTO = "auto"
 # separates the devices of one member's ranks, which share every layer
 RANKS = "+"
-# the kernel of stages on CUDA: weights and K/V in bfloat16, Convoy's own attention (`model.backends.cuda`)
-CUDA_KERNEL = "cuda-bf16"
-# the same with rounded weights; see `model.backends.cuda.kernels.rounded`
-CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
-CUDA_BITS = {CUDA_INT8: 8, CUDA_INT4: 4}
-CUDA_KERNELS = (CUDA_KERNEL, CUDA_INT8, CUDA_INT4)
 # the CUDA kernel for each kernel that may be requested; kernels that are missing run on the host alone
-_ON_CUDA = {AUTO: CUDA_KERNEL, "w8a8": CUDA_INT8, "w4a16": CUDA_INT4} | {name: name for name in CUDA_KERNELS}
+_ON_CUDA = {
+    AUTO: CUDA_KERNEL,
+    **{name: kernel.cuda_name for name, kernel in KERNELS.items() if kernel.cuda_name},
+    **{name: name for name in CUDA_KERNELS},
+}
 _MAX_DEVICES = 16
 # the rest is left to the driver, to kernels that are compiled later, and to other users of the device
 _MEMORY_SHARE = 0.92

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from convoy.config.kernels import EXACT
 from convoy.config.table import ENGINE
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.plan.spec.sharding import Shard
@@ -30,7 +31,7 @@ class StageOptions:
     run one stage by itself.
     """
 
-    kernel: str = "exact-f32"
+    kernel: str = EXACT
     block_size: int = ENGINE.block_size  # tokens
     device: str = "cpu"
     captured: bool = True

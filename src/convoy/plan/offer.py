@@ -23,7 +23,7 @@ class MemberOffer:
     level: Level = Level.NONE
     # Threads that compute; 0 if unknown.
     num_threads: int = 0
-    # The form of its weights and K/V, see `plan.spec.kernels`.
+    # The form of its weights and K/V, see `config.kernels`.
     kernel: str = "float32"
     ranks: tuple[MemberOffer, ...] = ()
 

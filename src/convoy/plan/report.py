@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from convoy.config.kernels import form_of
 from convoy.errors import PlanError
 from convoy.plan.memory.blocks import BlockDemand, Room, choose_blocks
 from convoy.plan.memory.working import working_bytes
@@ -15,7 +16,6 @@ from convoy.plan.placement.rules import breaches, keep_text, place_text, satisfi
 from convoy.plan.rates.compare import Compared, TensorReport
 from convoy.plan.rates.rates import RatesReport
 from convoy.plan.span import Span, format_span
-from convoy.plan.spec.kernels import form_of
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import rank_spec
 from convoy.trust.evidence.policy import PlacementRule

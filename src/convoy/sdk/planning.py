@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.config.files import default_cache, read_bytes
+from convoy.config.kernels import EXACT, PLAIN
 from convoy.config.settings import Config, load_config
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
@@ -231,7 +232,7 @@ def _kernel(asked: str, device: str) -> tuple[str, str]:
             return kernel_on_cuda(asked), chosen
     if asked != "auto":
         return asked, _HOST
-    return ("exact-f32" if platform.machine() in {"x86_64", "AMD64"} else "plain-f32"), _HOST
+    return (EXACT if platform.machine() in {"x86_64", "AMD64"} else PLAIN), _HOST
 
 
 def _without_standbys(

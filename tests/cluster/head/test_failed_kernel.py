@@ -12,9 +12,9 @@ import pytest
 
 from cluster.weights.test_peer_weights import answer_of, started
 from convoy.cluster.options import PeerOptions
+from convoy.config.kernels import EXACT, PLAIN
 from convoy.errors import Incompatible, PeerRefused, SelfCheckError
 from convoy.model.backends.host.checks import selfcheck
-from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN
 from support.cluster import MEMBER
 
 Fails = Callable[[], bool]

@@ -63,7 +63,7 @@ def test_only_what_a_stage_owns_is_drawn(tmp_path: Path, monkeypatch: pytest.Mon
         drawn.append(described.name)
         return draw_tensor(described, seed)
 
-    monkeypatch.setattr("convoy.model.checkpoints.read.draw_tensor", counting)
+    monkeypatch.setattr("convoy.model.checkpoints.read_tensor.draw_tensor", counting)
     parameters(source, 1, 2)
     assert len(drawn) == 9
     assert all(name.startswith("model.layers.1.") for name in drawn)

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.pages import AddressRoom, ask_huge_pages, lay_together, whole_pages
-from convoy.model.layers.quantized import Int8Linear
 
 PAGE = 2 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pages and addresses are asked for on Linux alone")

@@ -84,7 +84,7 @@ def test_the_reader_is_asked_for_owned_tensors_alone(models: Models, monkeypatch
         asked.append(stored)
         return map_tensor(stored)
 
-    monkeypatch.setattr("convoy.model.checkpoints.read.map_tensor", counting)
+    monkeypatch.setattr("convoy.model.checkpoints.read_tensor.map_tensor", counting)
     stage = load(models.directory("odd"), StageAssignment("a", 1, 3, False, False))
     assert {tuple(stored.name.split(".")[:3]) for stored in asked} == {
         ("model", "layers", "1"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from convoy.config.kernels import KernelForm, form_of
 from convoy.errors import ModelError
 from convoy.plan.cost import layer_costs
-from convoy.plan.spec.kernels import KernelForm, form_of
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.weights import layer_weights
 

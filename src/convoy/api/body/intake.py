@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from convoy.api.listen.options import ServeOptions
 from convoy.api.service import ServedModel
 from convoy.errors import QueueFull
-from convoy.model.kernels.freed import release_freed
+from convoy.model.kernels.release_memory import release_freed
 from convoy.model.text.token_size import most_message_bytes, most_text_bytes
 
 T = TypeVar("T")

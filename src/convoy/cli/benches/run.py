@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
-from convoy.cli.flags.quantize import KERNELS
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import start_cluster
 from convoy.cli.show.output import JsonFlag, print_json, print_note, print_table
 from convoy.config.files import replace_file
+from convoy.config.kernels import host_kernels_text
 from convoy.errors import ConvoyError, UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 ModelArgument = Annotated[str, typer.Argument(help="A model, as for `convoy run`.")]
-KernelFlag = Annotated[str, typer.Option(help=f"{KERNELS}.")]
+KernelFlag = Annotated[str, typer.Option(help=f"{host_kernels_text()}.")]
 ThreadsFlag = Annotated[int | None, typer.Option(min=1, help="CPU threads of each member.")]
 MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after this many seconds.")]
 CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this CSV file.")]

@@ -6,25 +6,22 @@ from typing import Annotated
 
 import typer
 
-from convoy.config.table import row
+from convoy.config.kernels import AUTO, QUANTIZED
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
     str | None,
     typer.Option(help="int8: 8-bit weights, and activations on CPU; int4: 4-bit weights. Rounded at load."),
 ]
-*_FIRST, _LAST = row("model", "kernel").choices
-KERNELS = f"{', '.join(_FIRST)} or {_LAST}"
-_KERNEL_OF = {"int8": "w8a8", "int4": "w4a16"}
 
 
 def kernel_for(quantize: str | None, kernel: str) -> str:
     """Return the kernel for ``--quantize``, or ``kernel`` without it. Raises UsageError."""
     if quantize is None:
         return kernel
-    if quantize not in _KERNEL_OF:
-        raise UsageError(f"--quantize is {quantize}, expected int8 or int4")
-    wanted = _KERNEL_OF[quantize]
-    if kernel not in {"auto", wanted}:
+    if quantize not in QUANTIZED:
+        raise UsageError(f"--quantize is {quantize}, expected {' or '.join(QUANTIZED)}")
+    wanted = QUANTIZED[quantize]
+    if kernel not in {AUTO, wanted}:
         raise UsageError(f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for")
     return wanted

@@ -104,7 +104,8 @@ def check_speed(
 ) -> Iterator[Finding]:
     """Measure how fast this machine reads and multiplies, in the form that `convoy plan` takes."""
     from convoy.cluster.own_speed import own_speed
-    from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, why_not_exact
+    from convoy.config.kernels import EXACT, PLAIN
+    from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.device import HOST, choose_devices, kernel_on_cuda
 
     place = choose_devices(device, kernel)[0]

@@ -26,8 +26,8 @@ import msgspec
 from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.offer import MIXED, agree_dtype, agree_kernels, can_take_part, other_bits
 from convoy.cluster.options import HeadOptions
+from convoy.config.kernels import EXACT, FORMS
 from convoy.errors import ConvoyError, PlanError
-from convoy.model.backends.host.checks.selfcheck import EXACT
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import RANKS
 from convoy.plan.memory.memory import stage_bytes
@@ -36,7 +36,6 @@ from convoy.plan.placement.placement import MemberOffer, Placement
 from convoy.plan.placement.ways import Predict, choose_way, find_ways
 from convoy.plan.report import report
 from convoy.plan.span import JOINT, Span, format_span, split_key
-from convoy.plan.spec.kernels import FORMS
 from convoy.transport.membership import Membership
 from convoy.wire.messages.control import Hello, Plan
 

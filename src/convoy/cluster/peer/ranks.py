@@ -36,7 +36,7 @@ from convoy.wire.messages.control import (
 from convoy.wire.messages.ranks import Agree
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
 
 # Links to these members, made now; the frames that each of them may send.
 Reach = Callable[[Mapping[str, frozenset[FrameType]]], dict[str, Link]]

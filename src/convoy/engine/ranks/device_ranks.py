@@ -28,7 +28,7 @@ from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
 
 
 class DeviceRankStages(RankStages[CudaStage, DeviceRanks]):

@@ -29,7 +29,7 @@ from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 from convoy.wire.messages.control import StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
 
 T = TypeVar("T")
 # The class of the ranks' slices.

@@ -15,7 +15,7 @@ from convoy.plan.spec.sharding import Shard, check_sharding
 from convoy.wire.messages.control import StageAssignment
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
 
 
 def load_member_stage(

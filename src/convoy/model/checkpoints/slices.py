@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 
@@ -30,10 +31,6 @@ _OWN = {
 }
 _BY_TOKEN = ("model.embed_tokens.", "model.embed_tokens_per_layer.", "lm_head.")
 _KEYS = ("k_proj", "v_proj")
-# families in which intermediate_size is the width of an expert
-_WIDE_EXPERTS = {"gpt_oss", "mixtral", "olmoe"}
-# families with stacks of experts [experts, inputs, outputs], where gate and up columns alternate
-_TRANSPOSED = {"gpt_oss"}
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.", re.ASCII)
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -50,7 +47,7 @@ def narrow_config(config: Any, spec: ModelSpec, shard: Shard) -> None:
     if getattr(config, "head_dim", None) is None:
         # set it now: the library would derive it from the narrowed number of heads
         config.head_dim = spec.head_dim
-    of_experts = {"intermediate_size" if spec.family in _WIDE_EXPERTS else "moe_intermediate_size"}
+    of_experts = {FAMILIES[spec.family].expert_width_key}
     widths = set(_WIDTHS) - (of_experts if shard.experts == "whole" else set())
     for name in ("num_attention_heads", *widths):
         if isinstance(getattr(config, name, None), int):
@@ -129,7 +126,7 @@ class Slices:
         return (style if style in _SPLIT else _OWN.get(leaf, "")), leaf
 
     def _turned(self, name: str) -> bool:
-        return self._spec.family in _TRANSPOSED and ".experts." in name
+        return FAMILIES[self._spec.family].transposed_experts and ".experts." in name
 
     def _dimension(self, style: str, name: str, tensor: torch.Tensor) -> int:
         is_bias = name.endswith("bias")

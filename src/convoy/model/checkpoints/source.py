@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, read_headers
-from convoy.model.checkpoints.coherence import check_tensors
 from convoy.model.checkpoints.formats.describe import describe_stored
 from convoy.model.checkpoints.formats.gguf import open_gguf
 from convoy.model.checkpoints.formats.unpacking import StoredLayout
 from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import read_family
+from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.model import ModelSpec
 
 BUNDLED = ("demo", "demo-mini")
 _BUNDLED_DIRECTORY = Path(__file__).resolve().parents[2] / "models"
 _MAX_CONFIG_BYTES = 16 << 20
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_LAYER = re.compile(
+    r"(?:model\.|model\.language_model\.|language_model\.model\.)layers\.([0-9]{1,6})\.", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class ModelSource:
         """Describe a model by its stored tensors, wherever these lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
         spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
-        check_tensors(config, spec.num_layers, tensors, layout)
+        _check_tensors(config, spec.num_layers, tensors, layout)
         return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
 
     @classmethod
@@ -141,3 +145,37 @@ def digest_of(config: Mapping[str, object], tensors: Mapping[str, StoredTensor])
     described = [[t.name, t.dtype, list(t.shape)] for t in sorted(tensors.values(), key=lambda t: t.name)]
     text = json.dumps([dict(config), described], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_tensors(
+    config: Mapping[str, object], num_layers: int, tensors: Mapping[str, StoredTensor], layout: StoredLayout
+) -> None:
+    """Raise ModelError, naming file and tensor, for weights of a non-float dtype and for surplus layers.
+
+    A stage compares every tensor that it needs, and its shape, once more when it is built.
+    """
+    most = num_layers + _num_beside(config)
+    for name, tensor in tensors.items():
+        is_packed = name in layout.made or layout.whole(name) != name or name in layout.unused
+        if not is_packed and name.endswith((".weight", ".bias")) and tensor.dtype not in _FLOATS:
+            raise ModelError(
+                f"{tensor.path}: {name} has the dtype {tensor.dtype}, expected one of {', '.join(_FLOATS)}",
+                hint="config.json names no quantisation that would explain this dtype",
+            )
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= most:
+            raise ModelError(
+                f"{tensor.path}: {name} is of layer {int(layer[1])}, and config.json says that there are "
+                f"{num_layers}",
+                hint="config.json is of another model, or was changed",
+            )
+
+
+def _num_beside(config: Mapping[str, object]) -> int:
+    """Return the number of layers behind the last that predict further tokens; Convoy does not run them."""
+    text = config.get("text_config")
+    for settings in (config, text if isinstance(text, Mapping) else {}):
+        number = settings.get("num_nextn_predict_layers")
+        if isinstance(number, int) and 0 < number < 100:
+            return number
+    return 0

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import read_family
+from convoy.plan.spec.families.llama import LLAMA
+from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.heads import read_heads
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.tensors import layer_tensors
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "synthetic:"
-# one token for each byte, and the four control tokens of `model.text.synthetic_text`
+# one token for each byte, and the four control tokens of `model.text.byte_tokenizer`
 MIN_VOCABULARY = 260
 _FORM = re.compile(r"synthetic:(?P<of>.+?)(@(?P<seed>[0-9]{1,18}))?", re.ASCII | re.DOTALL)
 _MAX_CONFIG_BYTES = 16 << 20
@@ -43,7 +44,7 @@ _VARIED = 0.1
 
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     "llama-250m": {
-        "model_type": "llama",
+        "model_type": LLAMA,
         "hidden_size": 1024,
         "intermediate_size": 2816,
         "num_hidden_layers": 16,
@@ -59,7 +60,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
     },
     # for CUDA: 16 GB in bfloat16, which only a device generates in a reasonable time
     "llama-3-8b": {
-        "model_type": "llama",
+        "model_type": LLAMA,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,

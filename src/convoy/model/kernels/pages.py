@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from convoy.model.kernels.freed import large_apart
 from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.release_memory import large_apart
 
 _PAGE = 2 << 20
 # Bytes that an allocator may leave between neighbours.

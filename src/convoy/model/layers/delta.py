@@ -25,8 +25,6 @@ from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
 from convoy.model.layers.experts import exact_sigmoid
 from convoy.plan.spec.cache import STATE_TILE
 
-# The library's layers of this form.
-DELTA = {"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
 # The library's value.
 _L2_EPS = 1e-6
 # From here on softplus(x) is x.

@@ -17,39 +17,20 @@ from convoy.model.kernels.native.norm import native_norm, norm_holds
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch, attend
 from convoy.model.layers.experts import (
-    GATED_SHARE,
-    ROUTERS,
     ExactExperts,
     ExactRouter,
     GatedShare,
     activation_name,
     exact_sigmoid,
+    has_gated_share,
     is_experts,
+    is_router,
 )
 from convoy.model.layers.rope import HeadSpread
+from convoy.plan.spec.family import Family, NormKind
 
-# Attention with linears for q, k and v, optional norms of each head's q and k, a rotation of the halves of a
-# head's rotary part, optional sinks, and nothing else.
-_PLAIN_ATTENTION = {
-    f"{family}Attention"
-    for family in (
-        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
-        *("Phi3", "Gemma3", "GptOss", "Arcee", "Gemma", "Granite", "Mixtral", "SeedOss"),
-    )
-}
-# The same, with a gate beside each head's query that is applied to the head's result.
-_GATED_ATTENTION = {"Qwen3_5Attention", "Qwen3_5MoeAttention"}
-# Norms that divide each row by its root mean square and multiply it by the weight.
-_PLAIN_NORM = {
-    f"{family}RMSNorm"
-    for family in (
-        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
-        *("Phi3", "Gemma4", "GptOss", "DeepseekV3", "Apertus", "Arcee", "Ernie4_5", "Glm", "Glm4", "Glm4Moe"),
-        *("DeepseekV4", "Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
-    )
-}
-# The same, but multiplied by one plus the weight.
-_OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
+# The library's name of a layer's attention.
+_ATTENTION = "self_attn"
 
 
 class RowNorm(nn.Module):
@@ -79,10 +60,10 @@ class RowNorm(nn.Module):
 class ExactNorm(RowNorm):
     """Replace a norm of the library with a `RowNorm`."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any, kind: NormKind = "weight") -> None:
         # Some norms have no weight and only normalise.
         weight: torch.Tensor | None = getattr(norm, "weight", None)
-        if weight is not None and type(norm).__name__ in _OFFSET_NORM:
+        if weight is not None and kind == "one plus weight":
             weight = 1.0 + weight.detach().to(torch.float32)
         super().__init__(weight, getattr(norm, "variance_epsilon", None) or norm.eps)
 
@@ -111,7 +92,7 @@ class ExactMlp(nn.Module):
 class ExactAttention(nn.Module):
     """Attend with one linear for q, k and v, and one rotation over all heads."""
 
-    def __init__(self, attention: Any, rotary_dim: int) -> None:
+    def __init__(self, attention: Any, rotary_dim: int, family: Family) -> None:
         super().__init__()
         self.layer_idx: int = attention.layer_idx
         self.rotary_dim = rotary_dim
@@ -121,13 +102,13 @@ class ExactAttention(nn.Module):
                 f"layer {self.layer_idx} turns {rotary_dim} dimensions of heads of {self._head_dim}",
                 hint="partial_rotary_factor in config.json is at most 1",
             )
-        self.qkv, self._num_heads = _joined_qkv(attention)
-        self.gate = _pack(_query_part(attention, 1)) if _is_gated(attention) else None
+        self.qkv, self._num_heads = _joined_qkv(attention, gated=family.gated)
+        self.gate = _pack(_query_part(attention, 1)) if family.gated else None
         self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
         self._scaling = float(attention.scaling)
         self.out = _pack(attention.o_proj)
-        self.q_norm = ExactNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = ExactNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.q_norm = _norm_of_heads(attention, "q_norm", family)
+        self.k_norm = _norm_of_heads(attention, "k_norm", family)
         self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)
 
     @property
@@ -181,27 +162,27 @@ class ExactAttention(nn.Module):
         return torch.cat((heads[..., half:end], heads[..., :half], heads[..., end:]), dim=-1)
 
 
-def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None:
+def make_layer_exact(layer: nn.Module, rotary_dim: int, family: Family) -> ExactAttention | None:
     """Replace a layer's parts in place, which frees the originals. Return its attention if that is ours now.
 
-    ``rotary_dim`` is the number of rotated dimensions of a head. Raises ModelError for parts without an
-    exact form.
+    The parts' forms are those of ``family``'s row. ``rotary_dim`` is the number of rotated dimensions of a
+    head. Raises ModelError for parts without an exact form.
     """
     attention: ExactAttention | None = None
     # Whole blocks first: they contain linears and norms, which the loop below would otherwise replace one by
     # one.
     for name, part in list(layer.named_modules()):
-        if type(part).__name__ in _PLAIN_ATTENTION | _GATED_ATTENTION:
-            attention = ExactAttention(part, rotary_dim)
+        if family.plain_attention and name == _ATTENTION:
+            attention = ExactAttention(part, rotary_dim, family)
             layer.set_submodule(name, attention)
         elif _is_mlp(part):
             layer.set_submodule(name, ExactMlp(part))
-        elif type(part).__name__ in GATED_SHARE:
+        elif has_gated_share(part):
             layer.set_submodule(name, GatedShare(part))
         elif is_experts(part):
-            layer.set_submodule(name, ExactExperts(part))
-        elif type(part).__name__ in ROUTERS:
-            layer.set_submodule(name, ExactRouter(part))
+            layer.set_submodule(name, ExactExperts(part, family.expert_gate))
+        elif family.router is not None and is_router(part):
+            layer.set_submodule(name, ExactRouter(part, family.router))
     # Gemma 4's gate of the per-layer input, with the layer's own activation.
     gate = getattr(layer, "per_layer_input_gate", None)
     if isinstance(gate, nn.Linear):
@@ -210,14 +191,14 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None
     for name, part in list(layer.named_modules()):
         if isinstance(part, nn.Linear):
             layer.set_submodule(name, _pack(part))
-        elif _is_norm(part):
-            layer.set_submodule(name, ExactNorm(part))
+        elif family.norm is not None and _is_norm(part):
+            layer.set_submodule(name, ExactNorm(part, family.norm))
     return attention
 
 
-def make_norm_exact(norm: nn.Module) -> nn.Module:
+def make_norm_exact(norm: nn.Module, family: Family) -> nn.Module:
     """Return the final norm in exact form, or unchanged where it has none."""
-    return ExactNorm(norm) if _is_norm(norm) else norm
+    return norm if family.norm is None or not _is_norm(norm) else ExactNorm(norm, family.norm)
 
 
 def _is_mlp(part: Any) -> bool:
@@ -226,23 +207,27 @@ def _is_mlp(part: Any) -> bool:
 
 
 def _is_norm(part: nn.Module) -> bool:
-    return type(part).__name__ in _PLAIN_NORM | _OFFSET_NORM
+    """Return whether ``part`` is a norm of the library: it has an epsilon, and no parts of its own."""
+    if isinstance(part, RowNorm) or any(True for _ in part.children()):
+        return False
+    return hasattr(part, "variance_epsilon") or hasattr(part, "eps")
 
 
-def _joined_qkv(attention: Any) -> tuple[PackedLinear, int]:
+def _norm_of_heads(attention: Any, name: str, family: Family) -> ExactNorm | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None or family.norm is None else ExactNorm(norm, family.norm)
+
+
+def _joined_qkv(attention: Any, *, gated: bool) -> tuple[PackedLinear, int]:
     """Return one linear for q, k and v, and the number of query heads."""
     if hasattr(attention, "qkv_proj"):
         joined = attention.qkv_proj
         return _pack(joined), attention.o_proj.in_features // attention.head_dim
-    query = _query_part(attention, 0) if _is_gated(attention) else attention.q_proj
+    query = _query_part(attention, 0) if gated else attention.q_proj
     parts = [query, attention.k_proj, attention.v_proj]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     num_heads = parts[0].out_features // attention.head_dim
     return PackedLinear(torch.cat([part.weight for part in parts]), bias), num_heads
-
-
-def _is_gated(attention: nn.Module) -> bool:
-    return type(attention).__name__ in _GATED_ATTENTION
 
 
 def _query_part(attention: Any, part: int) -> nn.Linear:

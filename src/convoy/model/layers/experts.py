@@ -16,6 +16,7 @@ from torch import nn
 from convoy.errors import ModelError
 from convoy.model.kernels.activation import ACTIVATIONS
 from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.plan.spec.family import GateKind, RouterKind
 
 Routing = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
@@ -25,9 +26,16 @@ Routing = tuple[
 class ExactExperts(nn.Module):
     """Run all experts of a layer: three packed linears each, in place of the library's stacked matrices."""
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, gate: GateKind = "activation") -> None:
         super().__init__()
-        self.experts = nn.ModuleList(_expert(experts, number) for number in range(experts.num_experts))
+        own_gate = type(experts)._apply_gate.__module__ == type(experts).__module__
+        if own_gate != (gate != "activation") or not experts.has_gate or experts.has_post_expert_norm:
+            raise ModelError(
+                f"the experts of {type(experts).__name__} have no exact form here",
+                hint='set kernel = "plain-f32"',
+            )
+        every = range(experts.num_experts)
+        self.experts = nn.ModuleList(_expert(experts, number, gate) for number in every)
 
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map [T, hidden] to [T, hidden]. ``numbers`` and ``weights`` [T, chosen] give each row's experts."""
@@ -96,10 +104,10 @@ class _LimitedExpert(_GatedExpert):
 class ExactRouter(nn.Module):
     """Score every expert for each row and choose the best, with the scoring of the library's own router."""
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: Any, kind: RouterKind) -> None:
         super().__init__()
         self.linear = PackedLinear(router.weight, getattr(router, "bias", None))
-        self._choose = ROUTERS[type(router).__name__]
+        self._choose = _ROUTERS[kind]
         correction = getattr(router, "e_score_correction_bias", None)
         if correction is not None:
             self.e_score_correction_bias = nn.Buffer(correction.detach().clone())
@@ -183,21 +191,21 @@ def _choose_by_group(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.T
     return weights * router.routed_scaling_factor, numbers
 
 
-ROUTERS: dict[str, Callable[[ExactRouter, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    **dict.fromkeys(
-        (
-            *("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter"),
-            "Qwen3_5MoeTopKRouter",
-        ),
-        _choose_of_all,
-    ),
-    "GptOssTopKRouter": _choose_then_weigh,
-    **dict.fromkeys(("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"), _choose_by_group),
+_ROUTERS: dict[RouterKind, Callable[[ExactRouter, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "softmax of all": _choose_of_all,
+    "softmax of chosen": _choose_then_weigh,
+    "best groups": _choose_by_group,
 }
 
 
-_LIMITED_EXPERTS = {"DeepseekV4Experts"}
-GATED_SHARE = {"Qwen2MoeSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"}
+def is_router(module: Any) -> bool:
+    """Return whether ``module`` is a router of the library: a matrix of scores, and the number to choose."""
+    return isinstance(getattr(module, "weight", None), nn.Parameter) and hasattr(module, "top_k")
+
+
+def has_gated_share(module: nn.Module) -> bool:
+    """Return whether ``module`` is a block of the library that `GatedShare` replaces."""
+    return hasattr(module, "shared_expert_gate")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -213,36 +221,25 @@ def activation_name(config: Any) -> str:
     return name
 
 
-def _expert(experts: Any, number: int) -> nn.Module:
+def _expert(experts: Any, number: int, kind: GateKind) -> nn.Module:
     """Return expert ``number`` by itself, with matrices [outputs, inputs] for either layout of the stacks."""
-    if not experts.has_gate or experts.has_post_expert_norm:
-        raise _no_exact_form(experts)
     joined, down = experts.gate_up_proj[number], experts.down_proj[number]
     if experts.is_transposed:
         joined, down = joined.T, down.T
     joined_bias = experts.gate_up_proj_bias[number] if experts.has_bias else None
     down_bias = experts.down_proj_bias[number] if experts.has_bias else None
-    own_gate = type(experts)._apply_gate.__qualname__.startswith(type(experts).__name__)
-    activation = None if own_gate else activation_name(experts.config)
+    activation = activation_name(experts.config) if kind == "activation" else None
     gate_rows, up_rows = _halves(joined.shape[0], joined=experts.is_concatenated)
     gate = PackedLinear(
         joined[gate_rows], None if joined_bias is None else joined_bias[gate_rows], activation
     )
     up = PackedLinear(joined[up_rows], None if joined_bias is None else joined_bias[up_rows])
     out = PackedLinear(down, down_bias)
-    if not own_gate:
+    if kind == "activation":
         return _GatedExpert(gate, up, out)
-    if type(experts).__name__ in _LIMITED_EXPERTS:
+    if kind == "limited":
         return _LimitedExpert(gate, up, out, limit=float(experts.limit))
-    if not (hasattr(experts, "alpha") and hasattr(experts, "limit")):
-        raise _no_exact_form(experts)
     return _ClampedExpert(gate, up, out, alpha=float(experts.alpha), limit=float(experts.limit))
-
-
-def _no_exact_form(experts: nn.Module) -> ModelError:
-    return ModelError(
-        f"the experts of {type(experts).__name__} have no exact form here", hint='set kernel = "plain-f32"'
-    )
 
 
 def _halves(num_rows: int, *, joined: bool) -> tuple[slice, slice]:

@@ -17,14 +17,11 @@ from torch import nn
 from convoy.model.kv.packed import SAFE_ROWS
 from convoy.model.layers.attention import LayerBatch, attend
 
-# The library's attentions of this form.
-LATENT = {"DeepseekV3Attention"}
-
 
 class LatentAttention(nn.Module):
     """Replace the library's attention, with the same linears and norms except ``kv_b_proj``."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Any, *, packed: bool) -> None:  # noqa: ARG002 - as every replaced part
         super().__init__()
         self.layer_idx: int = attention.layer_idx
         self._scaling = float(attention.scaling)

@@ -19,7 +19,7 @@ class RoutedExperts(nn.Module):
     def __init__(self, block: Any, *, packed: bool) -> None:
         super().__init__()
         self.gate = IdRouter(block.gate, packed=packed)
-        self.experts = ExactExperts(block.experts) if packed else block.experts
+        self.experts = ExactExperts(block.experts, "limited") if packed else block.experts
         self.shared_experts = ClampedMlp(block.shared_experts, packed=packed)
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:

@@ -19,9 +19,6 @@ from convoy.model.layers.experts import ExactRouter, add_columns, exact_sigmoid
 from convoy.model.layers.rope import Rotation
 from convoy.model.layers.routed import RoutedExperts
 
-# The library's layers of this form.
-STREAMS = {"DeepseekV4DecoderLayer"}
-
 
 class StreamLayer(nn.Module):
     """Replace the library's layer, with the same weights."""

@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name
-from convoy.model.checkpoints.reading import TensorPart
 from convoy.model.checkpoints.slices import narrow_config
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.stage_tensors import TensorPart
 from convoy.model.layers.attention import ATTENTION_NAME, packed_attention
 from convoy.model.library import FAILURES, FOREIGN, LIBRARY, quiet, reason
 from convoy.model.loading.withheld import Withheld

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,21 +12,21 @@ from torch import nn
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
-from convoy.model.checkpoints.reading import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.stage_tensors import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.tied import check_tied
-from convoy.model.kernels.freed import large_apart
-from convoy.model.layers.delta import DELTA, GatedDeltaNet
+from convoy.model.kernels.release_memory import large_apart
 from convoy.model.layers.exact import RowNorm, make_layer_exact, make_norm_exact
-from convoy.model.layers.latent import LATENT, LatentAttention
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.layers.rope import RopeUse
-from convoy.model.layers.streams import STREAMS, StreamJoin, StreamLayer
+from convoy.model.layers.streams import StreamJoin
 from convoy.model.loading.decoder import build_decoder, decoder_config
+from convoy.model.loading.join_ranks import join_parts
 from convoy.model.loading.loaded import LoadedModules
-from convoy.model.loading.share import join_parts
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.ranks import Ranks
+from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.family import Family
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages.control import StageAssignment
 
@@ -154,21 +155,22 @@ def _take_modules(
     decoder, output, config = model.model, model.lm_head, model.config
     layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
     _check_heads(source, layers)
-    ropes = {i: _make_layer(layers, i, decoder.rotary_emb, config, packed=packed) for i in list(layers)}
+    family, rotary = FAMILIES[source.spec.family], decoder.rotary_emb
+    ropes = {i: _make_layer(layers, i, rotary, config, family, packed=packed) for i in list(layers)}
     embedding: Any = getattr(decoder.embed_tokens, "weight", None)
     scale, norm = _embed_scale(decoder, config), _final_norm(decoder, packed=packed)
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
         # `lm_head` is converted later, once it is known whether it is rounded
-        norm = make_norm_exact(norm)
+        norm = make_norm_exact(norm, family)
     lookup = _lookup(embedding) if embed or beside else None
     return LoadedModules(
         embedding=lookup if embed else None,
         layers=layers,
         norm=norm,
         output=output,
-        rotary=decoder.rotary_emb,
+        rotary=rotary,
         ropes=ropes,
         embed_scale=scale,
         logit_scale=_logit_scale(config),
@@ -215,25 +217,35 @@ def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
 
 
 def _make_layer(
-    layers: dict[int, nn.Module], number: int, rotary: Any, config: Any, *, packed: bool
+    layers: dict[int, nn.Module], number: int, rotary: Any, config: Any, family: Family, *, packed: bool
 ) -> RopeUse:
     """Return the rotation that layer ``number`` uses; make the layer exact if ``packed``."""
     layer: Any = layers[number]
-    if type(layer).__name__ in STREAMS:
-        layers[number] = StreamLayer(layer, packed=packed)
-        return RopeUse(layer.self_attn.rope_layer_type)
-    for name, part in list(layer.named_modules()):
-        if type(part).__name__ in LATENT:
-            layer.set_submodule(name, LatentAttention(part))
-        elif type(part).__name__ in DELTA:
-            layer.set_submodule(name, GatedDeltaNet(part, packed=packed))
+    for path, place in family.replaced.items():
+        if not path:
+            layers[number] = replacement(place)(layer, packed=packed)
+            return RopeUse(layer.self_attn.rope_layer_type)
+        # A family may have parts in some layers alone.
+        if (part := getattr(layer, path, None)) is not None:
+            layer.set_submodule(path, replacement(place)(part, packed=packed))
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
     layer_type = str(config.layer_types[number]) if by_type else None
     if not packed:
         return RopeUse(layer_type)
     frequencies = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
-    attention = make_layer_exact(layer, 2 * frequencies.numel())
+    attention = make_layer_exact(layer, 2 * frequencies.numel(), family)
     return RopeUse(layer_type, None if attention is None else attention.spread)
+
+
+def replacement(place: str) -> Callable[..., nn.Module]:
+    """Return the class of ours that a family's row names as "module:class".
+
+    It is called with a part of the library's layer and with ``packed``. The row names it, so that a new kind
+    of layer changes no table here.
+    """
+    module, _, name = place.partition(":")
+    found: Callable[..., nn.Module] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _layer_inputs(

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from convoy.config.kernels import form_of
+from convoy.model.kernels.int8 import Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.registry import LinearKernel, linear_kernel
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
-from convoy.model.layers.int4 import rounded_to_4
+from convoy.model.layers.experts import ExactRouter
 from convoy.model.layers.layer_inputs import LayerInputs
-from convoy.model.layers.quantized import Int8Linear, Int8Mlp, replace_linears, rounded_to_8
 from convoy.model.layers.rope import RopeUse
 from convoy.model.parallel.ranks import PartialSum, Ranks
 from convoy.wire.messages.control import StageAssignment
@@ -103,18 +105,21 @@ class LoadedModules:
         if held != (assignment.embed, assignment.output):
             self.embedding = self.norm = self.output = None
 
-    def quantize(self, bits: int = 8) -> None:
-        """Round all packed linears to 8 bits, or to 4 except `lm_head`; rounded linears stay as they are."""
-        rounded = rounded_to_4 if bits == 4 else rounded_to_8
+    def quantize(self, kernel: str) -> None:
+        """Round all packed linears as ``kernel`` does, `lm_head` as the kernel's form says otherwise.
+
+        Linears that are rounded already stay as they are.
+        """
+        inner, outer = linear_kernel(kernel), linear_kernel(form_of(kernel).otherwise or kernel)
         for layer in self.layers.values():
-            replace_linears(layer, rounded)
+            _round_linears(layer, inner)
         if self.layer_inputs is not None:
-            replace_linears(self.layer_inputs, rounded)
+            _round_linears(self.layer_inputs, inner)
         # `lm_head` is not packed yet
         if isinstance(self.output, nn.Linear):
-            self.output = Int8Linear(self.output.weight, self.output.bias)
+            self.output = outer.make(self.output.weight, self.output.bias)
         elif self.output is not None:
-            self.output = replace_linears(self.output, rounded_to_8)
+            self.output = _round_linears(self.output, outer)
 
     @property
     def linears(self) -> list[PackedLinear]:
@@ -144,6 +149,22 @@ class LoadedModules:
             m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
         ]
         return sum(plain.values()) + sum(packed)
+
+
+def _round_linears(module: nn.Module, kernel: LinearKernel) -> nn.Module:
+    """Replace every packed linear in ``module``, or ``module`` itself. Routers stay as they are.
+
+    A router chooses experts by scores that lie close together, and its matrix weighs next to nothing.
+    Returns the replacement of ``module``, or ``module``.
+    """
+    if type(module) is PackedLinear:
+        return kernel.round_linear(module)
+    if isinstance(module, ExactMlp) and kernel.join_mlp is not None:
+        return kernel.join_mlp(module.gate, module.up, module.down)
+    for name, child in module.named_children():
+        if not isinstance(child, ExactRouter):
+            setattr(module, name, _round_linears(child, kernel))
+    return module
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

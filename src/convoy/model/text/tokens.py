@@ -164,7 +164,7 @@ class TextStream:
 
 def _load(source: ModelSource) -> Any:
     if source.seed is not None:
-        from convoy.model.text.synthetic_text import byte_tokenizer
+        from convoy.model.text.byte_tokenizer import byte_tokenizer
 
         with LIBRARY:
             return byte_tokenizer(source.spec.vocab_size)

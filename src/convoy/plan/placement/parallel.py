@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from convoy.config.kernels import STEADY
 from convoy.config.table import Parallel
 from convoy.errors import PlanError
-from convoy.plan.spec.kernels import STEADY
 
 Asked = Parallel
 Mode = Literal["single", "pipeline", "tensor"]

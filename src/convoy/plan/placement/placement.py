@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from convoy.config.kernels import form_of
 from convoy.errors import PlanError, SpanError
 from convoy.plan.memory.memory import check_memory
 from convoy.plan.offer import MemberOffer
@@ -22,7 +23,6 @@ from convoy.plan.placement.parallel import Mode
 from convoy.plan.placement.route import Route, missing_layers
 from convoy.plan.placement.sharing import check_rules, share
 from convoy.plan.span import Span, format_span, layers_text, parse_span
-from convoy.plan.spec.kernels import form_of
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import check_sharding
 from convoy.trust.evidence.policy import PlacementRule

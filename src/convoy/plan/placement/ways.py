@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from convoy.config.kernels import STEADY
 from convoy.errors import ConvoyError, PlanError, SpanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.grouping import best_world_size, in_groups, is_grouped
@@ -23,7 +24,6 @@ from convoy.plan.placement.parallel import (
     why_not_tensor,
 )
 from convoy.plan.placement.placement import Placement, place
-from convoy.plan.spec.kernels import STEADY
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import PlacementRule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
+from convoy.config.kernels import DTYPE_BYTES, form_of
 
 # Tokens that a delta net takes together, from multiples of this position on.
 STATE_TILE = 16

@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from convoy.config.kernels import DTYPE_BYTES, form_of
 from convoy.errors import ModelError
 from convoy.plan.spec.cache import CacheGroup, dtype_bytes
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
-from convoy.plan.spec.heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
-from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
+from convoy.plan.spec.families.registry import read_family
+from convoy.plan.spec.family import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, LayerHeads, Shape
+from convoy.plan.spec.heads import cache_groups, forbidden_cuts, read_heads
 from convoy.plan.spec.rotary import check_rotary, max_context
 from convoy.plan.spec.tensors import layer_tensors, per_layer_input, read_streams
-from convoy.plan.spec.weights import LayerWeights, Shape, layer_weights
+from convoy.plan.spec.weights import LayerWeights, layer_weights
 
 # A norm's least divisor by the families' words, and Granite's divisor.
 _ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
@@ -28,7 +29,7 @@ class ModelSpec:
     """Hold a model's shape. Byte counts take the dtype in which a stage holds weights, not that on disk."""
 
     name: str
-    # The model_type of config.json: "llama".
+    # The model_type of config.json, a row of `plan.spec.families`.
     family: str
     num_layers: int
     hidden_size: int
@@ -86,7 +87,7 @@ class ModelSpec:
             num_layers=num_layers,
             hidden_size=hidden_size,
             vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
-            max_context=max_context(reader),
+            max_context=max_context(reader, family.long_ropes),
             tied_embeddings=reader.flag("tie_word_embeddings"),
             stored_dtype=_stored_dtype(reader),
             layers=layers,
@@ -142,7 +143,7 @@ class ModelSpec:
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
         """Return the weight bytes of layers [start, end), with the embedding and the output if owned.
 
-        ``dtype`` is a dtype, or a kernel, which has more rules (`plan.spec.kernels`). A tied matrix counts
+        ``dtype`` is a dtype, or a kernel, which has more rules (`config.kernels`). A tied matrix counts
         once if embedding and output sit together, else at each of them. A packed one cannot be looked up by
         row: then the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an
         input of token ids need the embedding with them, and a norm.

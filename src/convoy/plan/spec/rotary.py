@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from convoy.plan.spec.config import ConfigReader, is_above_0
 from convoy.plan.spec.family import MAX_CONTEXT
@@ -39,19 +39,18 @@ def check_rotary(reader: ConfigReader) -> None:
                 raise reader.wrong(f"{name}.{kind}", part, "an object")
 
 
-def max_context(reader: ConfigReader) -> int:
+def max_context(reader: ConfigReader, long_ropes: Collection[str]) -> int:
     """Return the tokens for which a position has one rotation, after `check_rotary`. Raises ModelError.
 
-    The "longrope" of Phi-3 and Phi-4 rotates every position differently once a sequence is longer than the
-    original context. No earlier K/V would be valid then, so the context ends there.
+    ``long_ropes`` are the words for a rotation like that of Phi-3: it rotates every position differently
+    once a sequence is longer than the original context. No earlier K/V would be valid then, so the context
+    ends there.
     """
     longest = reader.count("max_position_embeddings", most=MAX_CONTEXT)
     rope = reader.get("rope_parameters") or reader.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return longest
-    # Phi-3's loader takes these three words for one.
-    kinds = {"longrope", "su", "yarn"} if reader.word("model_type") == "phi3" else {"longrope"}
-    if rope.get("rope_type", rope.get("type")) not in kinds:
+    if rope.get("rope_type", rope.get("type")) not in long_ropes:
         return longest
     # The key outside the object takes precedence over the one beside the factors.
     original = reader.optional_count(_ORIGINAL, most=MAX_CONTEXT)

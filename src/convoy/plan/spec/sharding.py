@@ -14,19 +14,13 @@ from typing import Literal
 from convoy.errors import PlanError
 from convoy.plan.span import Span
 from convoy.plan.spec.cache import CacheGroup
+from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.weights import LayerWeights, Matrix, WeightPart
 from convoy.wire.messages.control import StageAssignment
 
 Experts = Literal["auto", "split", "whole"]
 
-# Families that cannot be split by outputs, inputs and heads, and the reasons.
-_UNFIT = {
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "its norms go over the queries of all heads at once"),
-    "cohere": "its norms have a weight for each head",
-}
-# Families where the expert for all rows takes its width from the others.
-_ALIKE = {"glm4_moe", "deepseek_v3"}
 _UNFIT_KINDS = {
     "recurrent": "its layers keep recurrent state",
     "entries": "its heads look at compressed entries",
@@ -135,7 +129,7 @@ def _settled(spec: ModelSpec, world_size: int, experts: Experts) -> Experts:
         return experts
     widths = {_width(matrix) for layer in spec.layers for matrix in layer.experts.linears}
     counts = {layer.num_experts for layer in spec.layers}
-    if spec.family in _ALIKE or not any(width % world_size for width in widths):
+    if FAMILIES[spec.family].shared_expert_alike or not any(width % world_size for width in widths):
         return "split"
     return "split" if any(count % world_size for count in counts) else "whole"
 
@@ -146,7 +140,7 @@ def _width(matrix: Matrix) -> int:
 
 
 def _check_family(spec: ModelSpec) -> None:
-    reason = _UNFIT.get(spec.family)
+    reason = FAMILIES[spec.family].unshared or None
     if reason is None and spec.num_streams > 1:
         reason = "several hidden states go from layer to layer"
     for group in spec.cache_groups:
@@ -174,7 +168,7 @@ def _check_heads(spec: ModelSpec, group: CacheGroup, world_size: int) -> None:
 def _check_experts(spec: ModelSpec) -> None:
     if not any(layer.num_experts for layer in spec.layers):
         raise PlanError(f"{spec.name} has no experts to share out whole")
-    if spec.family in _ALIKE:
+    if FAMILIES[spec.family].shared_expert_alike:
         raise PlanError(
             f"the experts of {spec.name} cannot be shared out whole: one for all rows is as wide as they are"
         )

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
+from convoy.config.kernels import DTYPE_BYTES, form_of
+from convoy.plan.spec.family import Shape
 
-Shape = tuple[int, ...]
-# Not rounded: the scores of experts, which `layers.quantized` leaves alone, MLA's expansion, and the output
+# Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, and the output
 # of each group of DeepSeek V4's heads. The last two are in no linear there.
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
 _NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")
@@ -64,7 +64,7 @@ class WeightPart:
         return sum(matrix.elements for matrix in self.linears) + self.others
 
     def num_bytes(self, word: str) -> int:
-        """Return the bytes as a kernel (`plan.spec.kernels`) holds them."""
+        """Return the bytes as a kernel (`config.kernels`) holds them."""
         form = form_of(word)
         linears = sum(m.count * form.linear_bytes(m.outputs, m.inputs) for m in self.linears)
         return linears + self.others * DTYPE_BYTES[form.dtype]

@@ -15,8 +15,8 @@ from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import describe_tensors
+from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.native import library
-from convoy.model.layers.quantized import Int8Linear
 from convoy.model.stage import StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment

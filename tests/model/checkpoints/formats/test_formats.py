@@ -17,7 +17,7 @@ from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.owned import owned_tensors
-from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile

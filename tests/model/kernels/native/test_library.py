@@ -14,6 +14,7 @@ from torch import nn
 from convoy.errors import SelfCheckError, StepError
 from convoy.model.backends.host.checks.attention_check import attention_holds
 from convoy.model.backends.host.checks.selfcheck import check_linears
+from convoy.model.kernels.int8 import Int8Linear, int8_linear, native_holds, round_weight
 from convoy.model.kernels.linear import PackedLinear, pad_rows
 from convoy.model.kernels.native import build, library
 from convoy.model.kernels.native.attention import NativeGroup
@@ -22,7 +23,6 @@ from convoy.model.kernels.native.norm import native_norm, norm_holds
 from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
-from convoy.model.layers.quantized import Int8Linear, int8_linear, native_holds, round_weight
 from convoy.wire.messages.control import Row
 from support.tiny_models import Threads
 

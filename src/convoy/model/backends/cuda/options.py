@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.model.device import CUDA_BITS, CUDA_KERNEL, CUDA_KERNELS
+from convoy.config.kernels import CUDA_KERNEL, CUDA_KERNELS, PLAIN, form_of
 
 KERNEL = CUDA_KERNEL
 # For debugging: no rounding to bfloat16, and the library's layers for every family.
-CHECK_KERNEL = "plain-f32"
+CHECK_KERNEL = PLAIN
 DTYPES = dict.fromkeys(CUDA_KERNELS, torch.bfloat16) | {CHECK_KERNEL: torch.float32}
 
 
@@ -33,4 +33,4 @@ class DeviceOptions:
     @property
     def bits(self) -> int:
         """Return the bits of a rounded weight, or 0 where weights are not rounded."""
-        return CUDA_BITS.get(self.kernel, 0)
+        return form_of(self.kernel).bits

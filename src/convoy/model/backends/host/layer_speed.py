@@ -19,6 +19,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import MIN_VOCABULARY, describe_tensors
 from convoy.model.stage import StageOptions
 from convoy.plan.spec.cache import dtype_bytes
+from convoy.plan.spec.families.llama import LLAMA
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
@@ -89,7 +90,7 @@ def seconds_beyond(longer_s: float, shorter_s: float) -> float:
 
 def _describe(hidden_size: int, between: int) -> ModelSource:
     config = {
-        "model_type": "llama",
+        "model_type": LLAMA,
         "hidden_size": hidden_size,
         "intermediate_size": between,
         "num_hidden_layers": _NUM_LAYERS,

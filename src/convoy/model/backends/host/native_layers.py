@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.kernels.int8 import Int8Linear, Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.attention import NativeGroup
 from convoy.model.kernels.native.library import (
@@ -26,12 +27,8 @@ from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
-from convoy.model.layers.quantized import Int8Linear, Int8Mlp
 from convoy.model.layers.rope import Rotation
 
-# Layers made of a norm, attention, a norm and a gated MLP, with a residual sum behind either, and nothing
-# else.
-_PLAIN_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 GATED_ACTIVATIONS = {"silu", "swish"}
 
 Batch = Mapping[int, LayerBatch | Any]
@@ -165,7 +162,7 @@ class _Described:
 
 
 def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
-    """Return compiled code for ``layers``.
+    """Return compiled code for ``layers``, which must be plain ones (`Family.plain_layers`).
 
     Returns None where nothing is compiled, or where a layer has parts that compiled code does not know.
     """
@@ -176,8 +173,6 @@ def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    if type(layer).__name__ not in _PLAIN_LAYERS:
-        return False
     attention, mlp = layer.self_attn, layer.mlp
     if type(attention) is not ExactAttention or attention.gate is not None or attention.sinks is not None:
         return False

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from convoy.config.kernels import PLAIN, ROUNDED
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
-    PLAIN,
-    ROUNDED,
     check_heads,
     check_linears,
     check_options,
@@ -33,11 +32,12 @@ from convoy.model.parallel.ranks import Ranks
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
+from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.checkpoints.stage_tensors import LoadProgress
     from convoy.model.loading.loaded import LoadedModules
 
 
@@ -125,8 +125,9 @@ class HostStage:
             kept = before.give_up_modules(source, options, shard)
         elif before is not None:
             before.give_up()
-        packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
-        finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
+        packed = options.kernel != PLAIN
+        rounds = options.kernel in ROUNDED
+        finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
         work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes
@@ -144,7 +145,7 @@ class HostStage:
                 stage._trial.prove()
         if modules.bytes_read:
             stage._trial.once()
-        if packed:
+        if packed and FAMILIES[stage._spec.family].plain_layers:
             stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
         return stage
 

@@ -18,6 +18,7 @@ from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf_header import TYPES, GgufHeader, read_gguf
 from convoy.model.checkpoints.formats.unpacking import Index, Parts, StoredLayout, Unpacking
 from convoy.plan.spec.config import is_above_0
+from convoy.plan.spec.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,7 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 # the library uses the same names
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_TURNED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}}
+ARCHITECTURES = tuple(sorted(name for name, family in FAMILIES.items() if family.gguf))
 _LAYER = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)", re.ASCII)
 _FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32", "F16", "BF16"}
@@ -154,7 +154,7 @@ def _translated(
     match = _LAYER.fullmatch(stored.name)
     if match is None or match[2] not in _PARTS:
         raise ModelError(f"{stored.path}: {stored.name} is not a tensor that Convoy knows in {architecture}")
-    turned = _TURNED.get(architecture, {}).get(match[2])
+    turned = FAMILIES[architecture].gguf_turned.get(match[2])
     heads = config.get(turned) if turned else None
     return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}", heads if isinstance(heads, int) else None
 

@@ -13,18 +13,18 @@ from convoy.errors import ModelError
 from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 from convoy.model.checkpoints.checkpoint import map_tensor
-from convoy.model.checkpoints.read import unpack_into
+from convoy.model.checkpoints.read_tensor import unpack_into
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
 from convoy.model.checkpoints.tied import check_tied
 from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.families.registry import FAMILIES
 from convoy.wire.messages.control import StageAssignment
 
 if TYPE_CHECKING:
     from convoy.model.checkpoints.slices import Slices
 
 DTYPE = torch.bfloat16
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ACTIVATIONS = frozenset({"silu", "swish"})
 
 LoadProgress = Callable[[int, int], None]
@@ -136,7 +136,7 @@ def why_not_ours(source: ModelSource) -> str | None:
     The library's layers run the other models.
     """
     spec = source.spec
-    if spec.family not in FAMILIES:
+    if not FAMILIES[spec.family].plain_layers:
         return f"model type {spec.family!r} has other layers"
     activation = ConfigReader(source.config, source.name).word("hidden_act") or "silu"
     if activation not in _ACTIVATIONS:

@@ -9,24 +9,25 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from convoy.config.kernels import (
+    AUTO,
+    EXACT,
+    HOST_KERNELS,
+    KERNELS,
+    PLAIN,
+    ROUNDED,
+    host_kernels_text,
+)
 from convoy.errors import ModelError, SelfCheckError, UsageError
-from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows, w8a8_available
+from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
+from convoy.model.kernels.registry import rounded_kernels
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.model.kv.pool import make_pool
 from convoy.model.kv.pools import BlockTable
 from convoy.model.layers.attention import LayerBatch, attend
-from convoy.model.layers.int4 import int4_available
 from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import Row
 
-EXACT, PLAIN = "exact-f32", "plain-f32"
-# Exact mode's layers with 8-bit linears, see `model.layers.quantized`.
-W8A8 = "w8a8"
-# Exact mode's layers with 4-bit linears, see `model.layers.int4`.
-W4A16 = "w4a16"
-# Bits of a weight.
-ROUNDED = {W8A8: 8, W4A16: 4}
-KERNELS = (EXACT, PLAIN, W8A8, W4A16)
 # (in, out): wide, narrow, odd and tiny. A stage also checks its own shapes when it is loaded.
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (256, 2048))
 # Fewer rows are padded, see `linear.padded_count`.
@@ -40,10 +41,9 @@ CHECK_ROWS = 70
 
 def check_options(kernel: str, block_size: int) -> None:
     """Raise ModelError for an unknown kernel, and for a block size that does not divide a key block."""
-    if kernel not in KERNELS:
-        raise ModelError(
-            f"kernel {kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
-        )
+    if kernel not in HOST_KERNELS:
+        *most, last = HOST_KERNELS
+        raise ModelError(f"kernel {kernel!r} is not known, expected {', '.join(most)} or {last}")
     if block_size < 1 or KEY_BLOCK % block_size:
         raise ModelError(f"block size {block_size} does not divide {KEY_BLOCK}")
 
@@ -144,15 +144,14 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> str:
     `why_not_exact` tells why exact mode does not hold. Raises SelfCheckError if exact mode or rounded
     linears were requested by name and do not work here, UsageError for an unknown name.
     """
-    if requested not in {"auto", *KERNELS}:
-        known = f"auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
-        raise UsageError(f"kernel {requested!r} is not known, expected {known}")
+    if requested not in {AUTO, *HOST_KERNELS}:
+        raise UsageError(f"kernel {requested!r} is not known, expected {host_kernels_text()}")
     if requested in {EXACT, *ROUNDED}:
         check_exact(num_threads)
-    if requested in ROUNDED and requested not in _rounded_here():
-        bits = ROUNDED[requested]
+    if requested in ROUNDED and requested not in rounded_kernels():
+        bits = KERNELS[requested].form.bits
         raise SelfCheckError(f"this build of torch has no {bits}-bit linears", hint='set kernel = "auto"')
-    if requested == "auto":
+    if requested == AUTO:
         return PLAIN if why_not_exact(num_threads) else EXACT
     return requested
 
@@ -173,16 +172,9 @@ def available_kernels(requested: str, num_threads: int | None = None) -> list[st
     `choose_kernel` does.
     """
     kernel = choose_kernel(requested, num_threads)
-    if requested != "auto" or kernel != EXACT:
+    if requested != AUTO or kernel != EXACT:
         return [kernel]
-    return [EXACT, PLAIN, *_rounded_here()]
-
-
-def _rounded_here() -> list[str]:
-    """Return the kernels with rounded linears. 4-bit linears need 8-bit ones beside them."""
-    if not w8a8_available():
-        return []
-    return [W8A8, W4A16] if int4_available() else [W8A8]
+    return [EXACT, PLAIN, *rounded_kernels()]
 
 
 @contextmanager

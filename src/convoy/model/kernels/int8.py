@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -25,8 +25,7 @@ from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import PackedLinear, w8a8_available
 from convoy.model.kernels.native.library import native_library
 from convoy.model.kernels.native.linears import NativeI8
-from convoy.model.layers.exact import ExactMlp
-from convoy.model.layers.experts import ExactRouter
+from convoy.model.kernels.registry import LinearKernel
 
 _GREATEST = 127
 # oneDNN multiplies unsigned with signed bytes. Signed with signed was 6,000 times slower, measured at one
@@ -225,14 +224,14 @@ class Int8Mlp(nn.Module):
     With few rows the calls are most of the cost.
     """
 
-    def __init__(self, mlp: ExactMlp) -> None:
+    def __init__(self, gate_linear: PackedLinear, up_linear: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
-        (gate, gate_bias), (up, up_bias) = mlp.gate.dense(), mlp.up.dense()
+        (gate, gate_bias), (up, up_bias) = gate_linear.dense(), up_linear.dense()
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.gate_up = Int8Linear(torch.cat((gate, up)), bias)
-        self.down = _rounded(mlp.down)
+        self.down = round_to_8_bits(down)
         # The width of gate, and of up.
-        self.activation, self.width = mlp.gate.activation, gate.shape[0]
+        self.activation, self.width = gate_linear.activation, gate.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., rows, hidden] to the same shape."""
@@ -242,30 +241,9 @@ class Int8Mlp(nn.Module):
         return down
 
 
-def replace_linears(module: nn.Module, rounded: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace every part of ``module`` for which ``rounded`` returns another. Routers stay as they are.
-
-    A router chooses experts by scores that lie close together, and its matrix weighs next to nothing.
-    Returns the replacement of ``module``, or ``module``.
-    """
-    other = rounded(module)
-    if other is not None:
-        return other
-    for name, child in module.named_children():
-        if not isinstance(child, ExactRouter):
-            setattr(module, name, replace_linears(child, rounded))
-    return module
-
-
-def rounded_to_8(module: nn.Module) -> nn.Module | None:
-    """Return an 8-bit linear or MLP for `replace_linears`, or None.
-
-    Parts that were rounded before stay as they are.
-    """
-    if type(module) is PackedLinear:
-        return _rounded(module)
-    return Int8Mlp(module) if isinstance(module, ExactMlp) else None
-
-
-def _rounded(linear: PackedLinear) -> Int8Linear:
+def round_to_8_bits(linear: PackedLinear) -> Int8Linear:
+    """Return the 8-bit form of a packed linear."""
     return Int8Linear(*linear.dense(), linear.activation)
+
+
+KERNEL = LinearKernel(w8a8_available, Int8Linear, round_to_8_bits, Int8Mlp)

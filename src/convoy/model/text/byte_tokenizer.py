@@ -1,4 +1,7 @@
-"""Build the tokeniser of a synthetic model: one token for each byte, and numbers for the rest."""
+"""Build the tokeniser of a synthetic model: one token for each byte, and numbers for the rest.
+
+It is apart from `text.tokens` so that only a synthetic model imports the library's parts of a tokeniser.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name, owned_tensors
-from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.spec.sharding import WHOLE, Shard

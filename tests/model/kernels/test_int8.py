@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from convoy.config.kernels import W8A8
 from convoy.errors import SelfCheckError
-from convoy.model.backends.host.checks.selfcheck import W8A8, available_kernels, choose_kernel
+from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
 from convoy.model.kernels.activation import ACTIVATIONS
+from convoy.model.kernels.int8 import MAX_INPUTS, Int8Linear, int8_linear, round_weight
 from convoy.model.kernels.linear import PackedLinear, w8a8_available
-from convoy.model.layers.quantized import MAX_INPUTS, Int8Linear, int8_linear, round_weight
 from support.tiny_models import Models, Threads
 
 pytestmark = pytest.mark.skipif(not w8a8_available(), reason="this build of torch has no 8-bit linears")
@@ -34,9 +35,9 @@ def test_it_computes_what_the_slow_reference_does(width: int, outputs: int, rows
 def test_all_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, width: int, outputs: int) -> None:
     weight, x = numbers(outputs, width), numbers(17, width, seed=2)
     found = Int8Linear(weight, None)(x)
-    monkeypatch.setattr("convoy.model.layers.quantized.native_holds", lambda: False)
+    monkeypatch.setattr("convoy.model.kernels.int8.native_holds", lambda: False)
     assert torch.equal(Int8Linear(weight, None)(x), found)
-    monkeypatch.setattr("convoy.model.layers.quantized.fbgemm_holds", lambda: False)
+    monkeypatch.setattr("convoy.model.kernels.int8.fbgemm_holds", lambda: False)
     assert torch.equal(Int8Linear(weight, None)(x), found)
 
 

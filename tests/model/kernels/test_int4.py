@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from convoy.config.kernels import STEADY, W4A16, W8A8
 from convoy.errors import SelfCheckError
-from convoy.model.backends.host.checks.selfcheck import W4A16, W8A8, available_kernels, choose_kernel
+from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
+from convoy.model.kernels import int4
 from convoy.model.kernels.activation import ACTIVATIONS
+from convoy.model.kernels.int4 import GROUP, Int4Linear, int4_available, round_to_4_bits
+from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.layers.int4 import GROUP, Int4Linear, int4_available, round_to_4_bits
-from convoy.model.layers.quantized import Int8Linear
-from convoy.plan.spec.kernels import STEADY
 from support.tiny_models import Models, Prompt, Threads
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this build of torch has no 4-bit linears")
@@ -102,7 +105,7 @@ def test_guesses_may_be_checked_as_one_row_because_chunks_change_no_bit(
 def test_it_is_offered_last_and_only_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_kernels("auto", 1)[-1] == W4A16
     assert available_kernels(W4A16, 1) == [W4A16]
-    monkeypatch.setattr("convoy.model.backends.host.checks.selfcheck.int4_available", lambda: False)
+    monkeypatch.setattr(int4, "KERNEL", replace(int4.KERNEL, is_available=lambda: False))
     assert W4A16 not in available_kernels("auto", 1)
     with pytest.raises(SelfCheckError, match="no 4-bit"):
         choose_kernel(W4A16, 1)

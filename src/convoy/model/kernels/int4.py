@@ -14,8 +14,9 @@ from torch import nn
 
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
+from convoy.model.kernels.int8 import RoundedLinear, round_to_8_bits
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.layers.quantized import Int8Linear, RoundedLinear
+from convoy.model.kernels.registry import LinearKernel
 
 # Weights that share one scale.
 GROUP = 32
@@ -64,17 +65,6 @@ def _round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.flatten(1), torch.stack((scale.t(), middle.t()), -1)
 
 
-def rounded_to_4(module: nn.Module) -> nn.Module | None:
-    """Return a 4-bit linear for `quantized.replace_linears`, or an 8-bit one where the shape does not fit.
-
-    Returns None for modules that are no packed linears.
-    """
-    if type(module) is not PackedLinear:
-        return None
-    kind = Int4Linear if fits_int4(module) else Int8Linear
-    return kind(*module.dense(), module.activation)
-
-
 class Int4Linear(RoundedLinear):
     """Compute y = activation(x W^T + b) from 4-bit weights. The float weights are not kept.
 
@@ -105,3 +95,13 @@ class Int4Linear(RoundedLinear):
         if self._bias is not None:
             y.add_(self._bias)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
+
+
+def _round_linear(linear: PackedLinear) -> RoundedLinear:
+    """Return the 4-bit form of a packed linear, or the 8-bit one where the shape does not fit."""
+    if not fits_int4(linear):
+        return round_to_8_bits(linear)
+    return Int4Linear(*linear.dense(), linear.activation)
+
+
+KERNEL = LinearKernel(int4_available, Int4Linear, _round_linear)

@@ -1,4 +1,7 @@
-"""Wrap modules made of a rank's slices, so that sums and embeddings are joined with the other ranks'."""
+"""Wrap modules made of a rank's slices, so that sums and embeddings are joined with the other ranks'.
+
+It is apart from `loading.load` because that module knows nothing of sums between ranks.
+"""
 
 from __future__ import annotations
 

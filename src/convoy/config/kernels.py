@@ -1,0 +1,194 @@
+"""The kernels: one row for each, with its name, the form of weights and K/V, and its error bounds.
+
+A kernel of hosts with rounded linears also names its module in `model.kernels`, which has the check of this
+machine and the factories (`model.kernels.registry`). So a new one is one module and one row. A form's word is
+the kernel's, or a dtype's if everything is simply held in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from convoy.errors import ModelError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """Describe the form of weights and K/V.
+
+    ``dtype`` is that of K/V, and of all weights outside linears or not rounded. ``packed`` linears are laid
+    out for the kernel, and cannot be looked up by row. ``bits`` counts those of a rounded weight; it is 0
+    without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
+    multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
+    ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
+    """
+
+    dtype: str
+    packed: bool = False
+    bits: int = 0
+    group: int = 0
+    scale_bytes: int = 4
+    outputs: int = 1
+    # The word of another form.
+    otherwise: str = ""
+
+    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
+        """Return the bytes of a matrix of [outputs, inputs], without a bias; ``head`` marks `lm_head`."""
+        if not self.bits:
+            return outputs * inputs * DTYPE_BYTES[self.dtype]
+        if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
+            return form_of(self.otherwise).linear_bytes(outputs, inputs)
+        groups = -(-inputs // self.group) if self.group else 1
+        return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
+
+
+@dataclass(frozen=True)
+class ErrorBounds:
+    """Bound the distance of logits from the unsplit stage's, and from the library's whole model.
+
+    The first two bounds are for logits up to 10 and grow in proportion beyond, because float32 rounds in
+    proportion. The median distance from the library, over positions, does not grow.
+    """
+
+    unsplit: float
+    library: float
+    median: float
+
+    @staticmethod
+    def grown(bound: float, greatest_logit: float) -> float:
+        """Return ``bound`` for logits that reach ``greatest_logit``."""
+        return bound * max(1.0, greatest_logit / 10)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Describe a kernel: what a plan, the settings and `convoy verify` know of it."""
+
+    name: str
+    form: KernelForm
+    bounds: ErrorBounds
+    # Of models with experts; None: `bounds`.
+    expert_bounds: ErrorBounds | None = None
+    # The distance from the library with several ranks; None: that of `bounds`.
+    ranks_library: float | None = None
+    # Whether stages run it on CUDA; the others run on hosts.
+    on_cuda: bool = False
+    # Whether a row's bits depend on its own sequence alone, and so on no cut between layers.
+    steady: bool = False
+    # The word of --quantize that asks for it.
+    quantize: str = ""
+    # The kernel that stages on CUDA run if this one is asked for.
+    cuda_name: str = ""
+    # The module with its `KERNEL`, for rounded linears on hosts.
+    module: str = ""
+
+
+# Float32 linears packed for oneDNN, with exact mode's layers.
+EXACT = "exact-f32"
+# The library's layers in float32.
+PLAIN = "plain-f32"
+# Exact mode's layers with linears of 8-bit weights, and of 4-bit weights.
+W8A8, W4A16 = "w8a8", "w4a16"
+# Stages on CUDA: weights and K/V in bfloat16, Convoy's own attention (`model.backends.cuda`).
+CUDA_KERNEL = "cuda-bf16"
+# The same with rounded weights; see `model.backends.cuda.kernels.rounded`.
+CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
+# The setting that lets each member choose, and those that name a kernel of hosts.
+AUTO: Final = "auto"
+RequestedKernel = Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"]
+
+# By name, best first on a device; rounded ones come last, since the head must request them.
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            EXACT,
+            KernelForm("float32", packed=True),
+            ErrorBounds(0.0, 2e-5, 2e-5),
+            # Ranks add their float32 sums in another order than one process does.
+            ranks_library=4e-5,
+            steady=True,
+        ),
+        Kernel(
+            PLAIN,
+            KernelForm("float32"),
+            ErrorBounds(2e-5, 2e-5, 2e-5),
+            ranks_library=4e-5,
+        ),
+        Kernel(
+            W8A8,
+            KernelForm("float32", packed=True, bits=8),
+            # If a rounded row goes to another expert, one position may be far off.
+            ErrorBounds(0.0, 5.0, 1.0),
+            steady=True,
+            quantize="int8",
+            cuda_name=CUDA_INT8,
+            module="convoy.model.kernels.int8",
+        ),
+        Kernel(
+            W4A16,
+            # A scale and a middle in bfloat16.
+            KernelForm("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise=W8A8),
+            ErrorBounds(0.0, 20.0, 5.0),
+            steady=True,
+            quantize="int4",
+            cuda_name=CUDA_INT4,
+            module="convoy.model.kernels.int4",
+        ),
+        Kernel(
+            CUDA_KERNEL,
+            KernelForm("bfloat16"),
+            # The step of bfloat16 at 4 is 0.03.
+            ErrorBounds(0.3, 0.3, 0.15),
+            # If two experts score nearly the same, bfloat16 may choose another one than float32 does. One
+            # position is then far from the library's. Seen: 0.06 from the unsplit stage, a median of 0.11.
+            expert_bounds=ErrorBounds(0.5, 5.0, 0.3),
+            on_cuda=True,
+        ),
+        Kernel(
+            CUDA_INT8,
+            KernelForm("bfloat16", packed=True, bits=8),
+            ErrorBounds(0.3, 2.0, 0.5),
+            on_cuda=True,
+        ),
+        Kernel(
+            CUDA_INT4,
+            # A scale and a least value in bfloat16.
+            KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise=CUDA_INT8),
+            ErrorBounds(0.3, 20.0, 5.0),
+            on_cuda=True,
+        ),
+    )
+}
+HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
+CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
+# Kernels of hosts with rounded linears.
+ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].form.bits)
+STEADY = frozenset(name for name, kernel in KERNELS.items() if kernel.steady)
+# The kernel for each word of --quantize.
+QUANTIZED = {kernel.quantize: name for name, kernel in KERNELS.items() if kernel.quantize}
+FORMS: dict[str, KernelForm] = {
+    **{dtype: KernelForm(dtype) for dtype in DTYPE_BYTES},
+    **{name: kernel.form for name, kernel in KERNELS.items()},
+}
+
+
+def host_kernels_text() -> str:
+    """Return the settings that `choose_kernel` knows, as help and errors list them."""
+    *most, last = (AUTO, *HOST_KERNELS)
+    return f"{', '.join(most)} or {last}"
+
+
+def on_device(kernel: str) -> bool:
+    """Return whether stages run the kernel on CUDA."""
+    return kernel in CUDA_KERNELS
+
+
+def form_of(word: str) -> KernelForm:
+    """Return the form of a word. Raises ModelError for a kernel or dtype that no stage holds weights in."""
+    if word not in FORMS:
+        raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")
+    return FORMS[word]

@@ -1,0 +1,23 @@
+"""Llama."""
+
+from __future__ import annotations
+
+from convoy.plan.spec.family import Family
+
+# Synthetic models and the probe of a layer's speed are of this type.
+LLAMA = "llama"
+
+ROWS = (
+    Family(
+        LLAMA,
+        qkv_bias=None,
+        out_bias=True,
+        mlp_bias=True,
+        divides_hidden=True,
+        gguf=True,
+        # GGUF has neighbouring dimensions turn together, where the library turns halves of a head.
+        gguf_turned={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+        plain_attention=True,
+        plain_layers=True,
+    ),
+)

@@ -1,0 +1,7 @@
+"""Ernie 4.5."""
+
+from __future__ import annotations
+
+from convoy.plan.spec.family import Family
+
+ROWS = (Family("ernie4_5", {"tie_word_embeddings": True, "head_dim": 128}, counted=True),)

@@ -1,0 +1,7 @@
+"""Seed-OSS."""
+
+from __future__ import annotations
+
+from convoy.plan.spec.family import Family
+
+ROWS = (Family("seed_oss", {"num_key_value_heads": 8, "head_dim": 128}, counted=True, plain_attention=True),)

@@ -1,0 +1,14 @@
+"""SmolLM 3."""
+
+from __future__ import annotations
+
+from convoy.plan.spec.family import Family
+
+ROWS = (
+    Family(
+        "smollm3",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        counted=True,
+        refused_keys=("use_sliding_window",),
+    ),
+)
