@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from convoy.cluster.handlers import Handler
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.load import load_member_slice
-from convoy.engine.ranks.protocol import prove
+from convoy.engine.ranks.rank_collective import prove
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.engine.run.kv_client import KvClient
 from convoy.errors import CollectiveError, ConvoyError, PeerRefused, StepError

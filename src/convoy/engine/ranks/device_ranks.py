@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from convoy.engine.ranks.device_results import WatchedResult, WatchedSamples
 from convoy.engine.ranks.host_ranks import RankStages
-from convoy.engine.ranks.watched import WatchedResult, WatchedSamples
 from convoy.errors import StageLost
 from convoy.model.backends.cuda.batch import CheckedStep
 from convoy.model.backends.cuda.graphs import DecodeGraph

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from convoy.engine.ranks.protocol import RankCollective, prove
+from convoy.engine.ranks.rank_collective import RankCollective, prove
 from convoy.engine.run.kv_server import KvServer
 from convoy.engine.stats import Histogram
 from convoy.errors import HiddenError, StepError

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from convoy.engine.ranks.blocks import RankBlocks
-from convoy.engine.ranks.protocol import RankCollective, named, prove
+from convoy.engine.ranks.rank_collective import RankCollective, named, prove
 from convoy.engine.ranks.watch import RankWatch
 from convoy.engine.run.kv_client import KvClient
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, LinkClosed, StageLost

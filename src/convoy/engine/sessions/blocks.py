@@ -74,7 +74,7 @@ class SessionBlocks:
         self._engine = engine
         self._timeout_s = timeout_s
         self._model = model
-        self._pace = SliceSize(limits.max_bytes)
+        self._slice_size = SliceSize(limits.max_bytes)
         self._passed_s = time.monotonic()
 
     def save(
@@ -138,7 +138,7 @@ class SessionBlocks:
         layer_bytes = num_blocks * size * self._model.position_bytes
         layer = 0
         while num_blocks and layer < self._model.num_layers:
-            at_once = self._pace.num_bytes // layer_bytes if num_blocks <= _MAX_BLOCKS else 0
+            at_once = self._slice_size.num_bytes // layer_bytes if num_blocks <= _MAX_BLOCKS else 0
             end = min(layer + max(1, at_once), self._model.num_layers)
             if at_once:
                 for halves in self._read(layer, end, 0, num_blocks, resident):
@@ -160,7 +160,7 @@ class SessionBlocks:
         for half in (0, 1):
             start = num_blocks if half and keeps else 0
             while start < num_blocks:
-                at_once = min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes))
+                at_once = min(_MAX_BLOCKS, max(1, self._slice_size.num_bytes // block_bytes))
                 end = min(start + at_once, num_blocks)
                 found = self._read(layer, layer + 1, start, end, resident)[0]
                 yield _encode(found[half])
@@ -200,7 +200,7 @@ class SessionBlocks:
             if sequence.state is not SequenceState.IDLE:
                 return None
             blocks = sequence.tables[0][part]
-        with self._pace.measure():
+        with self._slice_size.measure():
             return executor.read_blocks(*layers, blocks)
 
     # To the stages.
@@ -213,7 +213,7 @@ class SessionBlocks:
         end = found = len(tags)
         # From the end, because unowned blocks are evicted oldest first, and the beginning is the most useful.
         while end:
-            start = max(0, end - min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes)))
+            start = max(0, end - min(_MAX_BLOCKS, max(1, self._slice_size.num_bytes // block_bytes)))
             layers = self._parts(saved, start * size, end * size)
             # The first, and usually only, part is read here and not on the engine's thread.
             layers = itertools.chain([next(layers)], layers)
@@ -282,7 +282,7 @@ class SessionBlocks:
             probe = scheduler.probe()
         try:
             _pass(executor, probe)
-            with self._pace.measure():
+            with self._slice_size.measure():
                 for first, kv in layers:
                     executor.write_blocks(first, blocks, one.tags, kv)
         except BaseException:

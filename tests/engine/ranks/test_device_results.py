@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from convoy.engine.ranks.watched import WatchedResult, WatchedSamples
+from convoy.engine.ranks.device_results import WatchedResult, WatchedSamples
 from convoy.errors import CollectiveError, StepError
 from convoy.model.sampling.output_rows import SampleResult, SampleTask
 from convoy.model.sampling.sample import Sampled
