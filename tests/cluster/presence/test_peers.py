@@ -160,7 +160,7 @@ def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> 
         peers=peers,
         hellos=dict,
         planner=SimpleNamespace(again=again),
-        active=SimpleNamespace(members={"alpha", "beta"}, placement=None),
+        active_plan=SimpleNamespace(members={"alpha", "beta"}, placement=None),
         route=lambda: SimpleNamespace(missing="layers 2-3"),
     )
     recovery = StageRecovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
