@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from convoy.transport.ports import free_ports
 from convoy.trust.roster.accepted import Accepted, AcceptedFile
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster, sign_roster
+from support.examined import measure_once
 
 
 class Home:
@@ -56,6 +58,13 @@ class Home:
         for finding in answer["findings"]:
             by_check.setdefault(finding["check"], []).append(finding)
         return done.returncode, answer, by_check
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        measure_once(patch)
+        yield
 
 
 @pytest.fixture

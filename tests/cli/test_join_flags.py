@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_here
 from convoy.config.settings import load_config
 from convoy.crypto.identity import OperatorKey
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -84,7 +84,7 @@ def test_a_port_that_was_asked_for_listens_and_both_are_said(config: Path, port:
 def test_what_only_an_invitation_can_use_is_refused_with_both_values(
     config: Path, flags: list[str], error: str
 ) -> None:
-    done = run_convoy(["join", "--config", str(config), *flags], config.parent)
+    done = run_here(["join", "--config", str(config), *flags], config.parent)
     assert done.returncode == 2
     assert done.stderr.startswith(error.format(config=config))
 
@@ -102,14 +102,14 @@ def test_metrics_are_served_where_it_was_asked_until_it_ends(config: Path, port:
 
 
 def test_an_address_for_metrics_that_is_none_is_said_before_anything_starts(config: Path) -> None:
-    done = run_convoy(["join", "--config", str(config), "--metrics", "here"], config.parent)
+    done = run_here(["join", "--config", str(config), "--metrics", "here"], config.parent)
     assert done.returncode == 2
     assert done.stderr == "error: --metrics is 'here', expected HOST:PORT\nhint: --metrics 127.0.0.1:9464\n"
 
 
 def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path) -> None:
     flags = ["--config", str(config), "--model", str(tmp_path / "nowhere")]
-    done = run_convoy(["join", *flags], tmp_path)
+    done = run_here(["join", *flags], tmp_path)
     assert done.returncode == 1
     assert f"error: no model at {tmp_path}/nowhere\n" in done.stderr
     assert "listening" not in done.stderr

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.cli.serve import with_layers
 from convoy.cli.show.progress import LoadLines, VerifyLines
 from convoy.errors import SpanError, UsageError
@@ -103,7 +103,7 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
 
 def test_a_model_that_is_not_there_is_said_before_who_has_the_port(tmp_path: Path) -> None:
     with taken_port() as taken:
-        done = run_convoy(["serve", "nosuch", "--port", str(taken.getsockname()[1])], tmp_path)
+        done = run_here(["serve", "nosuch", "--port", str(taken.getsockname()[1])], tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: no model at nosuch\n")
 
@@ -236,10 +236,10 @@ def test_a_check_that_nobody_watches_on_a_terminal_is_a_line_at_once_and_now_and
 def test_serve_is_the_head_of_the_home_folder_as_join_is_its_member(tmp_path: Path) -> None:
     (tmp_path / ".convoy").mkdir()
     (tmp_path / ".convoy/convoy.toml").write_text("[engine]\nmax_model_len = 4\nmax_batch = 0\n")
-    done = run_convoy(["serve", "demo-mini"], tmp_path)
+    done = run_here(["serve", "demo-mini"], tmp_path)
     assert done.returncode == 78
     assert done.stderr.startswith("error: .convoy/convoy.toml: [engine] max_batch is 0")
-    elsewhere = run_convoy(["serve", "nosuch", "--dir", "elsewhere"], tmp_path)
+    elsewhere = run_here(["serve", "nosuch", "--dir", "elsewhere"], tmp_path)
     assert elsewhere.stderr.startswith("error: no model at nosuch\n")
 
 
@@ -248,7 +248,7 @@ def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
     tmp_path: Path, verb: str
 ) -> None:
     context = ModelSource.resolve("demo-mini").spec.max_context
-    done = run_convoy([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
+    done = run_here([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
     assert done.returncode == 78
     told = f"error: max_model_len is {context + 1} tokens, and the model's context has {context}"
     assert done.stderr.splitlines()[-2:] == [told, f"hint: --max-model-len {context} or less"]

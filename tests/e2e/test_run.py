@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cli.transcript import run_here
 from convoy.cli import main
-from e2e.served import convoy, convoy_json
+from e2e.served import convoy_json
 from support.odd_models import make_odd_llama
 
 QUESTION = "What is 36+37? Answer with just the number."
@@ -89,8 +90,10 @@ def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(
         (["demo", "--temperature", "3"], "temperature is 3.0, expected a number from 0 to 2"),
     ],
 )
-def test_wrong_usage_is_one_line_that_says_what_was_expected(arguments: list[str], error: str) -> None:
-    done = convoy("run", *arguments, "--prompt", "hello")
+def test_wrong_usage_is_one_line_that_says_what_was_expected(
+    tmp_path: Path, arguments: list[str], error: str
+) -> None:
+    done = run_here(["run", *arguments, "--prompt", "hello"], tmp_path)
     assert done.returncode in {1, 2, 78}
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: ")

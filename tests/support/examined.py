@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType
 
 import pytest
 
@@ -23,16 +22,15 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
         module = sys.modules.get(name)
         for function in functions if module is not None else ():
             patch.setattr(module, function, functools.cache(getattr(module, function)))
-    speed = sys.modules.get("convoy.cluster.own_speed")
-    if speed is not None:
-        patch.setattr(speed, "own_speed", _without_folder(speed))
 
 
-def _without_folder(module: ModuleType) -> object:
-    """Return `own_speed`, kept for each kernel, number of threads and device. It writes to no folder."""
-    measure = functools.cache(module.own_speed)
+def measure_once(patch: pytest.MonkeyPatch) -> None:
+    """Keep the speed that a command measures, for each kernel, number of threads and device, in no folder."""
+    from convoy.cluster import own_speed
 
-    def own_speed(kernel: str, num_threads: int | None, device: str, folder: object) -> object:
+    measure = functools.cache(own_speed.own_speed)
+
+    def kept(kernel: str, num_threads: int | None, device: str, folder: object) -> own_speed.OwnSpeed:
         return measure(kernel, num_threads, device, None)
 
-    return own_speed
+    patch.setattr(own_speed, "own_speed", kept)

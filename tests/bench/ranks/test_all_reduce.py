@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.bench.ranks.all_reduce import AllReduceOptions, AllReduceRow, all_reduce_ratios
 
 
@@ -26,7 +26,7 @@ def test_comms_measures_sums_by_size_and_way(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_hop_nor_sum_is_refused(tmp_path: Path) -> None:
-    done = run_convoy(["bench", "comms", "--what", "sums"], tmp_path)
+    done = run_here(["bench", "comms", "--what", "sums"], tmp_path)
     assert done.returncode == 2
     assert "expected hop, all-reduce or both" in done.stderr
 
