@@ -23,8 +23,8 @@ def test_every_example_of_the_pages_is_found() -> None:
 
 
 def test_an_example_needs_one_import_of_convoy() -> None:
-    for parameter in EXAMPLES:
-        lines = parameter.values[0].code.splitlines()
+    for example in (example for page in PAGES for example in examples_of(page)):
+        lines = example.code.splitlines()
         assert len([line for line in lines if "import" in line and "convoy" in line]) == 1
 
 

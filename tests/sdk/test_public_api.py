@@ -88,7 +88,7 @@ def test_a_public_name_is_imported_on_its_first_use(name: str) -> None:
 
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(convoy.__file__).read_text("utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert sorted(typed) == sorted(NAMES)
     assert Path(convoy.__file__).with_name("py.typed").exists()
