@@ -72,15 +72,17 @@ _PLACES = {
 _MODULES = frozenset({"errors", "testing"})
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name on its first use."""
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    # Type checkers see the imports above, and refuse every other name.
+    def __getattr__(name: str) -> object:
+        """Import a public name on its first use."""
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

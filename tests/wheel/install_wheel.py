@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lock
+from support.page_examples import examples_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_EXTRAS = {"alembic", "sqlalchemy", "websockets", "gguf", "zeroconf", "psycopg", "opentelemetry-sdk"}
@@ -69,6 +72,13 @@ class Installed:
         options = ("--disable-pip-version-check", "--no-deps", "-q")
         self._run(str(self.bin / "python"), "-m", "pip", "install", *options, *arguments, check=check)
 
+    def python(self, program: str) -> subprocess.CompletedProcess[str]:
+        """Run a program in an empty folder."""
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        (home / "program.py").write_text(program, encoding="utf-8")
+        return self._run(str(self.bin / "python"), "program.py", cwd=home, check=False)
+
     def convoy(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the installed command in an empty folder."""
         home = self.folder / "home"
@@ -92,6 +102,44 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_the_demo_runs_from_the_wheel_alone(installed: Installed) -> None:
     done = installed.convoy("demo", "--json")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_has_its_types_and_neither_tests_nor_comparisons(installed: Installed) -> None:
+    (wheel,) = (installed.folder / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "convoy/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {
+        "convoy",
+        f"{wheel.name.split('-py3')[0]}.dist-info",
+    }
+
+
+def test_a_program_uses_the_python_api_of_the_wheel(installed: Installed) -> None:
+    example = examples_of("python.md")[0]
+    done = installed.python(example.code)
+    assert (done.returncode, done.stdout) == (0, example.output), done.stderr
+
+
+def test_mypy_checks_a_program_against_the_wheel(installed: Installed) -> None:
+    program = installed.folder / "consumer.py"
+    shutil.copy(ROOT / "tests/sdk/consumer.py", program)
+    options = ("--strict", "--follow-imports", "silent", "--config-file", os.devnull)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            *options,
+            "--python-executable",
+            str(installed.bin / "python"),
+            program,
+        ],
+        cwd=installed.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_no_package_of_an_extra_or_of_contributors_comes_with_it(installed: Installed) -> None:
