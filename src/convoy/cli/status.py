@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.show.cluster_status import guesses_text, print_cluster, recoveries_text
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
-from convoy.cli.show.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
 
 if TYPE_CHECKING:
@@ -64,4 +64,4 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
         ]
     )
     print()
-    print_picture(cluster)
+    print_cluster(cluster)

@@ -8,6 +8,7 @@ import typer
 
 from convoy.config.table import row
 from convoy.errors import UsageError
+from convoy.plan.spec.kernels import QUANTIZED
 
 QuantizeFlag = Annotated[
     str | None,
@@ -15,16 +16,16 @@ QuantizeFlag = Annotated[
 ]
 *_FIRST, _LAST = row("model", "kernel").choices
 KERNELS = f"{', '.join(_FIRST)} or {_LAST}"
-_KERNEL_OF = {"int8": "w8a8", "int4": "w4a16"}
 
 
 def kernel_for(quantize: str | None, kernel: str) -> str:
     """Return the kernel for ``--quantize``, or ``kernel`` without it. Raises UsageError."""
     if quantize is None:
         return kernel
-    if quantize not in _KERNEL_OF:
-        raise UsageError(f"--quantize is {quantize}, expected int8 or int4")
-    wanted = _KERNEL_OF[quantize]
+    if quantize not in QUANTIZED:
+        raise UsageError(f"--quantize is {quantize}, expected {' or '.join(QUANTIZED)}")
+    # A member on CUDA takes its own kernel for this one.
+    wanted, _ = QUANTIZED[quantize]
     if kernel not in {"auto", wanted}:
         raise UsageError(f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for")
     return wanted

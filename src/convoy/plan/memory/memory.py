@@ -8,6 +8,7 @@ from convoy.errors import PlanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
 from convoy.plan.span import Span, layers_text
+from convoy.plan.spec.kernels import QUANTIZED, on_device
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import rank_spec
 
@@ -44,7 +45,29 @@ def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Of
                 f"but {least} has {have}"
             )
     if refusals:
-        raise PlanError("; ".join(refusals), hint="add a member, or move layers to one with more memory")
+        raise PlanError("; ".join(refusals), hint=_remedy(spec, owners, offers))
+
+
+def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
+    """Return the hint, with the memory of all stages under each kind of ``--quantize`` that lowers it."""
+
+    def together(kind: str | None) -> int:
+        total = 0
+        for name, span in owners:
+            offer = offers[name]
+            kernel = offer.kernel if kind is None else QUANTIZED[kind][on_device(offer.kernel)]
+            total += offer.world_size * stage_bytes(spec, span, kernel, offer.world_size)
+        return total
+
+    now = together(None)
+    less = {kind: needed for kind in QUANTIZED if (needed := together(kind)) < now}
+    if not less:
+        return "add a member, or move layers to one with more memory"
+    kinds = ", ".join(f"{format_bytes(needed)} with --quantize {kind}" for kind, needed in less.items())
+    return (
+        "add a member, move layers to one with more memory, or round the weights: all stages need "
+        f"{format_bytes(now)}, {kinds}"
+    )
 
 
 def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:

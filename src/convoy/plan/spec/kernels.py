@@ -58,6 +58,9 @@ FORMS: dict[str, KernelForm] = {
 }
 
 
+# Kinds of ``--quantize``: the kernel on a host, and on CUDA.
+QUANTIZED = {"int8": ("w8a8", "cuda-int8"), "int4": ("w4a16", "cuda-int4")}
+
 # Kernels under which a row's bits depend on its own sequence alone, and so on no cut between layers.
 STEADY = frozenset({"exact-f32", "w8a8", "w4a16"})
 
