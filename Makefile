@@ -12,22 +12,23 @@ LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock require
 .PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
-	@echo "make demo    set up, then run the bundled model over two sealed processes"
-	@echo "make test    set up, then run the tests (under 10 minutes on 2 cores)"
-	@echo "make test-survival  set up, then lose members of real clusters in every way and compare the text"
+	@echo "make demo            set up, then run the bundled model over two sealed processes"
+	@echo "make test            set up, then run the tests (under 10 minutes on 2 cores)"
+	@echo "make test-survival   set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
-	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
-	@echo "make test-postgres  install PostgreSQL (apt-get), then run the coordinator's tests on it too"
-	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
-	@echo "make test-wheel  install the wheel in an empty environment and run the demo from it"
-	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
-	@echo "make test-long  the tests that are marked long"
-	@echo "make check   lint, format, types, architecture"
-	@echo "make docs    build the documentation site in site/; fails on a broken link"
-	@echo "make lock    resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
-	@echo "make sbom    write dist/convoy.cdx.json, a CycloneDX bill of materials of what users install"
-	@echo "make bench   measure the hop between two members"
-	@echo "make setup   only set up .venv;  make clean removes it"
+	@echo "make test-tpm        install a software TPM (apt-get), then enrol it and demand it of real members"
+	@echo "make test-postgres   install PostgreSQL (apt-get), then run the coordinator's tests on it too"
+	@echo "make test-chaos      kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
+	@echo "make test-wheel      install the wheel in an empty environment and run the demo from it"
+	@echo "make test-verify     cut a tiny model of every family, and the bundled ones, in every allowed way"
+	@echo "make test-long       the tests that are marked long"
+	@echo "make check           lint, format, types, architecture"
+	@echo "make docs            build the documentation site in site/; fails on a broken link"
+	@echo "make lock            resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
+	@echo "make sbom            write dist/convoy.cdx.json, a CycloneDX bill of materials of what users install"
+	@echo "make bench           measure the hop between two members"
+	@echo "make setup           only set up .venv"
+	@echo "make clean           remove .venv and what the set-up wrote"
 
 setup: $(STAMP)
 

@@ -115,7 +115,9 @@ def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpo
             said_s = now_s
             say(f"{now_s - began_s:.0f} s: {(log.splitlines() or ['starting'])[-1]}")
         time.sleep(0.05)
-    raise PeerUnreachable(f"the head did not answer within {_START_WAIT_S:g} s")
+    raise PeerUnreachable(
+        f"the head did not answer within {_START_WAIT_S:g} s", hint="`convoy doctor` checks this machine"
+    )
 
 
 def _ask(endpoint: Endpoint, question: str, *, show: bool) -> DemoReply:

@@ -155,7 +155,9 @@ def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
     """Return the named model, with the files that it needs on this machine."""
     named = model or settings.model_name()
     if named is None:
-        raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
+        raise UsageError(
+            "no model was named", hint='convoy serve MODEL, or name = "MODEL" under [model] in convoy.toml'
+        )
     return open_model(settings, named, quiet=quiet)
 
 
@@ -346,7 +348,9 @@ def start_cluster(
     opened = OpenedModel(ModelSource.resolve(model)) if isinstance(model, str) else model
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and tells_arrivals:
-        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s (--wait)")
+        # Only `serve` has this option, and its members are not started here.
+        flag = " (--wait)" if watch is None else ""
+        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s{flag}")
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
             me,

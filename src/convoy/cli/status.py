@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.running.endpoint import (
+    DEFAULT_URL,
+    ApiKeyFlag,
+    CaFlag,
+    Endpoint,
+    HttpRefused,
+    UrlFlag,
+    client_key,
+)
 from convoy.cli.show.cluster_status import guesses_text, print_cluster, recoveries_text
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
@@ -15,6 +23,11 @@ from convoy.errors import NotReady
 
 if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus
+
+
+_NO_HEAD = (
+    "is this a head? --url names one; at a coordinator, `convoy coordinator providers` shows its providers"
+)
 
 
 def status(
@@ -27,8 +40,13 @@ def status(
     from convoy.cluster.status import ClusterStatus
 
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
-    health = endpoint.get("/health", accept=frozenset({200, 503}))
-    answer = endpoint.get("/status")
+    try:
+        health = endpoint.get("/health", accept=frozenset({200, 503}))
+        answer = endpoint.get("/status")
+    except HttpRefused as error:
+        if error.hint is not None:
+            raise
+        raise type(error)(error.message, hint=_NO_HEAD) from None
     try:
         # The server may be of another version, or no Convoy at all.
         ready = msgspec.convert(health, dict[str, Any])

@@ -98,7 +98,10 @@ def _device_and_kernel(
     if ranks > 1:
         check_sharding(source.spec, ranks)
         if device != "cpu":
-            raise UsageError(f"--ranks {ranks} is for the CPU, and --device is {device}")
+            raise UsageError(
+                f"--ranks {ranks} is for the CPU, and --device is {device}",
+                hint="leave out --ranks or --device",
+            )
     return device, chosen
 
 
@@ -118,7 +121,7 @@ def _max_cuts(text: str) -> int | None:
     if text == "all":
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 7):
-        raise UsageError(f"--cuts is {text!r}, expected all or a number")
+        raise UsageError(f"--cuts is {text!r}, expected all or a number", hint="--cuts all")
     return int(text)
 
 

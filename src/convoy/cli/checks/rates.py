@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from convoy.plan.rates.rates import Links, Rate, RatesReport
     from convoy.plan.speed import Speed
 
+_REMEDY = "name members as in --members, or in the roster"
+
 SpeedFlag = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,7 +92,9 @@ def speeds_of(
     for text in flags:
         whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
         if whose and whose not in names:
-            raise UsageError(f"--speed {text} is for {whose}, expected a member: {', '.join(names)}")
+            raise UsageError(
+                f"--speed {text} is for {whose}, expected a member: {', '.join(names)}", hint=_REMEDY
+            )
         speed = Speed.from_numbers(numbers)
         told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
     lacking = [name for name in names if name not in told]
@@ -117,7 +121,9 @@ def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) ->
         whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
         ends = [name.strip() for name in whose.split(",")] if whose else names
         if not set(ends) <= set(names) or (whose and len(set(ends)) != 2):
-            raise UsageError(f"--round-trip {text} names {whose}, expected two of {', '.join(names)}")
+            raise UsageError(
+                f"--round-trip {text} names {whose}, expected two of {', '.join(names)}", hint=_REMEDY
+            )
         asked = {frozenset((one, other)) for one in ends for other in ends if one != other}
         pairs |= {pair: numbers[0] / 1e3 for pair in asked if whose or pair not in pairs}
     if here.all_members:
@@ -132,7 +138,9 @@ def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list
     except ValueError:
         numbers = []
     if len(numbers) not in counts or not all(0 < number < _MOST for number in numbers):
-        raise UsageError(f"{flag} is {text}, expected {form}")
+        raise UsageError(
+            f"{flag} is {text}, expected {form}", hint="`convoy doctor` on a machine shows the numbers"
+        )
     return whose.strip(), numbers
 
 

@@ -27,5 +27,8 @@ def kernel_for(quantize: str | None, kernel: str) -> str:
     # A member on CUDA takes its own kernel for this one.
     wanted, _ = QUANTIZED[quantize]
     if kernel not in {"auto", wanted}:
-        raise UsageError(f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for")
+        raise UsageError(
+            f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for",
+            hint="leave out --quantize, or the kernel",
+        )
     return wanted

@@ -47,13 +47,16 @@ def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[st
             name, span = next((name for name in names if name not in taken), ""), text
             if not name:
                 raise UsageError(
-                    f"--layers was given {len(layers)} times, and there are {len(names)} members"
+                    f"--layers was given {len(layers)} times, and there are {len(names)} members",
+                    hint="leave out spans, or add members",
                 )
         unknown = next((rank for rank in _ranks(text, name) if rank not in names), None)
         if unknown is not None:
             raise UsageError(f"--layers {text} is for {unknown}, expected a member: {', '.join(names)}")
         if name in spans:
-            raise UsageError(f"--layers gives {name} two spans, {spans[name]} and {span}")
+            raise UsageError(
+                f"--layers gives {name} two spans, {spans[name]} and {span}", hint="give each member one span"
+            )
         spans[name] = span
     return spans
 
@@ -81,6 +84,9 @@ def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
         except (ValueError, OverflowError):
             num_bytes = 0
         if not name or not equals or num_bytes <= 0:
-            raise UsageError(f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB")
+            raise UsageError(
+                f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB",
+                hint="--members 3, or --members alpha=8,beta=16",
+            )
         members.append((name, num_bytes))
     return tuple(members)

@@ -25,6 +25,8 @@ from convoy.errors import (
     UsageError,
 )
 
+_REMEDY = "ask again: `convoy status` shows whether the cluster is ready"
+
 UrlFlag = Annotated[str, typer.Option("--url", help="The head's HTTP address.")]
 ApiKeyFlag = Annotated[
     Path | None, typer.Option("--api-key-file", help="File with the API key.  [default: CONVOY_API_KEY]")
@@ -58,7 +60,10 @@ def client_key(api_key_file: Path | None) -> str | None:
         return read_client_key(api_key_file)
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"the key in {KEY_VARIABLE} has characters that no HTTP header carries")
+        raise ConfigError(
+            f"the key in {KEY_VARIABLE} has characters that no HTTP header carries",
+            hint="`convoy keys new FILE` makes a key that fits",
+        )
     return key or None
 
 
@@ -133,14 +138,18 @@ class Endpoint:
                         raise _refusal(response.status, line.removeprefix(b"data: "))
                     yield event
             # Without [DONE] the answer is incomplete, even if the connection closed in order.
-            raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
+            raise PeerUnreachable(
+                f"the stream from {self.url} ended before the answer was complete", hint=_REMEDY
+            )
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             while line := response.readline(_MAX_BODY_BYTES):
                 yield line.strip()
         except (OSError, http.client.HTTPException) as error:
-            raise PeerUnreachable(f"the stream from {self.url} broke: {_reason(error)}") from None
+            raise PeerUnreachable(
+                f"the stream from {self.url} broke: {_reason(error)}", hint=_REMEDY
+            ) from None
 
     @contextmanager
     def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
@@ -224,7 +233,10 @@ def _trusting(ca: Path | None) -> ssl.SSLContext:
         context.load_verify_locations(ca)
     except OSError as error:
         reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else _reason(error)
-        raise ConfigError(f"cannot use {ca} for --ca: {reason}") from None
+        raise ConfigError(
+            f"cannot use {ca} for --ca: {reason}",
+            hint="FILE is in PEM: the server's own certificate, or that of its issuer",
+        ) from None
     return context
 
 
