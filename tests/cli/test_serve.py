@@ -252,4 +252,7 @@ def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
     done = run_convoy([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
     assert done.returncode == 78
     told = f"error: max_model_len is {context + 1} tokens, and the model's context has {context}"
-    assert done.stderr.splitlines()[-2:] == [told, f"hint: --max-model-len {context} or less"]
+    assert done.stderr.splitlines()[-2:] == [
+        told,
+        f"hint: max_model_len under [engine], or --max-model-len: {context} or less",
+    ]

@@ -107,6 +107,7 @@ def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
         server="coordinator",
         start="convoy coordinator",
         url_option="--admin-url",
+        key_hint="give an administrator's key with --admin-key-file",
     )
 
 

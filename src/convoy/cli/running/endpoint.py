@@ -80,6 +80,7 @@ class Endpoint:
     server: str = "head"
     start: str = "convoy serve"
     url_option: str = "--url"
+    key_hint: str = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
     ca: Path | None = None
 
     @classmethod
@@ -110,7 +111,7 @@ class Endpoint:
         with self._open("GET", path, None) as response:
             data = response.read(_MAX_BODY_BYTES)
             if response.status not in accept:
-                raise _refusal(response.status, data)
+                raise self._refusal(response.status, data)
             return self._json(data)
 
     def post(self, path: str, body: object) -> object:
@@ -118,14 +119,14 @@ class Endpoint:
         with self._open("POST", path, json.dumps(body).encode()) as response:
             data = response.read(_MAX_BODY_BYTES)
             if response.status not in {http.client.OK, http.client.CREATED}:
-                raise _refusal(response.status, data)
+                raise self._refusal(response.status, data)
             return self._json(data)
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, object]]:
         """POST and yield the JSON of each event until ``[DONE]``. Raises HttpRefused for an error event."""
         with self._open("POST", path, json.dumps(body).encode()) as response:
             if response.status != http.client.OK:
-                raise _refusal(response.status, response.read(_MAX_BODY_BYTES))
+                raise self._refusal(response.status, response.read(_MAX_BODY_BYTES))
             for line in self._lines(response):
                 if line == b"data: [DONE]":
                     return
@@ -135,7 +136,7 @@ class Endpoint:
                         raise self.not_ours("no JSON object")
                     # Once the status line is sent, the server can only report an error as an event.
                     if "error" in event:
-                        raise _refusal(response.status, line.removeprefix(b"data: "))
+                        raise self._refusal(response.status, line.removeprefix(b"data: "))
                     yield event
             # Without [DONE] the answer is incomplete, even if the connection closed in order.
             raise PeerUnreachable(
@@ -199,24 +200,23 @@ class Endpoint:
             f"the server at {self.url} is not this version of Convoy: {why}", hint=f"check {self.url_option}"
         )
 
-
-def _refusal(status: int, data: bytes) -> HttpRefused:
-    """Return the error for a status, with the server's own message if it sent one."""
-    message, hint = f"the server answered {status}", None
-    try:
-        error = json.loads(data)["error"]
-        message = str(error["message"])
-        hint = None if error.get("hint") is None else str(error["hint"])
-        # The server's advice is for programs that have other servers to ask.
-        if error.get("code") == "draining":
-            message = message.removesuffix(" (send the request to another server)")
-            hint = "ask again once `convoy serve` is started again"
-    except (ValueError, TypeError, KeyError, AttributeError):
-        # The body explains nothing, so the status is all there is to report.
-        pass
-    if status == http.client.UNAUTHORIZED and hint is None:
-        hint = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
-    return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
+    def _refusal(self, status: int, data: bytes) -> HttpRefused:
+        """Return the error for a status, with the server's own message if it sent one."""
+        message, hint = f"the server answered {status}", None
+        try:
+            error = json.loads(data)["error"]
+            message = str(error["message"])
+            hint = None if error.get("hint") is None else str(error["hint"])
+            # The server's advice is for programs that have other servers to ask.
+            if error.get("code") == "draining":
+                message = message.removesuffix(" (send the request to another server)")
+                hint = "ask again once `convoy serve` is started again"
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # The body explains nothing, so the status is all there is to report.
+            pass
+        if status == http.client.UNAUTHORIZED and hint is None:
+            hint = self.key_hint
+        return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
 
 
 def _trusting(ca: Path | None) -> ssl.SSLContext:
