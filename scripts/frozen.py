@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,12 @@ def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def differences(frozen: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return a line for each fact that is missing, new or not equal."""
+def differences(
+    frozen: Mapping[str, Any], present: Mapping[str, Any], added: Collection[str] = ()
+) -> list[str]:
+    """Return a line for each fact that is missing, new or not equal; ``added`` ones are new on purpose."""
     found = [f"only in the frozen tree: {name}" for name in frozen if name not in present]
-    new = [name for name in present if name not in frozen and not name.startswith(_MAY_GROW)]
+    new = [name for name in present if name not in {*frozen, *added} and not name.startswith(_MAY_GROW)]
     found += [f"only in the present tree: {name}" for name in new]
     for name, value in frozen.items():
         if name in present and value != present[name]:
@@ -169,7 +171,7 @@ def report(
     for kind in kinds:
         frozen, present = (side.get(kind, {"the probe failed": "it gave no facts"}) for side in sides)
         frozen = renamed(frozen, {**tables.get("words", {}), **tables.get(f"words_{kind}", {})})
-        found = differences(frozen, present)
+        found = differences(frozen, present, tables.get(f"added_{kind}", {}))
         failed = [
             f"{facts['the probe failed']}" for facts in (frozen, present) if "the probe failed" in facts
         ]

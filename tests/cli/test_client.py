@@ -131,6 +131,13 @@ def test_status_in_json_is_the_servers_own_picture(head: FakeHead, tmp_path: Pat
     assert value["stages"][1]["member"] == "beta"
 
 
+def test_status_at_a_coordinator_names_the_command_for_its_providers(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/health", {"error": {"message": "there is nothing here"}}, status=404)
+    done = run_convoy(["status", "--url", head.url], tmp_path)
+    assert done.returncode == 1
+    assert "hint: is this a head? --url names one; at a coordinator, `convoy coordinator" in done.stderr
+
+
 @pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
 def test_the_address_that_api_clients_have_is_taken_too(head: FakeHead, tmp_path: Path, end: str) -> None:
     done = run_convoy(["status", "--url", head.url + end], tmp_path)

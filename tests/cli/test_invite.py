@@ -429,3 +429,13 @@ def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
         assert event(serve, "invited")["addresses"] == [f"127.0.0.1:{port}"]
         serve.kill()
         serve.communicate(timeout=20)  # to the end of what the invitation's process could still write
+
+
+@pytest.mark.parametrize("name", ["convoy.toml", "roster.toml"])
+def test_no_second_cluster_is_begun_beside_one_that_was_set_up_by_hand(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("", encoding="utf-8")
+    done = run_convoy(["invite"], tmp_path)
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"error: {name} in this folder is of a cluster already")
+    assert "--config FILE" in done.stderr
+    assert not (tmp_path / ".convoy").exists()

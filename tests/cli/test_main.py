@@ -37,6 +37,22 @@ def test_help_fits_a_screen(tmp_path: Path) -> None:
     assert [line for line in lines[1:] if line.endswith("...")] == [], "a verb's line is cut off"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["run", "demo", "--members", "x"], "'--members': expected a whole number"),
+        (["chat", "--temperature", "9", "hi"], "'--temperature': expected at most 2"),
+        (["serve", "demo", "--max-batch", "0"], "'--max-batch': expected at least 1"),
+        (["chat", "--temperature", "x", "hi"], "'--temperature': expected a number"),
+    ],
+)
+def test_a_bad_number_is_refused_in_our_words(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: invalid value for {reason}\nhint: see `convoy ")
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_sentence_of_a_groups_help_is_cut_off(tmp_path: Path, group: str) -> None:
     done = run_here([group, "--help"], tmp_path)

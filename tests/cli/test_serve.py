@@ -121,7 +121,8 @@ def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
     with shown("serve", "demo-mini", "--port", "0") as head:
         url = head.wait_for(r"serving demo-mini at (\S+)")[1]
         assert head.lines[0] == "loading PyTorch ..."
-        assert "no --config and no .convoy/convoy.toml: this machine serves alone" in head.lines
+        head.wait_for(r"demo-mini on this machine alone: context 2048 tokens, room for \d+ tokens in all")
+        head.wait_for(rf"try: convoy chat --url {url.removesuffix('/v1')}")
         ended: list[str] = []
         asking = threading.Thread(target=ask_at_length, args=(url, ended), daemon=True)
         asking.start()
@@ -147,7 +148,7 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
         file.write_text(file.read_text() + "\n[plan]\nwait_s = 2.0\n")
         peer = local.start_peer("beta", "demo-mini")
         until(lambda: "listening: " in local.log_file("beta").read_text())
-        flags = ("--layers", "0:1,output", "--layers", "beta=2:3", "--port", "0")
+        flags = ("--layers", "0:1,output", "--layers", "beta=2:3", "--port", "0", "--verbose")
         with shown("serve", "demo-mini", "--config", str(file), *flags) as head:
             head.wait_for(r"waiting for beta, gamma, at most 2 s \(--wait\)")
             head.wait_for(r"beta is here; waiting for gamma, at most [012] s")
@@ -251,4 +252,7 @@ def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
     done = run_here([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
     assert done.returncode == 78
     told = f"error: max_model_len is {context + 1} tokens, and the model's context has {context}"
-    assert done.stderr.splitlines()[-2:] == [told, f"hint: --max-model-len {context} or less"]
+    assert done.stderr.splitlines()[-2:] == [
+        told,
+        f"hint: max_model_len under [engine], or --max-model-len: {context} or less",
+    ]

@@ -46,8 +46,8 @@ def test_a_loss_and_what_becomes_of_it_are_a_line_each(caplog: pytest.LogCapture
         assert told(caplog, "joined") == ["joined: gamma is here again"]
         [line] = told(caplog, "in use")
         assert line.startswith("in use: alpha ")
-        assert line.endswith(" s (gamma is here again)")
-        assert "gamma" in line.removesuffix("(gamma is here again)")
+        assert line.endswith(" s (gamma is here)")
+        assert "gamma" in line.removesuffix("(gamma is here)")
         cluster.close()
         assert len(told(caplog, "lost")) == 1, "an end in order is no loss"
 

@@ -17,6 +17,7 @@ def test_equal_facts_have_no_difference_and_any_other_has_one() -> None:
     assert frozen.differences(facts, {"a": [1, {"b": 3}], "c": "text"}) == ["a: [1].b 2 became 3"]
     assert frozen.differences(facts, {"a": facts["a"]}) == ["only in the frozen tree: c"]
     assert frozen.differences({}, {"d": 1}) == ["only in the present tree: d"]
+    assert frozen.differences({}, {"d": 1, "e": 2}, {"d": "why"}) == ["only in the present tree: e"]
 
 
 def test_a_file_of_vectors_may_come_and_not_go() -> None:

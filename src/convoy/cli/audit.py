@@ -73,9 +73,12 @@ def verify(
     log: LogArgument,
     expect: Annotated[
         str | None,
-        typer.Option(help="The hash that an earlier `verify` printed. Detects entries cut off at the end."),
+        typer.Option(help="Hash that an earlier `verify` printed, to detect a cut-off end.  [default: none]"),
     ] = None,
-    key: Annotated[str | None, typer.Option(help="The public key that must have signed, in hex.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Public key that must have signed, in hex.  [default: the first entry's]"),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a log: signatures and order, and its end with --expect."""

@@ -126,7 +126,9 @@ def _ask() -> str | None:
             print(styled("> ", "bold", sys.stderr), end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
     except UnicodeDecodeError:
-        raise UsageError("standard input is not UTF-8 text") from None
+        raise UsageError(
+            "standard input is not UTF-8 text", hint="convert it to UTF-8, or give the prompt as an argument"
+        ) from None
     return line.rstrip("\n") if line else None
 
 

@@ -81,7 +81,10 @@ def coordinator(
     if context.invoked_subcommand is not None:
         return
     if (tls_certificate is None) != (tls_key is None):
-        raise UsageError("--tls-certificate and --tls-key go together")
+        raise UsageError(
+            "--tls-certificate and --tls-key go together",
+            hint="give both, or --behind-tls-proxy where a proxy ends TLS",
+        )
     database = database_url(database, database_file)
     known = tuple(authority or ())
     doors = DoorFlags(
@@ -105,6 +108,7 @@ def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
         server="coordinator",
         start="convoy coordinator",
         url_option="--admin-url",
+        key_hint="give an administrator's key with --admin-key-file",
     )
 
 
@@ -160,10 +164,18 @@ def providers(
     if approve is not None:
         read_keys("--approve", [approve[0]])
         if approve[1].startswith("-"):
-            raise UsageError(f"--approve expects a key and a name, and {approve[1]} is neither")
+            raise UsageError(
+                f"--approve expects a key and a name, and {approve[1]} is neither",
+                hint="--approve KEY NAME: the provider prints its key",
+            )
         said = admin.post("/providers", {"identity": approve[0], "name": approve[1]})
-        if not (_object(said)["has_called"] or as_json):
-            print_note("no provider with that key has called yet: compare it with what the provider prints")
+        if not as_json:
+            # Whether it has called is a note for a person, and a field for a script.
+            said = _object(said)
+            if not said.pop("has_called"):
+                print_note(
+                    "no provider with that key has called yet: compare it with what the provider prints"
+                )
     elif revoke is not None:
         said = admin.post("/providers/revoke", {"name": revoke})
     else:
@@ -196,6 +208,9 @@ def keys(
         int | None,
         typer.Option(min=1, help="With --add: the key may spend this in all, in millionths of a unit."),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the new key to this file (0600) and do not show it.")
+    ] = None,
     revoke: Annotated[
         tuple[str, str] | None,
         typer.Option(help="ACCOUNT HINT: revoke the listed keys that begin with HINT; '' for no account."),
@@ -207,6 +222,8 @@ def keys(
 ) -> None:
     """List, make or revoke API keys; add to balances."""
     door = _admin(url, key_file, directory)
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already", hint="name a new file with --out")
     scopes = {"consumer": add is not None, "metrics": metrics, "admin": admin}
     chosen = [scope for scope, wanted in scopes.items() if wanted]
     terms = {
@@ -221,13 +238,16 @@ def keys(
     elif not chosen:
         _list_keys(door, as_json=as_json)
     else:
-        _make_key(door, chosen, add, credit, {"label": label, **terms}, as_json=as_json)
+        _make_key(door, chosen, add, credit, {"label": label, **terms}, out, as_json=as_json)
 
 
 def _revoke(door: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
     done = _object(door.post("/keys/revoke", {"account": account or None, "hint": hint}))
     if not done["revoked"]:
-        raise UsageError(f"no key of {account or 'no account'} that is good begins with {hint}")
+        raise UsageError(
+            f"no key of {account or 'no account'} that is good begins with {hint}",
+            hint="`convoy coordinator keys` lists the first letters of each key",
+        )
     _show(done, as_json=as_json)
 
 
@@ -245,21 +265,28 @@ def _make_key(
     account: str | None,
     credit: int | None,
     facts: dict[str, Any],
+    out: Path | None,
     *,
     as_json: bool,
 ) -> None:
+    from convoy.crypto.keyfile import write_private
+
     if len(scopes) > 1:
         raise UsageError(
             "--add makes a consumer's key, --metrics one for scraping and --admin an administrator's: ask "
-            "for one of them"
+            "for one of them",
+            hint="run this command once for each key",
         )
     if account is not None:
         _open(door, account, credit)
     given = {name: value for name, value in facts.items() if value is not None}
     made = _object(door.post("/keys", {"scope": scopes[0], "account": account, **given}))
+    if out is not None:
+        write_private(out, f"{made.pop('key')}\n".encode())
+        made["file"] = str(out)
     _show(made, as_json=as_json)
     if not as_json:
-        _explain(door, account)
+        _explain(door, account, shown=out is None)
 
 
 def _open(admin: Endpoint, account: str, credit: int | None) -> None:
@@ -270,9 +297,10 @@ def _open(admin: Endpoint, account: str, credit: int | None) -> None:
         admin.post("/credits", {"account": account, "amount_micro": credit})
 
 
-def _explain(admin: Endpoint, account: str | None) -> None:
+def _explain(admin: Endpoint, account: str | None, *, shown: bool) -> None:
     """Print notes about a new key: it is shown once, and its account may have no balance."""
-    print_note("the key is shown this once")
+    if shown:
+        print_note("the key is shown this once")
     found = [one["balance_micro"] for one in _objects(admin.get("/accounts")) if one["name"] == account]
     if found == [0]:
         print_note(f"{account} has a balance of 0, enough for models without a price: --credit adds to it")
@@ -294,7 +322,9 @@ def usage(
         used = [one for one in used if one["account"] == account]
         accounts = [one for one in accounts if one["name"] == account]
         if not accounts:
-            raise UsageError(f"there is no account {account}")
+            raise UsageError(
+                f"there is no account {account}", hint="`convoy coordinator usage` lists the accounts"
+            )
     if as_json:
         print_json({"usage": used, "accounts": accounts})
         return

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
-from convoy.cli.show.picture import print_picture
+from convoy.cli.show.cluster_status import print_cluster, print_stages
+from convoy.cli.show.output import JsonFlag, VerboseFlag, format_bytes, print_json, print_note
 from convoy.errors import ConvoyError, PeerUnreachable
 from convoy.sdk.endpoint import Endpoint
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -49,6 +49,7 @@ class DemoReply:
 
 def demo(
     members: Annotated[int, typer.Option(help="Processes; the first is the head.")] = 2,
+    verbose: VerboseFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Split the bundled model over two sealed processes and ask it."""
@@ -56,7 +57,7 @@ def demo(
     many = "1 member" if members == 1 else f"{members} members"
     say(f"starting {many} of a cluster, each a process with its own identity ...")
     options = LocalOptions(num_members=members)
-    answers, status = _ask_cluster(options, say, show=not as_json)
+    answers, status = _ask_cluster(options, say, show=not as_json, verbose=verbose)
     # The reference: the same questions, on the same number of threads, without a split.
     say("asking the same of one process that holds the whole model ...")
     alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), say, show=False)
@@ -77,7 +78,7 @@ def _quiet(_text: str) -> None:
 
 
 def _ask_cluster(
-    options: LocalOptions, say: Callable[[str], None], *, show: bool
+    options: LocalOptions, say: Callable[[str], None], *, show: bool, verbose: bool = False
 ) -> tuple[list[DemoReply], ClusterStatus]:
     import msgspec
 
@@ -90,7 +91,7 @@ def _ask_cluster(
             endpoint = _wait_until_served(local, say)
             status = msgspec.convert(endpoint.get("/status"), ClusterStatus)
             if show:
-                print_picture(status)
+                print_cluster(status) if verbose else print_stages(status)
                 print()
             answers = [_ask(endpoint, question, show=show) for question in QUESTIONS]
             return answers, msgspec.convert(endpoint.get("/status"), ClusterStatus)
@@ -114,7 +115,9 @@ def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpo
             said_s = now_s
             say(f"{now_s - began_s:.0f} s: {(log.splitlines() or ['starting'])[-1]}")
         time.sleep(0.05)
-    raise PeerUnreachable(f"the head did not answer within {_START_WAIT_S:g} s")
+    raise PeerUnreachable(
+        f"the head did not answer within {_START_WAIT_S:g} s", hint="`convoy doctor` checks this machine"
+    )
 
 
 def _ask(endpoint: Endpoint, question: str, *, show: bool) -> DemoReply:

@@ -50,7 +50,7 @@ def evaluate(
     from convoy.model.checkpoints.source import ModelSource
 
     if not 0 <= at_least <= 1:
-        raise UsageError(f"--at-least is {at_least:g}, expected 0 to 1")
+        raise UsageError(f"--at-least is {at_least:g}, expected 0 to 1", hint="--at-least 0.9")
     asked = take(load_questions(questions or BUNDLED_QUESTIONS), limit)
     options = LocalOptions(members, layers)
     options.check(ModelSource.resolve(model).spec)

@@ -42,7 +42,10 @@ def new(
     card = card or Path(f"{name}.card.toml")
     # Check before the keys are written, so that a failure leaves nothing behind.
     if not card.parent.is_dir():
-        raise ConfigError(f"there is no directory {card.parent} for the card")
+        raise ConfigError(
+            f"there is no directory {card.parent} for the card",
+            hint="make the directory, or name another file with --card",
+        )
     directory = directory or Path(".convoy") / name
     identity.save(directory)
     replace_file(card, write_card(member).encode())
@@ -94,7 +97,7 @@ def passphrase(
 
 @app.command()
 def show(
-    directory: Annotated[Path, typer.Argument(help="The directory with the keys.")],
+    directory: Annotated[Path, typer.Argument(help="The directory with the keys, such as .convoy/identity.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Check the keys in a directory, and show their public half."""

@@ -26,7 +26,7 @@ from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_f
 from convoy.cli.operator.newcomer import NewcomerFiles, Tell
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.running.member import load_member, watched_roster
-from convoy.cli.show.output import JsonFlag, print_json_line, print_note
+from convoy.cli.show.output import JsonFlag, VerboseFlag, print_json_line, print_note
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
 from convoy.model.library import heavy_rooms
@@ -60,6 +60,8 @@ CacheFlag = Annotated[Path | None, option("model", "cache")]
 StdinFlag = Annotated[bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")]
 PortFlag = Annotated[int | None, option("listen", "port")]
 _LOOK_UP_S = 0.5
+# Kinds of events that only --verbose shows: "ready" names the layers afterwards.
+_STEPS = frozenset({"loading", "active"})
 
 
 def join(
@@ -84,6 +86,7 @@ def join(
     discover: DiscoverFlag = None,
     metrics: MetricsFlag = None,
     metrics_key_file: MetricsKeyFlag = None,
+    verbose: VerboseFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: run it on each further machine."""
@@ -103,7 +106,7 @@ def join(
     options = peer_options(settings, model, exit_with_head=exit_with_head)
     _check_model(options.model_path)
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
-        peer = Peer(me, options, _shown(as_json=as_json, standby=settings.cluster.standby), network)
+        peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby), network)
         with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
             why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
@@ -180,9 +183,9 @@ def _teller(as_json: bool) -> Tell:
     return tell
 
 
-def _shown(*, as_json: bool, standby: bool) -> Show:
+def _shown(as_json: bool, verbose: bool, standby: bool) -> Show:
     """Return a function that prints events. A standby describes itself before another member connects."""
-    show = _show_json if as_json else _show
+    show = _show_json if as_json else _show if verbose else _show_main
 
     def shown(event: PeerEvent) -> None:
         show(event)
@@ -194,6 +197,12 @@ def _shown(*, as_json: bool, standby: bool) -> Show:
 
 def _show(event: PeerEvent) -> None:
     print_note(f"{event.kind}: {event.text}")
+
+
+def _show_main(event: PeerEvent) -> None:
+    """Print an event, unless it is a step between others."""
+    if event.kind not in _STEPS:
+        _show(event)
 
 
 def _show_json(event: PeerEvent) -> None:

@@ -48,7 +48,10 @@ def new(
         raise UsageError("a bare key has no limits and no expiry", hint="--name NAME makes a named key")
     # The file would keep a hash only, and the key would be lost.
     if hashed and not show:
-        raise UsageError("--hash needs --show: the file does not hold the key itself")
+        raise UsageError(
+            "--hash needs --show: the file does not hold the key itself",
+            hint="add --show, and keep the key that it prints",
+        )
     key = new_key()
     if name is None:
         write_new(file, bare_text(key))

@@ -10,6 +10,7 @@ import difflib
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 import traceback
@@ -28,7 +29,7 @@ from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAG
 from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
 from convoy.cli.show.output import one_line, print_json, report_convoy_error, report_error
 from convoy.cli.verbs import VerbGroup
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, UsageError
 from convoy.transport.listen.descriptors import raise_descriptor_limit
 
 # Module -> the extra of the package that brings it.
@@ -40,6 +41,14 @@ _EXTRAS = {
     "opentelemetry": "telemetry",
     "psycopg": "postgres",
     "zeroconf": "discovery",
+}
+# The option parser's words for a value, with a reason that may follow, and ours.
+_BAD_VALUE = re.compile(r"Input should be (.+? to(?= )|.+?)((?: -?[\d.]+)?)(?:, unable to .+)?$")
+_KINDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "less than or equal to": "at most",
+    "greater than or equal to": "at least",
 }
 # How much of two options' letters must agree, from 0 to 1.
 _NEAR = 0.8
@@ -166,6 +175,8 @@ def _debug_wanted(options: list[str]) -> bool:
 
 def _report(error: Exception, options: list[str], as_json: bool) -> int:
     if isinstance(error, ConvoyError):
+        if isinstance(error, UsageError) and error.hint is None:
+            error.hint = f"see `{_command_at(options)} --help`"
         report_convoy_error(error, as_json=as_json)
         return exit_code(error)
     if isinstance(error, TyperException):
@@ -205,7 +216,7 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     asked = getattr(error, "option_name", None)
     if asked is not None and getattr(error, "possibilities", None):
         error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
-    text = error.format_message().rstrip(".")
+    text = _expected(error.format_message().rstrip("."))
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
     if (
@@ -216,6 +227,11 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     ):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
     return text[:1].lower() + text[1:], f"see `{command} --help`"
+
+
+def _expected(text: str) -> str:
+    """Return a message about a value with our words in place of the option parser's."""
+    return _BAD_VALUE.sub(lambda found: f"expected {_KINDS.get(found[1], found[1])}{found[2]}", text)
 
 
 def _near(asked: str, options: Sequence[str]) -> list[str]:

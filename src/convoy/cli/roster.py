@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from convoy.transport.member import Member
     from convoy.trust.roster.roster import SignedRoster
 
+_REMEDY = "give the card of that member too, or name another head"
+_REMEDY_2 = "`convoy roster new` writes a roster"
+
 app = typer.Typer(help="Sign, change, show or verify the list of members.", rich_markup_mode=None)
 _MAX_FILE_BYTES = 2 << 20
 _CARD = "`convoy identity new NAME` writes NAME.card.toml, on the machine that is to be a member"
@@ -67,7 +70,9 @@ def new(
     names = [member.name for member in members]
     for name in head:
         if name not in names:
-            raise UsageError(f"--head {name} is on none of the cards, which name {', '.join(names)}")
+            raise UsageError(
+                f"--head {name} is on none of the cards, which name {', '.join(names)}", hint=_REMEDY
+            )
     key = Passphrase(passphrase_file).load_or_make(operator)
     old = _replaced(out, key, cluster)
     roster = make_roster(
@@ -102,7 +107,7 @@ def add(
     heads = set(head or ())
     new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
     for name in sorted(heads - {member.name for member in new}):
-        raise UsageError(f"--head {name} is on none of the cards")
+        raise UsageError(f"--head {name} is on none of the cards", hint=_REMEDY)
     change = open_change(roster_file(roster), operator, days, passphrase_file)
     listed = {member.name for member in change.old.roster.members}
     for member in new:
@@ -135,7 +140,10 @@ def remove(
         change.old.roster.member(name)
     left = tuple(member for member in change.old.roster.members if member.name not in names)
     if not left:
-        raise RosterError("no member would be left in the roster")
+        raise RosterError(
+            "no member would be left in the roster",
+            hint="keep one member, or begin another cluster with `convoy roster new`",
+        )
     _print_change(change, left, as_json=as_json)
 
 
@@ -254,12 +262,12 @@ def _claims(data: bytes, file: Path) -> tuple[bytes, datetime.datetime]:
         table = tomllib.loads(data.decode("utf-8"))
     # tomllib also raises ValueError for a number of 4,301 digits.
     except (ValueError, RecursionError):
-        raise RosterError(f"{file} is not TOML, so it is no roster") from None
+        raise RosterError(f"{file} is not TOML, so it is no roster", hint=_REMEDY_2) from None
     signature, valid_at = table.get("signature"), table.get("not_before")
     if not isinstance(signature, dict) or not isinstance(signature.get("operator"), str):
         raise RosterError(f"{file} is unsigned", hint="sign a roster with `convoy roster new`")
     if not isinstance(valid_at, datetime.datetime) or valid_at.tzinfo is None:
-        raise RosterError(f"{file} has no time not_before, so it is no roster")
+        raise RosterError(f"{file} has no time not_before, so it is no roster", hint=_REMEDY_2)
     return decode_public_key(signature["operator"], f"{file}: the operator's key"), valid_at
 
 

@@ -13,8 +13,8 @@ from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.running.hub import local_model
-from convoy.cli.serve import serve_cluster, start_cluster
-from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
+from convoy.cli.serve import Shown, serve_cluster, start_cluster
+from convoy.cli.show.output import JsonFlag, VerboseFlag, counted, print_json, print_note
 from convoy.config.kernels import host_kernels_text
 from convoy.config.settings import Config, override
 from convoy.config.table import ServeConfig
@@ -55,6 +55,7 @@ def run(
     engine: dict[str, int],
     sharing: dict[str, Any],
     listens: dict[str, Any],
+    verbose: VerboseFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Split a model over processes here, to serve it or answer."""
@@ -79,7 +80,7 @@ def run(
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = override(local.config(local.head), serve=http)
-        _serve_or_answer(local, settings, model, asked, as_json=as_json)
+        _serve_or_answer(local, settings, model, asked, Shown(as_json=as_json, verbose=verbose))
 
 
 def _serve_or_answer(
@@ -87,16 +88,15 @@ def _serve_or_answer(
     settings: Config,
     model: str,
     asked: GenerationRequest | ServeOptions,
-    *,
-    as_json: bool,
+    show: Shown,
 ) -> None:
     from convoy.api.listen.options import ServeOptions
 
     try:
         if isinstance(asked, ServeOptions):
-            serve_cluster(settings, model, as_json=as_json, watch=local.check_alive, options=asked)
+            serve_cluster(settings, model, show, watch=local.check_alive, options=asked)
         else:
-            _answer(local, settings, model, asked, as_json=as_json)
+            _answer(local, settings, model, asked, show)
     except ConvoyError as error:
         raise local.explain(error) from error
 
@@ -127,17 +127,19 @@ class PromptRun:
 
 
 def _answer(
-    local: LocalCluster, settings: Config, model: str, request: GenerationRequest, *, as_json: bool
+    local: LocalCluster, settings: Config, model: str, request: GenerationRequest, show: Shown
 ) -> None:
     from convoy.engine.completion import generate
 
-    def show(text: str) -> None:
+    def print_piece(text: str) -> None:
         print(text, end="", flush=True)
 
-    cluster = start_cluster(settings, model, quiet=as_json, watch=local.check_alive)
+    cluster = start_cluster(
+        settings, model, quiet=show.as_json, verbose=show.verbose, watch=local.check_alive
+    )
     try:
-        answer = generate(cluster.engine, request, None if as_json else show)
-        if as_json:
+        answer = generate(cluster.engine, request, None if show.as_json else print_piece)
+        if show.as_json:
             print_json(_facts(cluster, answer))
             return
     finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,12 +26,21 @@ from convoy.cli.running.invite import InviteFlags
 from convoy.cli.running.member import load_head, watched_roster
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
 from convoy.cli.running.start import settle_memory
-from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_json, print_note
-from convoy.cli.show.picture import print_picture
+from convoy.cli.show.cluster_status import print_cluster
+from convoy.cli.show.output import (
+    JsonFlag,
+    VerboseFlag,
+    print_draining,
+    print_ended,
+    print_json,
+    print_note,
+)
 from convoy.cli.show.progress import loading_bars
+from convoy.cli.show.ready import ReadyServer, room_tokens
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConvoyError, UsageError
 from convoy.model.library import heavy_rooms
+from convoy.sdk.endpoint import DEFAULT_URL
 from convoy.sdk.head import network_of, service_of
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.models import OpenedModel
@@ -94,6 +104,7 @@ def serve(
     coordinator_key: CoordinatorKeyFlag = None,
     certificate: CertificateFlag = None,
     traces: TracesFlag = None,
+    verbose: VerboseFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the head: split a model, answer the OpenAI API."""
@@ -109,7 +120,8 @@ def serve(
         if config is None:
             settings = _on_this_machine(settings, stack)
         shared = with_layers(_checked(settings, chosen), layers, chosen.source.spec)
-        serve_cluster(shared, chosen, as_json=as_json, note=_whose(config, directory), providing=providing)
+        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory))
+        serve_cluster(shared, chosen, show, providing=providing)
 
 
 def _settings(settings: Config, weights: str | None, signed: Path | None, traces: str | None) -> Config:
@@ -149,7 +161,9 @@ def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
     """Return the named model, with the files that it needs on this machine."""
     named = model or settings.model_name()
     if named is None:
-        raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
+        raise UsageError(
+            "no model was named", hint='convoy serve MODEL, or name = "MODEL" under [model] in convoy.toml'
+        )
     return open_model(settings, named, quiet=quiet)
 
 
@@ -185,17 +199,25 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
     return override(settings, plan=override(settings.plan, layers=spans))
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Hold how a start is shown. ``note`` is a line about the cluster for ``verbose``."""
+
+    as_json: bool = False
+    verbose: bool = False
+    note: str | None = None
+
+
 def serve_cluster(
     settings: Config,
     model: str | OpenedModel,
+    show: Shown,
     *,
-    as_json: bool,
     watch: Callable[[], None] | None = None,
-    note: str | None = None,
     providing: Providing | None = None,
     options: ServeOptions | None = None,
 ) -> None:
-    """Bring the cluster up, serve until a signal, and take it down. Print ``note`` beside the address.
+    """Bring the cluster up, serve until a signal, and take it down.
 
     ``options`` are those of ``settings`` if they were read before: a pipe with keys can be read only once.
     """
@@ -203,19 +225,20 @@ def serve_cluster(
 
     options = options or serve_options(settings)
     options.check()
-    if options.in_clear and not as_json:
+    if options.in_clear and not show.as_json:
         warn_in_clear(options.host)
     # Report a port in use before anything is loaded. Nothing listens until the model is ready.
     bind(options).close()
     me = load_head(settings)
-    with watched_roster(settings, me, quiet=as_json):
+    with watched_roster(settings, me, quiet=show.as_json):
         # The network only finds peers at the start: a serving head looks for no member.
-        with _said_when_interrupted(quiet=as_json), network_of(settings) as network:
+        with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
             cluster = start_cluster(
                 settings,
                 model,
                 me=me,
-                quiet=as_json,
+                quiet=show.as_json,
+                verbose=show.verbose,
                 watch=watch,
                 network=network,
                 # `watch` already reports a local process that does not come.
@@ -223,7 +246,7 @@ def serve_cluster(
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
-            _serve(cluster, told, as_json=as_json, note=note, providing=providing)
+            _serve(cluster, told, settings, show, providing)
 
 
 @contextmanager
@@ -240,9 +263,8 @@ def _said_when_interrupted(*, quiet: bool) -> Iterator[None]:
 def _serve(
     cluster: RunningCluster,
     options: ServeOptions,
-    *,
-    as_json: bool,
-    note: str | None,
+    settings: Config,
+    show: Shown,
     providing: Providing | None,
 ) -> None:
     from convoy.api.server import run_server
@@ -250,13 +272,12 @@ def _serve(
     beside: list[ProviderBeside] = []
     try:
         service = service_of(cluster)
-        (served,) = service.models
 
         def on_ready(url: str) -> None:
             settle_memory()
-            _say_ready(cluster, served.name, url, as_json=as_json, note=note)
+            _say_ready(cluster, url, settings, show)
             if providing is not None:
-                beside.append(providing.begin(url, cluster.head, options, quiet=as_json))
+                beside.append(providing.begin(url, cluster.head, options, quiet=show.as_json))
 
         def on_stop() -> None:
             # The coordinator's requests end before the head does.
@@ -264,24 +285,40 @@ def _serve(
                 provider.drain(options.drain_s)
 
         def on_drain(num_answers: int, drain_s: float) -> None:
-            if not as_json:
+            if not show.as_json:
                 print_draining(num_answers, drain_s)
 
         num_cut = run_server(service, options, on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
     finally:
         cluster.close()
-    if not as_json:
+    if not show.as_json:
         print_ended(num_cut)
 
 
-def _say_ready(cluster: RunningCluster, model: str, url: str, *, as_json: bool, note: str | None) -> None:
-    if as_json:
+def _say_ready(cluster: RunningCluster, url: str, settings: Config, show: Shown) -> None:
+    if show.as_json:
         print_json({"url": f"{url}/v1", "status": cluster.status()})
         return
-    print_picture(cluster.status())
-    if note is not None:
-        print_note(note)
-    print_note(f"serving {model} at {url}/v1")
+    if show.verbose:
+        print_cluster(cluster.status())
+        # The lines below go to another stream, and come after the table.
+        sys.stdout.flush()
+        if show.note is not None:
+            print_note(show.note)
+    active = cluster.head.active_plan
+    assert active is not None
+    ready = ReadyServer(
+        active.plan.model,
+        [name for stage in active.plan.stages for name in stage.holders],
+        active.max_context,
+        room_tokens(active),
+        url,
+        DEFAULT_URL,
+        settings.serve.api_key_file,
+        settings.serve.tls_certificate,
+    )
+    for line in ready.lines():
+        print_note(line)
 
 
 def start_cluster(
@@ -289,6 +326,7 @@ def start_cluster(
     model: str | OpenedModel,
     *,
     quiet: bool,
+    verbose: bool = False,
     me: Membership | None = None,
     watch: Callable[[], None] | None = None,
     network: Network | None = None,
@@ -297,8 +335,10 @@ def start_cluster(
     """Return a running cluster, after a token has passed every stage.
 
     ``me`` is the head's membership if it is loaded already. See `Head` for ``watch``, and
-    `cluster.options.HeadOptions` for ``keep_waiting``.
+    `cluster.options.HeadOptions` for ``keep_waiting``. Members that this command started itself need no
+    word of their arrival, unless it is ``verbose``.
     """
+    tells_arrivals = not quiet and (verbose or watch is None)
     with heavy_rooms(lambda text: None if quiet else print_note(text)):
         # A stage needs this import soon, and peers start meanwhile.
         import convoy.model.loading.load  # noqa: F401
@@ -308,8 +348,10 @@ def start_cluster(
     me = me or load_head(settings)
     opened = OpenedModel(ModelSource.resolve(model)) if isinstance(model, str) else model
     peers = [member.name for member in me.roster.members if member.name != me.name]
-    if peers and not quiet:
-        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s (--wait)")
+    if peers and tells_arrivals:
+        # Only `serve` has this option, and its members are not started here.
+        flag = " (--wait)" if watch is None else ""
+        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s{flag}")
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
             me,
@@ -318,10 +360,10 @@ def start_cluster(
             on_load,
             network=network,
             watch=watch,
-            on_arrival=None if quiet else _say_arrival,
+            on_arrival=_say_arrival if tells_arrivals else None,
             own=opened.own,
         )
-    _say_why_not_exact(settings, cluster)
+    _say_why_not_exact(settings, cluster, verbose=verbose)
     for name, verdict in cluster.head.vetting.excluded.items():
         print_note(f"{name} gets no stage: it has level {verdict.level.text}; {verdict.why}")
     return cluster
@@ -332,14 +374,15 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
     print_note(f"{name} is here{others}")
 
 
-def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
+def _say_why_not_exact(settings: Config, cluster: RunningCluster, *, verbose: bool) -> None:
     from convoy.config.kernels import CUDA_KERNELS, EXACT
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
 
     active = cluster.head.active_plan
     assert active is not None
     if not {active.plan.kernel, *active.plan.kernels}.isdisjoint(CUDA_KERNELS):
-        print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
+        if verbose:
+            print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
     elif active.plan.kernel != EXACT and settings.model.kernel == "auto":
         here = why_not_exact(settings.model.num_threads) or "another member refuses it"
         print_note(f"not in exact mode, so a split equals the whole to rounding only: {here}")

@@ -8,15 +8,20 @@ import msgspec
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
+from convoy.cli.show.cluster_status import guesses_text, print_cluster, recoveries_text
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
-from convoy.cli.show.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
 from convoy.sdk.client import cluster_status
-from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, HttpRefused
 
 if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus
+
+
+_NO_HEAD = (
+    "is this a head? --url names one; at a coordinator, `convoy coordinator providers` shows its providers"
+)
 
 
 def status(
@@ -27,8 +32,13 @@ def status(
 ) -> None:
     """Show a running cluster: stages, links, load. Exit 75 if it is not ready."""
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
-    health = endpoint.get("/health", accept=frozenset({200, 503}))
-    cluster = cluster_status(endpoint)
+    try:
+        health = endpoint.get("/health", accept=frozenset({200, 503}))
+        cluster = cluster_status(endpoint)
+    except HttpRefused as error:
+        if error.hint is not None:
+            raise
+        raise type(error)(error.message, hint=_NO_HEAD) from None
     if not isinstance(health, dict):
         raise endpoint.not_ours("its health is no JSON object")
     ready: dict[str, Any] = health
@@ -61,4 +71,4 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
         ]
     )
     print()
-    print_picture(cluster)
+    print_cluster(cluster)

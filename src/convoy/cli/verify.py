@@ -94,7 +94,7 @@ def _max_cuts(text: str) -> int | None:
     if text == "all":
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 7):
-        raise UsageError(f"--cuts is {text!r}, expected all or a number")
+        raise UsageError(f"--cuts is {text!r}, expected all or a number", hint="--cuts all")
     return int(text)
 
 

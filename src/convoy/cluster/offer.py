@@ -124,7 +124,10 @@ def _require(kernel: str, hellos: Mapping[str, Hello]) -> None:
     lacking = next((name for name, hello in hellos.items() if kernel not in hello.kernels), None)
     # Another kernel would change the text of running requests.
     if lacking is not None:
-        raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
+        raise Incompatible(
+            f"{lacking} cannot run the kernel {kernel}, which is in use",
+            hint="start that member with another kernel, or serve with one that all can run",
+        )
 
 
 def _shared(hellos: Mapping[str, Hello], lead: str) -> str:

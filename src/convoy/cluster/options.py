@@ -19,6 +19,8 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
 from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
 
+_WHERE = "docs/configuration.md has every key of convoy.toml with its flag"
+
 _UNITS = {
     "max_batch": "sequences",
     "prefill_window": "steps in flight",
@@ -132,7 +134,7 @@ class HeadOptions:
         if self.max_context > spec.max_context:
             raise ConfigError(
                 f"max_model_len is {self.max_context} tokens, and the model's context has {spec.max_context}",
-                hint=f"--max-model-len {spec.max_context} or less",
+                hint=f"max_model_len under [engine], or --max-model-len: {spec.max_context} or less",
             )
 
     def check(self) -> None:
@@ -148,12 +150,12 @@ class HeadOptions:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(
-                    f"{name} is {value}, expected {least} to {most} {_UNITS.get(name, 'tokens')}"
+                    f"{name} is {value}, expected {least} to {most} {_UNITS.get(name, 'tokens')}", hint=_WHERE
                 )
         if self.parallel not in ASKED:
-            raise ConfigError(f"parallel is {self.parallel}, expected {', '.join(ASKED)}")
+            raise ConfigError(f"parallel is {self.parallel}, expected {', '.join(ASKED)}", hint=_WHERE)
         if self.ranks is not None and not 2 <= self.ranks <= MAX_RANKS:
-            raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage")
+            raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage", hint=_WHERE)
 
     def for_kernels(self, kernels: Iterable[str]) -> HeadOptions:
         """Return these options with the chunk size that suits stages with these kernels.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from convoy.errors import ConfigError
 
+_REMEDY = "is it the right file? check the path"
+
 WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves one in .convoy"
 
 
@@ -24,7 +26,7 @@ def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
         reason = (error.strerror or "unreadable").lower()
         raise ConfigError(f"cannot read {path}: {reason}", hint=how_to_read(error, path, hint)) from None
     if len(data) > max_bytes:
-        raise ConfigError(f"{path} is longer than {max_bytes} bytes")
+        raise ConfigError(f"{path} is longer than {max_bytes} bytes", hint=_REMEDY)
     return data
 
 
@@ -42,7 +44,7 @@ def read_text(path: Path, *, max_bytes: int, hint: str | None = None) -> str:
     try:
         return read_bytes(path, max_bytes=max_bytes, hint=hint).decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{path} is not UTF-8 text", hint=_REMEDY) from None
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -57,7 +59,10 @@ def replace_file(path: Path, data: bytes) -> None:
             Path(file.name).chmod(0o644)
         Path(file.name).replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None
+        raise ConfigError(
+            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}",
+            hint="check the folder: its owner, its mode and its free space",
+        ) from None
 
 
 def default_cache() -> Path:

@@ -27,6 +27,8 @@ from convoy.config.table import (
 )
 from convoy.errors import ConfigError
 
+_VALUES = "docs/configuration.md has the values of every key"
+
 _MAX_FILE_BYTES = 1 << 20
 _OPERATOR_KEY_BYTES = 32
 
@@ -88,11 +90,14 @@ def load_config(path: Path | None) -> Config:
     for name, kind in TABLES.items():
         table = tables.get(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} is {_shown(table)}, expected a table [{name}]")
+            raise ConfigError(f"{path}: {name} is {_shown(table)}, expected a table [{name}]", hint=_VALUES)
         read[name] = _read_table(kind, name, table, path)
     config = Config(**read, path=path)
     if config.model.name is not None and config.model.path is not None:
-        raise ConfigError(f"{path}: [model] has both name and path, expected one of them")
+        raise ConfigError(
+            f"{path}: [model] has both name and path, expected one of them",
+            hint="remove one of the two lines",
+        )
     return config
 
 
@@ -114,7 +119,10 @@ def decode_public_key(text: str, what: str) -> bytes:
             f"{what} is neither hex nor base64", hint="copy it from `convoy roster show`"
         ) from None
     if len(key) != _OPERATOR_KEY_BYTES:
-        raise ConfigError(f"{what} has {len(key)} bytes, expected {_OPERATOR_KEY_BYTES}")
+        raise ConfigError(
+            f"{what} has {len(key)} bytes, expected {_OPERATOR_KEY_BYTES}",
+            hint="copy it from `convoy roster show`",
+        )
     return key
 
 
@@ -126,7 +134,9 @@ def _parse(path: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {_reason(error)}", hint=_how_to_read(error, path)) from None
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes")
+        raise ConfigError(
+            f"{path} is longer than {_MAX_FILE_BYTES} bytes", hint="is it the right file? check the path"
+        )
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -156,7 +166,9 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
         # For a closed set of values the message lists them.
         choices = row(name, key).choices
         expected = f"expected {', '.join(choices)}" if choices else reason[:1].lower() + reason[1:]
-        raise ConfigError(f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}") from None
+        raise ConfigError(
+            f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}", hint=_VALUES
+        ) from None
     return _beside(read, path.parent)
 
 

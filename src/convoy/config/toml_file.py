@@ -31,7 +31,10 @@ def read_toml(path: Path, kind: type[S]) -> S:
             hint="docs/fleet.md has an example, and without --config there are defaults",
         ) from None
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} has {len(data)} bytes, and the limit is {_MAX_FILE_BYTES}")
+        raise ConfigError(
+            f"{path} has {len(data)} bytes, and the limit is {_MAX_FILE_BYTES}",
+            hint="is it the right file? check the path",
+        )
     try:
         return msgspec.convert(tomllib.loads(data.decode()), kind)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:

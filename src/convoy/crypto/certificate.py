@@ -18,6 +18,8 @@ from cryptography.x509.oid import NameOID
 
 from convoy.errors import IdentityError
 
+_PEM = "a certificate in PEM begins with -----BEGIN CERTIFICATE-----"
+
 # The roster says how long a member is trusted; RFC 5280 4.1.2.5 names this date for "no well-defined
 # expiration".
 _NOT_BEFORE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -110,7 +112,7 @@ def from_pem(pem: bytes) -> bytes:
     try:
         return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
     except _UNREADABLE as error:
-        raise IdentityError(f"not a certificate in PEM: {error}") from None
+        raise IdentityError(f"not a certificate in PEM: {error}", hint=_PEM) from None
 
 
 def certificate_names(pem: bytes) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ def certificate_names(pem: bytes) -> tuple[str, ...]:
     except x509.ExtensionNotFound:
         return ()
     except _UNREADABLE as error:
-        raise IdentityError(f"not a certificate in PEM: {error}") from None
+        raise IdentityError(f"not a certificate in PEM: {error}", hint=_PEM) from None
     addresses = map(str, found.value.get_values_for_type(x509.IPAddress))
     return (*found.value.get_values_for_type(x509.DNSName), *addresses)
 

@@ -36,6 +36,8 @@ from convoy.crypto.keyfile import (
 )
 from convoy.errors import HandshakeError, IdentityError
 
+_RESTORE = "restore the file from a backup, or make new keys with `convoy identity new`"
+
 IDENTITY_KEY = "identity.key"
 TLS_KEY = "tls.key"
 TLS_CERTIFICATE = "tls.crt"
@@ -61,10 +63,12 @@ class Identity:
         self.public_key = _public_bytes(key)
         self.tls_certificate_der = certificate_der
         if _public_bytes(tls_key) != certificate_key(certificate_der):
-            raise IdentityError(f"{TLS_CERTIFICATE} is not the certificate of {TLS_KEY}")
+            raise IdentityError(f"{TLS_CERTIFICATE} is not the certificate of {TLS_KEY}", hint=_RESTORE)
         # With one key for both, a TLS signature could be taken for one of the identity.
         if _public_bytes(tls_key) == self.public_key:
-            raise IdentityError("the TLS key and the identity key are the same key, and must differ")
+            raise IdentityError(
+                "the TLS key and the identity key are the same key, and must differ", hint=_RESTORE
+            )
 
     @classmethod
     def generate(cls) -> Identity:
@@ -195,9 +199,11 @@ def _key_from_pem(data: bytes, path: Path) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError):
-        raise IdentityError(f"{path} is not an unencrypted private key in PEM") from None
+        raise IdentityError(f"{path} is not an unencrypted private key in PEM", hint=_RESTORE) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise IdentityError(f"{path} holds a key of type {type(key).__name__}, expected Ed25519")
+        raise IdentityError(
+            f"{path} holds a key of type {type(key).__name__}, expected Ed25519", hint=_RESTORE
+        )
     return key
 
 

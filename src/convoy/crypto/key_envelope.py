@@ -67,7 +67,10 @@ def open_key(envelope: bytes, passphrase: str, *, cost: ScryptCost = COST) -> by
     try:
         return AESGCM(_derive(passphrase, salt, cost)).decrypt(nonce, sealed, header)
     except InvalidTag:
-        raise IdentityError("the passphrase is wrong, or the file was changed") from None
+        raise IdentityError(
+            "the passphrase is wrong, or the file was changed",
+            hint="try again; a forgotten passphrase cannot be recovered",
+        ) from None
 
 
 def check_envelope(envelope: bytes, cost: ScryptCost = COST) -> tuple[bytes, bytes]:
@@ -100,7 +103,10 @@ def _derive(passphrase: str, salt: bytes, cost: ScryptCost) -> bytes:
         return scrypt.derive(_encode(passphrase))
     except MemoryError:
         mib = (128 * cost.r << cost.log2_n) >> 20
-        raise IdentityError(f"there is no memory for the passphrase's key, which takes {mib} MiB") from None
+        raise IdentityError(
+            f"there is no memory for the passphrase's key, which takes {mib} MiB",
+            hint="end other programs on this machine, and try again",
+        ) from None
 
 
 def _encode(passphrase: str) -> bytes:

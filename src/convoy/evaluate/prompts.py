@@ -15,6 +15,8 @@ from convoy.errors import InputError
 from convoy.model.text.tokens import Tokenizer
 from convoy.plan.spec.model import ModelSpec
 
+_REMEDY = "give a file with one prompt on each line"
+
 # Lengths around the sizes of tiles, blocks and key blocks. The first few already differ in all of these.
 LENGTHS = (70, 17, 1, 40, 130, 16, 65, 3)
 TEXTS = (
@@ -72,12 +74,14 @@ def read_prompts(path: Path, tokenizer: Tokenizer, spec: ModelSpec, num_tokens: 
             raise InputError(f"{path} has {path.stat().st_size} bytes, expected at most {_MAX_FILE_BYTES}")
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
-        raise InputError(f"cannot read prompts from {path}: {error.strerror}") from error
+        raise InputError(f"cannot read prompts from {path}: {error.strerror}", hint=_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 at byte {error.start}, expected lines of text") from error
+        raise InputError(
+            f"{path} is not UTF-8 at byte {error.start}, expected lines of text", hint=_REMEDY
+        ) from error
     prompts = [_encoded(tokenizer, line) for line in lines if line.strip()]
     if not prompts:
-        raise InputError(f"{path} holds no prompts, expected at least one line")
+        raise InputError(f"{path} holds no prompts, expected at least one line", hint=_REMEDY)
     longest = max(map(len, prompts)) + num_tokens
     if longest > spec.max_context:
         raise InputError(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from convoy.errors import InputError
 
+_REMEDY = "give a file with one JSON object on each line, as docs/verify.md describes"
+
 BUNDLED_QUESTIONS = Path(__file__).resolve().parent.parent / "models" / "questions.jsonl"
 
 _KEYS = ("kind", "question", "answer")
@@ -35,14 +37,16 @@ def load_questions(path: Path) -> tuple[Question, ...]:
             raise InputError(f"{path} has {path.stat().st_size} bytes, expected at most {_MAX_FILE_BYTES}")
         lines = path.read_text("utf-8").split("\n")
     except OSError as error:
-        raise InputError(f"cannot read questions from {path}: {error.strerror}") from error
+        raise InputError(f"cannot read questions from {path}: {error.strerror}", hint=_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 at byte {error.start}, expected lines of JSON") from error
+        raise InputError(
+            f"{path} is not UTF-8 at byte {error.start}, expected lines of JSON", hint=_REMEDY
+        ) from error
     questions = tuple(
         _read_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()
     )
     if not questions:
-        raise InputError(f"{path} holds no questions, expected at least one")
+        raise InputError(f"{path} holds no questions, expected at least one", hint=_REMEDY)
     return questions
 
 
@@ -50,12 +54,12 @@ def _read_line(line: str, place: str) -> Question:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON") from error
+        raise InputError(f"{place} is not JSON", hint=_REMEDY) from error
     if not isinstance(value, dict):
-        raise InputError(f"{place} is not an object with {', '.join(_KEYS)}")
+        raise InputError(f"{place} is not an object with {', '.join(_KEYS)}", hint=_REMEDY)
     for key in _KEYS:
         if not isinstance(value.get(key), str) or not value[key].strip():
-            raise InputError(f"{place} has no text under {key!r}")
+            raise InputError(f"{place} has no text under {key!r}", hint=_REMEDY)
     return Question(value["kind"], value["question"], value["answer"])
 
 

@@ -11,6 +11,8 @@ import torch
 from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, KERNELS
 from convoy.errors import ModelError, UsageError
 
+_DOCTOR = "`convoy doctor` shows this machine's devices"
+
 HOST = "cpu"
 CUDA = "cuda"
 # separates the devices of one member's ranks, which share every layer
@@ -163,7 +165,7 @@ def check_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index or 0
     if index >= count:
-        raise ModelError(f"this machine has {count} CUDA devices, and {name!r} is asked for")
+        raise ModelError(f"this machine has {count} CUDA devices, and {name!r} is asked for", hint=_DOCTOR)
     return torch.device("cuda", index)
 
 
@@ -177,7 +179,9 @@ def _require_cuda(wish: str, names: list[str]) -> tuple[str, ...]:
     count = torch.cuda.device_count()
     numbers = [int(name.partition(":")[2] or 0) for name in names]
     if max(numbers) >= count:
-        raise UsageError(f"device is {wish}, and this machine has {count} CUDA devices, from cuda:0 on")
+        raise UsageError(
+            f"device is {wish}, and this machine has {count} CUDA devices, from cuda:0 on", hint=_DOCTOR
+        )
     if len(set(numbers)) < len(numbers):
-        raise UsageError(f"device is {wish}, which names a device twice")
+        raise UsageError(f"device is {wish}, which names a device twice", hint="name each device once")
     return tuple(f"cuda:{number}" for number in numbers)

@@ -19,7 +19,8 @@ def shares(num_layers: int, weights: Sequence[float]) -> list[int]:
         raise PlanError("no members to share the layers, expected at least one")
     if len(weights) > num_layers:
         raise PlanError(
-            f"{len(weights)} members cannot share {num_layers} layers, expected at least one layer for each"
+            f"{len(weights)} members cannot share {num_layers} layers, expected at least one layer for each",
+            hint="leave members out, or make them standbys",
         )
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):

@@ -49,7 +49,10 @@ def parse_span(text: str, num_layers: int) -> Span:
         return Span(start, num_layers, output=True)
     end = _layer(end_text, text, "end")
     if end < start:
-        raise SpanError(f"invalid span {text!r}: its end, layer {end}, precedes its start, layer {start}")
+        raise SpanError(
+            f"invalid span {text!r}: its end, layer {end}, precedes its start, layer {start}",
+            hint="write the lower layer first",
+        )
     if end > last:
         raise SpanError(
             f"invalid span {text!r}: it ends past the last layer, {last}",
@@ -87,5 +90,8 @@ def split_key(key: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in key.split(JOINT))
     if not all(names) or len(set(names)) < len(names):
-        raise SpanError(f"a span is for {key!r}, expected NAME or NAME+NAME with names that differ")
+        raise SpanError(
+            f"a span is for {key!r}, expected NAME or NAME+NAME with names that differ",
+            hint="--layers alpha=0:5,output, or --layers alpha+beta=0:5,output",
+        )
     return names

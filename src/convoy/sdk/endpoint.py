@@ -25,6 +25,7 @@ KEY_VARIABLE = "CONVOY_API_KEY"
 DEFAULT_URL = f"http://{SERVE.host}:{SERVE.port}"
 _MAX_BODY_BYTES = 16 << 20
 _BUSY = frozenset({429, 502, 503, 504})
+_REMEDY = "ask again: `convoy status` shows whether the cluster is ready"
 
 
 # Named after the event, as the other errors are: it is no fault of this program.
@@ -121,14 +122,18 @@ class Endpoint:
                         raise self._refusal(response.status, line.removeprefix(b"data: "))
                     yield event
             # Without [DONE] the answer is incomplete, even if the connection closed in order.
-            raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
+            raise PeerUnreachable(
+                f"the stream from {self.url} ended before the answer was complete", hint=_REMEDY
+            )
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             while line := response.readline(_MAX_BODY_BYTES):
                 yield line.strip()
         except (OSError, http.client.HTTPException) as error:
-            raise PeerUnreachable(f"the stream from {self.url} broke: {_reason(error)}") from None
+            raise PeerUnreachable(
+                f"the stream from {self.url} broke: {_reason(error)}", hint=_REMEDY
+            ) from None
 
     @contextmanager
     def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
@@ -192,7 +197,10 @@ class Endpoint:
             context.load_verify_locations(self.ca)
         except OSError as error:
             reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else _reason(error)
-            raise ConfigError(f"cannot use {self.ca} for {self.ca_option}: {reason}") from None
+            raise ConfigError(
+                f"cannot use {self.ca} for {self.ca_option}: {reason}",
+                hint="FILE is in PEM: the server's own certificate, or that of its issuer",
+            ) from None
         return context
 
     def _refusal(self, status: int, data: bytes) -> HttpRefused:

@@ -84,7 +84,8 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
                     file.write(chunk)
                 if not file.finish():
                     raise ModelError(
-                        f"{part.name} of {signed.hub} differs from the file that the operator signed"
+                        f"{part.name} of {signed.hub} differs from the file that the operator signed",
+                        hint="ask the operator to sign the hub's present files, or name another hub",
                     )
     source = received.source(name.repo, received.file("config.json"))
     return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))

@@ -38,13 +38,16 @@ def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[st
             name, span = next((name for name in names if name not in taken), ""), text
             if not name:
                 raise UsageError(
-                    f"--layers was given {len(layers)} times, and there are {len(names)} members"
+                    f"--layers was given {len(layers)} times, and there are {len(names)} members",
+                    hint="leave out spans, or add members",
                 )
         unknown = next((rank for rank in _ranks(text, name) if rank not in names), None)
         if unknown is not None:
             raise UsageError(f"--layers {text} is for {unknown}, expected a member: {', '.join(names)}")
         if name in spans:
-            raise UsageError(f"--layers gives {name} two spans, {spans[name]} and {span}")
+            raise UsageError(
+                f"--layers gives {name} two spans, {spans[name]} and {span}", hint="give each member one span"
+            )
         spans[name] = span
     return spans
 

@@ -78,7 +78,10 @@ def device_and_kernel(
     if ranks > 1:
         check_sharding(source.spec, ranks)
         if device != "cpu":
-            raise UsageError(f"--ranks {ranks} is for the CPU, and --device is {device}")
+            raise UsageError(
+                f"--ranks {ranks} is for the CPU, and --device is {device}",
+                hint="leave out --ranks or --device",
+            )
     return device, chosen
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 Members = tuple[tuple[str, int | None], ...]
 _HOST = "cpu"
 
+_REMEDY = "--level beta=hardware"
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanQuestion:
@@ -247,7 +249,10 @@ def _without_standbys(
         if name not in names:
             raise UsageError(f"--standby is {name}, expected a member: {', '.join(names)}")
         if next(offer for offer in offers if offer.name == name).head:
-            raise UsageError(f"--standby is {name}, which is the head: it always has a stage")
+            raise UsageError(
+                f"--standby is {name}, which is the head: it always has a stage",
+                hint="leave this --standby out",
+            )
     waiting = [name for name in names if name in standbys]
     return [offer for offer in offers if offer.name not in waiting], waiting
 
@@ -263,11 +268,13 @@ def _with_levels(offers: list[MemberOffer], levels: Sequence[str]) -> list[Membe
     for text in levels:
         name, equals, word = text.partition("=")
         if not equals or name not in names:
-            raise UsageError(f"--level {text} names no member, expected NAME=LEVEL for {', '.join(names)}")
+            raise UsageError(
+                f"--level {text} names no member, expected NAME=LEVEL for {', '.join(names)}", hint=_REMEDY
+            )
         try:
             supposed[name] = Level.from_text(word)
         except ValueError as error:
-            raise UsageError(f"--level {text}: {error}") from None
+            raise UsageError(f"--level {text}: {error}", hint=_REMEDY) from None
     return [dataclasses.replace(offer, level=supposed.get(offer.name, offer.level)) for offer in offers]
 
 
@@ -343,5 +350,8 @@ def _memory_bytes(settings: Config) -> int:
     granted = int(settings.model.memory_gb * 10**9)
     available: int = psutil.virtual_memory().available
     if granted > psutil.virtual_memory().total:
-        raise ConfigError(f"[model] memory_gb is {settings.model.memory_gb:g}, more than this machine has")
+        raise ConfigError(
+            f"[model] memory_gb is {settings.model.memory_gb:g}, more than this machine has",
+            hint="lower memory_gb, or leave it out: then the free memory counts",
+        )
     return granted or int(available * MEMORY_SHARE)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Assumed round trips: both ends on one machine; a wired network.
 _HERE_S, _ELSEWHERE_S = 0.15e-3, 0.5e-3
+_REMEDY = "name members as in --members, or in the roster"
+
 # Sealed twice on the way, between cores of one machine.
 _HERE_BYTES_PER_S = 400e6
 _SPEED_COUNTS = {2, 8}
@@ -79,7 +81,9 @@ def speeds_of(
     for text in flags:
         whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
         if whose and whose not in names:
-            raise UsageError(f"--speed {text} is for {whose}, expected a member: {', '.join(names)}")
+            raise UsageError(
+                f"--speed {text} is for {whose}, expected a member: {', '.join(names)}", hint=_REMEDY
+            )
         speed = Speed.from_numbers(numbers)
         told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
     lacking = [name for name in names if name not in told]
@@ -106,7 +110,9 @@ def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) ->
         whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
         ends = [name.strip() for name in whose.split(",")] if whose else names
         if not set(ends) <= set(names) or (whose and len(set(ends)) != 2):
-            raise UsageError(f"--round-trip {text} names {whose}, expected two of {', '.join(names)}")
+            raise UsageError(
+                f"--round-trip {text} names {whose}, expected two of {', '.join(names)}", hint=_REMEDY
+            )
         asked = {frozenset((one, other)) for one in ends for other in ends if one != other}
         pairs |= {pair: numbers[0] / 1e3 for pair in asked if whose or pair not in pairs}
     if here.all_members:
@@ -121,5 +127,7 @@ def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list
     except ValueError:
         numbers = []
     if len(numbers) not in counts or not all(0 < number < _MOST for number in numbers):
-        raise UsageError(f"{flag} is {text}, expected {form}")
+        raise UsageError(
+            f"{flag} is {text}, expected {form}", hint="`convoy doctor` on a machine shows the numbers"
+        )
     return whose.strip(), numbers

@@ -26,6 +26,8 @@ from convoy.crypto.keyfile import check_private_file, make_private_directory, sy
 from convoy.crypto.keys import prefixed
 from convoy.errors import AuditError, HandshakeError, IdentityError
 
+_COMPARE = "compare the log with a copy of it from another place, such as a backup"
+
 FILE = "audit.jsonl"
 VERSION = 1
 MAX_ENTRY_BYTES = 16 * 1024
@@ -274,13 +276,15 @@ def read_entries(path: Path) -> Iterator[Entry | int]:
                 number += 1
                 if not line.endswith(b"\n"):
                     if len(line) > MAX_ENTRY_BYTES:
-                        raise AuditError(f"{path}: line {number} is longer than {MAX_ENTRY_BYTES} bytes")
+                        raise AuditError(
+                            f"{path}: line {number} is longer than {MAX_ENTRY_BYTES} bytes", hint=_COMPARE
+                        )
                     yield len(line)
                     return
                 try:
                     yield _entry(line[:-1])
                 except AuditError as error:
-                    raise AuditError(f"{path}: line {number}: {error.message}") from error
+                    raise AuditError(f"{path}: line {number}: {error.message}", hint=_COMPARE) from error
     except OSError as error:
         hint = "name the audit.jsonl beside the key that acts, or its folder"
         raise AuditError(
@@ -304,17 +308,23 @@ def verify_log(path: Path, *, expected: str | None = None, key: str | None = Non
             continue
         where = f"{path}: entry {num_entries + 1}"
         if entry.number != num_entries + 1:
-            raise AuditError(f"{where} has number {entry.number}: an entry was moved, removed or added")
+            raise AuditError(
+                f"{where} has number {entry.number}: an entry was moved, removed or added", hint=_COMPARE
+            )
         if entry.fields["previous"] != head:
-            raise AuditError(f"{where} does not follow the entry before it: one of the two was changed")
+            raise AuditError(
+                f"{where} does not follow the entry before it: one of the two was changed", hint=_COMPARE
+            )
         # Without a given key, the first entry's key must sign all others.
         key = key or entry.fields["key"]
         if entry.fields["key"] != key:
-            raise AuditError(f"{where} is of key {entry.fields['key'][:16]}..., expected {key[:16]}...")
+            raise AuditError(
+                f"{where} is of key {entry.fields['key'][:16]}..., expected {key[:16]}...", hint=_COMPARE
+            )
         try:
             _check_signature(entry)
         except AuditError as error:
-            raise AuditError(f"{where}: {error.message}") from error
+            raise AuditError(f"{where}: {error.message}", hint=_COMPARE) from error
         num_entries, head = entry.number, entry.hash
         if head == expected:
             found_at = num_entries

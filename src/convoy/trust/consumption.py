@@ -44,7 +44,10 @@ class Consumption:
             sync_directory(self.directory)
         except OSError as error:
             # The disk may be full. The file counts if it is there, and no newcomer gets in.
-            raise IdentityError(f"cannot write to {self.directory}: {error.strerror}") from error
+            raise IdentityError(
+                f"cannot write to {self.directory}: {error.strerror}",
+                hint="check the folder: its owner, its mode and its free space",
+            ) from error
         except IdentityError as error:
             if not self.used:
                 raise

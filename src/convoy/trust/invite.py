@@ -19,6 +19,8 @@ from convoy.crypto.enrolment import LABEL, SECRET_BYTES, invitation_id
 from convoy.crypto.keys import prefixed
 from convoy.errors import InviteError
 
+_COPY = "copy the whole line of `convoy invite`, or make a new one"
+
 PREFIX = "convoy1"
 MAX_ADDRESSES = 8
 MAX_TOKEN_CHARS = 4096
@@ -56,10 +58,13 @@ class Token:
             raise InviteError("the invitation makes no sense: it has an impossible address", hint=_COPY)
         lengths = (len(self.operator_key), len(self.fingerprint), len(self.secret))
         if lengths != (_KEY_BYTES, _KEY_BYTES, SECRET_BYTES):
-            raise InviteError("the invitation makes no sense: a key has another length than its kind")
+            raise InviteError(
+                "the invitation makes no sense: a key has another length than its kind", hint=_COPY
+            )
         if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
             raise InviteError(
-                f"the invitation names {len(self.addresses)} addresses, expected 1 to {MAX_ADDRESSES}"
+                f"the invitation names {len(self.addresses)} addresses, expected 1 to {MAX_ADDRESSES}",
+                hint=_COPY,
             )
         if not 0 < self.lifetime_s <= MAX_LIFETIME_S or not self.lifetime_s <= self.expires < 2**37:
             raise InviteError("the invitation makes no sense: its time is outside the calendar", hint=_COPY)

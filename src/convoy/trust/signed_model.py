@@ -20,6 +20,8 @@ from convoy.crypto.identity import OperatorKey, verify
 from convoy.crypto.keys import prefixed
 from convoy.errors import HandshakeError, ModelError
 
+_SIGN = "ask the operator for the file again: `convoy manifest sign` writes it"
+
 # A manifest's limit, and the first line.
 MAX_SIGNED_BYTES = (64 << 20) + 8192
 _MAX_LINE_BYTES = 8192
@@ -75,7 +77,9 @@ def verify_signed_model(data: bytes, *, operator_key: bytes) -> SignedModel:
         signature = base64.b64decode(said["signature"], validate=True)
         verify(operator_key, signature, _text(signed.model, signed.hub, signed.digest))
     except (ValueError, HandshakeError):
-        raise ModelError("the signature of the signed model does not hold: it was changed") from None
+        raise ModelError(
+            "the signature of the signed model does not hold: it was changed", hint=_SIGN
+        ) from None
     # The signature covers only the digest, so the manifest is compared with it.
     found = hashlib.sha256(manifest).hexdigest()
     if found != signed.digest:
@@ -94,7 +98,7 @@ def _parse(line: bytes) -> dict[str, str]:
         raise ModelError("this is no signed model", hint="`convoy manifest sign MODEL` writes one")
     is_text = all(isinstance(value, str) and len(value) <= _MAX_NAME for value in said.values())
     if not is_text or not _HEX.fullmatch(said["digest"]) or not _HEX.fullmatch(said["operator"]):
-        raise ModelError("the first line of the signed model makes no sense")
+        raise ModelError("the first line of the signed model makes no sense", hint=_SIGN)
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,3 +162,19 @@ def test_a_key_for_scraping_is_made_and_revoked_on_the_command_line(scraped: Scr
     headers = {"authorization": f"Bearer {made['key']}"}
     assert httpx.get(f"{fleet.admin_url}/metrics", headers=headers, timeout=20).status_code == 401
     assert run_here([*keys, "--metrics", "--add", "ann"], tmp_path).returncode == 2
+
+
+def test_a_new_key_goes_to_a_private_file_and_is_not_shown(scraped: Scraped, tmp_path: Path) -> None:
+    fleet = scraped.fleet
+    (tmp_path / "admin.key").touch(mode=0o600)
+    (tmp_path / "admin.key").write_text(fleet.admin_key + "\n")
+    keys = ["coordinator", "keys", "--admin-url", fleet.admin_url, "--admin-key-file", "admin.key"]
+    done = run_here([*keys, "--metrics", "--out", "scrape.key"], tmp_path)
+    assert done.returncode == 0, done
+    file = tmp_path / "scrape.key"
+    key = file.read_text(encoding="utf-8").strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert scrape(f"{fleet.admin_url}/metrics", key)("convoy_draining") == 0
+    assert key not in done.stdout + done.stderr
+    assert run_here([*keys, "--metrics", "--out", "scrape.key"], tmp_path).returncode == 78
+    assert file.read_text(encoding="utf-8").strip() == key

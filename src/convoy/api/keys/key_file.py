@@ -22,6 +22,9 @@ from typing import Any
 from convoy.api.keys.key_use import NO_LIMITS, KeyLimits
 from convoy.errors import ConfigError
 
+_FOLDER_HINT = "check the folder: its owner, its mode and its free space"
+_KEYS_HINT = "docs/api.md has the keys of this file, and `convoy keys new` writes them"
+
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 256
 MAX_FILE_BYTES = 1 << 20
@@ -129,7 +132,10 @@ def _checked_client_key(key: str, path: Path) -> str:
             f"the api key file {path} is empty, expected the key on its first line", hint=_HINT_CLIENT
         )
     if not is_sendable(key):
-        raise ConfigError(f"the key in {path} has characters that no HTTP header carries")
+        raise ConfigError(
+            f"the key in {path} has characters that no HTTP header carries",
+            hint="`convoy keys new FILE` makes a key that fits",
+        )
     return key
 
 
@@ -197,12 +203,14 @@ def _key(table: dict[str, Any], where: str) -> ApiKey:
             raise ConfigError(f"{where} has no field {known[:40]}", hint=f"known are {', '.join(_FIELDS)}")
     name = table.get("name")
     if not isinstance(name, str) or not _NAME.match(name):
-        raise ConfigError(f"{where}: name is {_shown(name)}, expected 1 to 64 of a-z, A-Z, 0-9, . _ @ -")
+        raise ConfigError(
+            f"{where}: name is {_shown(name)}, expected 1 to 64 of a-z, A-Z, 0-9, . _ @ -", hint=_KEYS_HINT
+        )
     where = f"{where} ({name})"
     digest, text = _secret(table, where)
     metrics = table.get("metrics", False)
     if not isinstance(metrics, bool):
-        raise ConfigError(f"{where}: metrics is {_shown(metrics)}, expected true or false")
+        raise ConfigError(f"{where}: metrics is {_shown(metrics)}, expected true or false", hint=_KEYS_HINT)
     limits = {limit: _limit(table, limit, where) for limit in LIMIT_NAMES}
     return ApiKey(name, digest, _expiry(table.get("expires"), where), metrics, KeyLimits(**limits), text=text)
 
@@ -211,7 +219,8 @@ def _secret(table: dict[str, Any], where: str) -> tuple[bytes, str | None]:
     key, digest = table.get("key"), table.get("key_sha256")
     if (key is None) == (digest is None):
         raise ConfigError(
-            f"{where} has {'both' if key else 'neither'} key and key_sha256, expected one of them"
+            f"{where} has {'both' if key else 'neither'} key and key_sha256, expected one of them",
+            hint=_KEYS_HINT,
         )
     if isinstance(digest, str) and _HASH.match(digest):
         return bytes.fromhex(digest), None
@@ -226,7 +235,9 @@ def _secret(table: dict[str, Any], where: str) -> tuple[bytes, str | None]:
 def _limit(table: dict[str, Any], name: str, where: str) -> int | None:
     value = table.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 63):
-        raise ConfigError(f"{where}: {name} is {_shown(value)}, expected a whole number of at least 1")
+        raise ConfigError(
+            f"{where}: {name} is {_shown(value)}, expected a whole number of at least 1", hint=_KEYS_HINT
+        )
     return value
 
 
@@ -272,7 +283,9 @@ def write_new(path: Path, text: str) -> None:
             f"{path} exists already", hint="--name NAME adds a key to a file of named keys"
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None
+        raise ConfigError(
+            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=_FOLDER_HINT
+        ) from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -303,7 +316,9 @@ def _replace(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         Path(file.name).replace(target)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None
+        raise ConfigError(
+            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=_FOLDER_HINT
+        ) from None
 
 
 @contextmanager

@@ -60,7 +60,10 @@ class ServeOptions:
     def check(self) -> None:
         """Raise `ConfigError` for options that cannot be served or should not be."""
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port} is out of range, expected 0 to 65535")
+            raise ConfigError(
+                f"port {self.port} is out of range, expected 0 to 65535",
+                hint="--port 0 lets the system choose one",
+            )
         if self.tls is not None:
             check_certificate(self.tls)
         for host in self.allowed_hosts:

@@ -70,7 +70,10 @@ def _depths(text: str, spec: ModelSpec) -> tuple[int, ...]:
         return default_depths(spec) if text == LEAK_DEPTHS else tuple(allowed_cuts(spec))
     words = text.split(",") if len(text) <= _MAX_TEXT else []
     if not words or not all(word.isascii() and word.isdigit() and len(word) < 7 for word in words):
-        raise UsageError(f"--leak-depths is {text[:63]!r}, expected some, all, or numbers such as 1,6,11")
+        raise UsageError(
+            f"--leak-depths is {text[:63]!r}, expected some, all, or numbers such as 1,6,11",
+            hint="--leak-depths some",
+        )
     return tuple(map(int, words))
 
 

@@ -23,5 +23,8 @@ def kernel_for(quantize: str | None, kernel: str) -> str:
         raise UsageError(f"--quantize is {quantize}, expected {' or '.join(QUANTIZED)}")
     wanted = QUANTIZED[quantize]
     if kernel not in {AUTO, wanted}:
-        raise UsageError(f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for")
+        raise UsageError(
+            f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for",
+            hint="leave out --quantize, or the kernel",
+        )
     return wanted

@@ -33,6 +33,9 @@ def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
         except (ValueError, OverflowError):
             num_bytes = 0
         if not name or not equals or num_bytes <= 0:
-            raise UsageError(f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB")
+            raise UsageError(
+                f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB",
+                hint="--members 3, or --members alpha=8,beta=16",
+            )
         members.append((name, num_bytes))
     return tuple(members)

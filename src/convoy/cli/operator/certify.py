@@ -35,7 +35,10 @@ def certify(
     try:
         identity = bytes.fromhex(key)
     except ValueError:
-        raise UsageError(f"{key[:80]!r} is no key, expected 64 hexadecimal digits") from None
+        raise UsageError(
+            f"{key[:80]!r} is no key, expected 64 hexadecimal digits",
+            hint="`convoy provide` prints the provider's key",
+        ) from None
     operator = Home(directory).open_operator(passphrase_file)
     expires_s = int(time.time()) + days * _DAY_S
     log = operator_log(Home(directory).operator, operator)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import datetime
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log, roster_subject
-from convoy.cli.operator.home import Home, host_name, local_addresses, parse_place
+from convoy.cli.operator.home import DEFAULT_HOME, Home, host_name, local_addresses, parse_place
 from convoy.cli.show.output import print_note
 from convoy.config.files import read_bytes, replace_file
 from convoy.config.table import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from convoy.transport.member import Member, Roster
 
 MAX_ROSTER_FILE_BYTES = 2 << 20
@@ -36,6 +35,7 @@ def make_first_machine(
     from convoy.trust.roster.card import member_of
     from convoy.trust.roster.roster import make_roster, open_roster, sign_roster
 
+    _refuse_second_cluster(home)
     host, _ = parse_place(address or local_addresses()[0], None)
     operator, identity = home.open_operator(passphrase_file), home.open_identity()
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
@@ -55,6 +55,16 @@ def make_first_machine(
         f"made cluster {roster.cluster_id} with {member.name} as its head: "
         f"keys, roster and convoy.toml are in {home.directory}"
     )
+
+
+def _refuse_second_cluster(home: Home) -> None:
+    """Raise `ConfigError` if this folder holds a cluster that was set up by hand, and no other was named."""
+    found = next((file for file in (Path("convoy.toml"), Path("roster.toml")) if file.exists()), None)
+    if found is not None and home.directory == DEFAULT_HOME:
+        raise ConfigError(
+            f"{found} in this folder is of a cluster already, and {home.config} would begin another one",
+            hint="--config FILE names the convoy.toml of its first machine; --dir DIR begins another cluster",
+        )
 
 
 def _own_line(roster: Roster, member: Member, home: Home) -> Member:

@@ -99,7 +99,10 @@ class Home:
             self.directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             reason = (error.strerror or "unwritable").lower()
-            raise ConfigError(f"cannot make the folder {self.directory}: {reason}") from None
+            raise ConfigError(
+                f"cannot make the folder {self.directory}: {reason}",
+                hint="name another folder with --dir, or check the mode of its parent",
+            ) from None
 
 
 def _with_comments(tables: dict[str, dict[str, object]]) -> str:
@@ -188,6 +191,8 @@ def parse_place(text: str, port: int | None) -> tuple[str, int | None]:
         try:
             host, given = parse_address(text if not text.endswith("]") else f"{text}:{DEFAULT_PEER_PORT}")
         except RosterError as error:
-            raise UsageError(f"--address: {error.message}") from None
+            raise UsageError(
+                f"--address: {error.message}", hint="--address HOST or --address HOST:PORT"
+            ) from None
         given = port if text.endswith("]") else given
     return host, given

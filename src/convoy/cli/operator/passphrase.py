@@ -125,7 +125,9 @@ def read_passphrase(file: Path) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError:
-        raise IdentityError(f"{file} is not UTF-8 text") from None
+        raise IdentityError(
+            f"{file} is not UTF-8 text", hint="is it the right file? check the path"
+        ) from None
 
 
 def _on_terminal() -> bool:

@@ -14,7 +14,14 @@ import typer
 
 from convoy.cli.operator.home import Home
 from convoy.cli.running.start import settle_memory
-from convoy.cli.show.output import print_draining, print_ended, print_fields, print_json_line
+from convoy.cli.show.output import (
+    counted,
+    print_draining,
+    print_ended,
+    print_fields,
+    print_json_line,
+    print_note,
+)
 from convoy.config.files import replace_file
 from convoy.errors import ConfigError, UsageError
 
@@ -23,6 +30,8 @@ if TYPE_CHECKING:
     from convoy.fleet.coordinator.options import CoordinatorOptions
     from convoy.fleet.coordinator.server import ListenOptions
     from convoy.trust.audit import AuditLog
+
+_REMEDY = "check the path, and that you may read the file"
 
 DEFAULT_PORT, DEFAULT_ADMIN_PORT = 8780, 8781
 ADMIN_KEY = "admin.key"
@@ -146,8 +155,11 @@ def run_here(
             }
             if as_json:
                 print_json_line({"event": "ready", **facts})
-            else:
-                print_fields(facts.items())
+                return
+            facts.pop("released")
+            print_fields(facts.items())
+            if released:
+                print_note(f"gave back the reserved money of {counted(released, 'request')} of the last run")
 
         def drain(num_answers: int, drain_s: float) -> None:
             if not as_json:
@@ -174,10 +186,13 @@ def database_url(url: str | None, file: Path | None) -> str | None:
             found = lines.readline(_MAX_URL_CHARS).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the database file {file}: {reason}") from None
+        raise ConfigError(f"cannot read the database file {file}: {reason}", hint=_REMEDY) from None
     check_private(status, file, "the database file")
     if not found:
-        raise ConfigError(f"the database file {file} is empty, expected a URL on its first line")
+        raise ConfigError(
+            f"the database file {file} is empty, expected a URL on its first line",
+            hint="its first line is a URL like postgresql://user:password@host/name",
+        )
     return found
 
 
@@ -242,4 +257,4 @@ def _bytes_of(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {file}: {error.strerror}", hint=_REMEDY) from error

@@ -64,7 +64,9 @@ def load_fleet_config(path: Path | None, instance: str, authorities: tuple[str, 
         price = Price(one.prompt_micro, one.completion_micro)
         price.check()
         if one.name in models:
-            raise ConfigError(f"{path}: the model {one.name} is there twice")
+            raise ConfigError(
+                f"{path}: the model {one.name} is there twice", hint="remove one of the two [[model]] tables"
+            )
         models[one.name] = ModelOptions(price, one.default_max_tokens)
     queue = QueueLimits(read.queue.max_waiting, read.queue.max_per_account, read.queue.max_wait_s)
     rules = rules_of(read.evidence, path)

@@ -31,5 +31,8 @@ def client_key(api_key_file: Path | None) -> str | None:
         return read_client_key(api_key_file)
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"the key in {KEY_VARIABLE} has characters that no HTTP header carries")
+        raise ConfigError(
+            f"the key in {KEY_VARIABLE} has characters that no HTTP header carries",
+            hint="`convoy keys new FILE` makes a key that fits",
+        )
     return key or None

@@ -68,7 +68,9 @@ class Providing:
         if url is None:
             if coordinator_key is not None or certificate is not None:
                 flag = "--certificate" if coordinator_key is None else "--coordinator-key"
-                raise UsageError(f"{flag} is for --provide")
+                raise UsageError(
+                    f"{flag} is for --provide", hint="--provide wss://HOST names the coordinator"
+                )
             return None
         # Only a provider needs the extra fleet.
         from convoy.cli.operator.home import Home

@@ -18,6 +18,9 @@ from convoy.errors import ConvoyError, RequestError
 _QUANTITY = re.compile(r"-?[0-9]+([.][0-9]+)?( ?[A-Za-z%/]+)?")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
+VerboseFlag = Annotated[
+    bool, typer.Option("--verbose", help="Also print stages, links and steps of the start.")
+]
 
 
 def print_json(value: object) -> None:

@@ -129,7 +129,10 @@ class Enrolment:
                 used = self._consumption.used
             if not used:
                 self._token.require_usable(datetime.datetime.now(datetime.UTC))
-                raise InviteError("the invitation expired before a machine used it") from None
+                raise InviteError(
+                    "the invitation expired before a machine used it",
+                    hint="make a new one with `convoy invite`; --minutes gives more time",
+                ) from None
             found = self._last_found()
         if isinstance(found, ConvoyError):
             raise found

@@ -170,4 +170,4 @@ class Rebalancer:
 
 
 def _why(name: str) -> str:
-    return f"{name} is here again"
+    return f"{name} is here"

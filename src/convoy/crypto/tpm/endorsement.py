@@ -33,7 +33,10 @@ def read_authorities(pem: bytes, what: str) -> list[bytes]:
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except _UNREADABLE:
-        raise ConfigError(f"{what} holds no certificates in PEM") from None
+        raise ConfigError(
+            f"{what} holds no certificates in PEM",
+            hint="convert each certificate with `openssl x509 -inform der`, and put them into one file",
+        ) from None
     if len(certificates) > MAX_AUTHORITIES:
         raise ConfigError(
             f"{what} holds {len(certificates)} certificates, and the limit is {MAX_AUTHORITIES}"

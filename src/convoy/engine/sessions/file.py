@@ -18,6 +18,8 @@ from convoy.crypto.cipher import TAG_BYTES
 from convoy.crypto.sealed.chunks import CHUNK_BYTES, FILE_ID_BYTES, SEALED_CHUNK_BYTES, ChunkCipher
 from convoy.errors import SealError, SessionError
 
+_CUT = "use a copy of the file: this one is incomplete"
+
 SEALED_MAGIC = b"cnvysess"
 _PREFIX_BYTES = len(SEALED_MAGIC) + FILE_ID_BYTES
 
@@ -131,7 +133,7 @@ class SessionReader:
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return exactly ``num_bytes`` from ``offset`` of the ``size`` on."""
         if not 0 <= offset <= offset + num_bytes <= self.size:
-            raise SessionError(f"{self._path} is truncated: it has {self.size} bytes")
+            raise SessionError(f"{self._path} is truncated: it has {self.size} bytes", hint=_CUT)
         if self._cipher is None:
             return self._at(offset, num_bytes)
         first, last = offset // CHUNK_BYTES, (offset + num_bytes - 1) // CHUNK_BYTES
@@ -153,7 +155,7 @@ class SessionReader:
         self._num_chunks = -(-rest // SEALED_CHUNK_BYTES)
         self.size = rest - self._num_chunks * TAG_BYTES
         if self._num_chunks < 1 or rest - (self._num_chunks - 1) * SEALED_CHUNK_BYTES < TAG_BYTES:
-            raise SessionError(f"{self._path} is truncated: it has {self._file_bytes} bytes")
+            raise SessionError(f"{self._path} is truncated: it has {self._file_bytes} bytes", hint=_CUT)
         self._cipher = _cipher(key, prefix[len(SEALED_MAGIC) :])
         # Opening the last chunk proves that the end is not cut off, and that the key is right.
         self._chunk(self._num_chunks - 1)

@@ -20,6 +20,9 @@ from convoy.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
+_AGAIN = "fetch the file again: it is incomplete, or another program changed it"
+_READABLE = "check the path, and that you may read the file"
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20
@@ -89,7 +92,7 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
         # map copy on write: torch needs writable memory, and the file must not change
         data = np.memmap(stored.path, np.uint8, "c", stored.offset, (stored.num_bytes,))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{stored.path} cannot be read: {error}") from error
+        raise ModelError(f"{stored.path} cannot be read: {error}", hint=_READABLE) from error
     return torch.from_numpy(data).view(dtype).view(stored.shape)
 
 
@@ -127,11 +130,13 @@ def parse_index(place: str, data: bytes) -> dict[str, str]:
     try:
         shards = dict(json.loads(data)["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelError(f"{place} is not an index of safetensors shards") from error
+        raise ModelError(f"{place} is not an index of safetensors shards", hint=_AGAIN) from error
     for name in shards.values():
         # accept shards beside the index only: an index must not make us open files elsewhere
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{place} names the shard {name!r}, expected a .safetensors file beside it")
+            raise ModelError(
+                f"{place} names the shard {name!r}, expected a .safetensors file beside it", hint=_AGAIN
+            )
     return shards
 
 
@@ -142,13 +147,16 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
             length = header_bytes(str(path), file.read(8), size)
             raw = file.read(length)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}") from error
+        raise ModelError(
+            f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}", hint=_READABLE
+        ) from error
     entries = parse_header(path, raw)
     last = max(entries, key=lambda tensor: tensor.offset + tensor.num_bytes, default=None)
     if last is not None and size < last.offset + last.num_bytes:
         raise ModelError(
             f"{path} is truncated: it has {size} bytes, and its header describes "
-            f"{last.offset + last.num_bytes}, the last of them of {last.name}"
+            f"{last.offset + last.num_bytes}, the last of them of {last.name}",
+            hint=_AGAIN,
         )
     yield from entries
 
@@ -159,7 +167,7 @@ def header_bytes(place: str, prefix: bytes, size: int | None = None) -> int:
     most = _MAX_HEADER_BYTES if size is None else min(_MAX_HEADER_BYTES, size - 8)
     if len(prefix) < 8 or length > most:
         have = "" if size is None else f"{size} bytes, "
-        raise ModelError(f"{place} is truncated or not safetensors: {have}header of {length}")
+        raise ModelError(f"{place} is truncated or not safetensors: {have}header of {length}", hint=_AGAIN)
     return length
 
 
@@ -170,7 +178,7 @@ def parse_header(path: Path, raw: bytes) -> list[StoredTensor]:
         header.pop("__metadata__", None)
         return [_stored(path, name, entry, 8 + len(raw)) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} has a malformed safetensors header") from error
+        raise ModelError(f"{path} has a malformed safetensors header", hint=_AGAIN) from error
 
 
 def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> StoredTensor:
@@ -191,7 +199,8 @@ def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
     known = _DTYPES.get(dtype)
     if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
         raise ModelError(
-            f"{place}: {tensor.name} has {num_bytes} bytes, expected {dtype} of shape {list(shape)}"
+            f"{place}: {tensor.name} has {num_bytes} bytes, expected {dtype} of shape {list(shape)}",
+            hint=_AGAIN,
         )
     return tensor
 
@@ -203,6 +212,8 @@ def file_bytes(path: Path, limit: int) -> bytes:
             raise ModelError(f"{path} has {path.stat().st_size} bytes, expected at most {limit}")
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}") from error
+        raise ModelError(
+            f"{path.parent} has no {path.name}", hint="fetch the model's whole directory"
+        ) from error
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from error
+        raise ModelError(f"{path} cannot be read: {os.strerror(error.errno or 0)}", hint=_READABLE) from error

@@ -19,6 +19,8 @@ from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.model import ModelSpec
 
+_AGAIN = "fetch the model's file again"
+
 BUNDLED = ("demo", "demo-mini")
 _BUNDLED_DIRECTORY = Path(__file__).resolve().parents[2] / "models"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -68,8 +70,8 @@ class ModelSource:
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
-                hint=f"give a Hugging Face directory, or a bundled model: {', '.join(BUNDLED)}"
-                f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
+                hint=f"give a Hugging Face directory, a .gguf file, org/name on the hub, or a bundled model: "
+                f"{', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
         config = read_config(directory / "config.json")
         # report an unsupported model type before missing weights
@@ -132,9 +134,9 @@ def read_config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(file_bytes(path, _MAX_CONFIG_BYTES))
     except ValueError as error:
-        raise ModelError(f"{path} is not JSON") from error
+        raise ModelError(f"{path} is not JSON", hint=_AGAIN) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, expected an object")
+        raise ModelError(f"{path} holds a {type(config).__name__}, expected an object", hint=_AGAIN)
     return config
 
 

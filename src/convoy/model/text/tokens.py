@@ -15,6 +15,8 @@ from convoy.model.text.stop import StopFilter
 from convoy.model.text.templates import TemplateRenderer
 from convoy.model.text.vocabulary import Vocabulary
 
+_TOKENIZER = "fetch the model's whole directory, with tokenizer.json"
+
 _REPLACEMENT = "\ufffd"
 # bytes of an incomplete character, which lacks at least its last byte
 _MAX_PARTIAL = 3
@@ -183,16 +185,21 @@ def _load(source: ModelSource) -> Any:
     # the library raises any exception at all for a broken file
     except Exception as error:
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
-        raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
+        raise ModelError(
+            f"{source.name}: no usable tokeniser in {source.path}: {reason}", hint=_TOKENIZER
+        ) from error
     files = pretrained.vocab_files_names.values()
     # without any file the library makes an empty tokeniser, and no error
     if not any((source.path / name).is_file() for name in files):
         raise ModelError(
-            f"{source.name}: no usable tokeniser in {source.path}: none of {', '.join(sorted(files))}"
+            f"{source.name}: no usable tokeniser in {source.path}: none of {', '.join(sorted(files))}",
+            hint=_TOKENIZER,
         )
     if not hasattr(pretrained, "backend_tokenizer"):
         raise ModelError(
-            f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a tokenizer.json"
+            f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a "
+            "tokenizer.json",
+            hint=_TOKENIZER,
         )
     return pretrained
 
@@ -213,7 +220,9 @@ def _load_gguf(source: ModelSource) -> Any:
             )
     # the library raises any exception at all for a broken file
     except Exception as error:
-        raise ModelError(f"{source.path}: no usable tokeniser in it: {_first_line(error)}") from error
+        raise ModelError(
+            f"{source.path}: no usable tokeniser in it: {_first_line(error)}", hint=_TOKENIZER
+        ) from error
 
 
 def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from convoy.config.kernels import KERNELS, QUANTIZED, on_device
 from convoy.errors import PlanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
@@ -44,7 +45,35 @@ def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Of
                 f"but {least} has {have}"
             )
     if refusals:
-        raise PlanError("; ".join(refusals), hint="add a member, or move layers to one with more memory")
+        raise PlanError("; ".join(refusals), hint=_remedy(spec, owners, offers))
+
+
+def _rounded(kind: str, kernel: str) -> str:
+    """Return the kernel for a word of ``--quantize``, on the device of ``kernel``."""
+    host = QUANTIZED[kind]
+    return KERNELS[host].cuda_name if on_device(kernel) else host
+
+
+def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
+    """Return the hint, with the memory of all stages under each kind of ``--quantize`` that lowers it."""
+
+    def together(kind: str | None) -> int:
+        total = 0
+        for name, span in owners:
+            offer = offers[name]
+            kernel = offer.kernel if kind is None else _rounded(kind, offer.kernel)
+            total += offer.world_size * stage_bytes(spec, span, kernel, offer.world_size)
+        return total
+
+    now = together(None)
+    less = {kind: needed for kind in QUANTIZED if (needed := together(kind)) < now}
+    if not less:
+        return "add a member, or move layers to one with more memory"
+    kinds = ", ".join(f"{format_bytes(needed)} with --quantize {kind}" for kind, needed in less.items())
+    return (
+        "add a member, move layers to one with more memory, or round the weights: all stages need "
+        f"{format_bytes(now)}, {kinds}"
+    )
 
 
 def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:

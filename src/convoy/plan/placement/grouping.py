@@ -41,7 +41,8 @@ def best_world_size(
     elif ranks is not None:
         if ranks > most:
             raise PlanError(
-                f"{ranks} ranks for each stage were asked for, and there are {num_members} members"
+                f"{ranks} ranks for each stage were asked for, and there are {num_members} members",
+                hint="lower --ranks, or add members",
             )
         check_sharding(spec, ranks)
         return ranks
@@ -74,7 +75,9 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
         return ranks[0]
     first, label = ranks[0], JOINT.join(member.name for member in ranks)
     if len(ranks) > MAX_RANKS:
-        raise PlanError(f"{label} are {len(ranks)} ranks, expected at most {MAX_RANKS}")
+        raise PlanError(
+            f"{label} are {len(ranks)} ranks, expected at most {MAX_RANKS}", hint="put fewer members together"
+        )
     head = next((member.name for member in ranks[1:] if member.head), None)
     if head is not None:
         names = JOINT.join([head, *(member.name for member in ranks if member.name != head)])
@@ -83,10 +86,14 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
     if other is not None:
         raise PlanError(
             f"{first.name} would run {first.kernel} and {other.name} {other.kernel}, "
-            "expected one kernel for all ranks of a stage"
+            "expected one kernel for all ranks of a stage",
+            hint="set one kernel under [model] of these members",
         )
     if first.kernel.startswith("cuda-"):
-        raise PlanError(f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs")
+        raise PlanError(
+            f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs",
+            hint="hold whole layers on it: --parallel pipeline",
+        )
     return dataclasses.replace(
         first,
         memory_bytes=min(member.memory_bytes for member in ranks),
@@ -107,12 +114,17 @@ def gather_named(
     named = [name for names in keys.values() for name in names]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
-        raise SpanError(f"two spans are for {twice}, expected one for each member")
+        raise SpanError(
+            f"two spans are for {twice}, expected one for each member", hint="remove one of the two spans"
+        )
     by_name = {member.name: member for member in members}
     groups = {names[0]: names for names in keys.values() if len(names) > 1}
     unknown = next((n for names in groups.values() for n in names if n not in by_name), None)
     if unknown is not None:
-        raise SpanError(f"a span is for {unknown}, expected a member: {', '.join(by_name)}")
+        raise SpanError(
+            f"a span is for {unknown}, expected a member: {', '.join(by_name)}",
+            hint="name the members as the roster does",
+        )
     followers = {name for names in groups.values() for name in names[1:]}
     offers = [
         gather([by_name[name] for name in groups[member.name]]) if member.name in groups else member

@@ -128,7 +128,8 @@ def _find_head(members: Sequence[MemberOffer]) -> str:
     for member in members:
         if member.memory_bytes <= 0:
             raise PlanError(
-                f"{member.name} offers {member.memory_bytes} bytes of memory, expected more than 0"
+                f"{member.name} offers {member.memory_bytes} bytes of memory, expected more than 0",
+                hint="set memory_gb under [model] of that member",
             )
     return heads[0]
 
@@ -137,7 +138,10 @@ def _parse(spec: ModelSpec, members: Mapping[str, MemberOffer], spans: Mapping[s
     given = {}
     for name, text in spans.items():
         if name not in members:
-            raise SpanError(f"span {text!r} is for {name}, expected a member: {', '.join(members)}")
+            raise SpanError(
+                f"span {text!r} is for {name}, expected a member: {', '.join(members)}",
+                hint="name the members as the roster does",
+            )
         try:
             given[name] = parse_span(text, spec.num_layers)
         except SpanError as error:
@@ -202,7 +206,10 @@ def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
         if span.start < widest.end:
             layers = layers_text(span.start, min(span.end, widest.end))
             here, there = format_span(widest, spec.num_layers), format_span(span, spec.num_layers)
-            raise SpanError(f"{layers} claimed twice, by {widest_name} ({here}) and by {name} ({there})")
+            raise SpanError(
+                f"{layers} claimed twice, by {widest_name} ({here}) and by {name} ({there})",
+                hint="let one span end before the next begins",
+            )
         if span.end > widest.end:
             widest_name, widest = name, span
     missing = missing_layers(spec.num_layers, [(span.start, span.end) for _, span in owners])
@@ -228,7 +235,8 @@ def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str
     if mine.start > 0 and last != head:
         raise SpanError(
             f"the head, {head}, owns {layers_text(mine.start, mine.end)} in the middle, "
-            f"expected the first layers (0:K or 0:K,output) or the last (K:output)"
+            f"expected the first layers (0:K or 0:K,output) or the last (K:output)",
+            hint="give the head 0:K,output or K:output",
         )
     claimed = {name: f"{name} ({format_span(span, spec.num_layers)})" for name, span in owners}
     claiming = [name for name, span in owners if span.output]
@@ -240,7 +248,10 @@ def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str
     if not claiming:
         raise SpanError(f"no member owns the output, {expected}", hint=hint)
     if len(claiming) > 1:
-        raise SpanError(f"the output claimed twice, by {' and by '.join(claimed[name] for name in claiming)}")
+        raise SpanError(
+            f"the output claimed twice, by {' and by '.join(claimed[name] for name in claiming)}",
+            hint="leave ,output out of all spans but one",
+        )
     if claiming[0] not in (head, last):
         raise SpanError(f"the output claimed by {claimed[claiming[0]]}, {expected}", hint=hint)
 
@@ -250,5 +261,6 @@ def _check_cuts(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
         reason = spec.forbidden_cuts.get(span.start)
         if reason is not None:
             raise SpanError(
-                f"the cut between {before} and {after}, before layer {span.start}, is not allowed: {reason}"
+                f"the cut between {before} and {after}, before layer {span.start}, is not allowed: {reason}",
+                hint="move the cut to another layer, or leave the spans out: then the plan finds one",
             )

@@ -50,7 +50,8 @@ class ConfigReader:
         if value is None:
             if default is None:
                 raise ModelError(
-                    f"{self.model}: config.json has no {key}, expected a number from 1 to {most}"
+                    f"{self.model}: config.json has no {key}, expected a number from 1 to {most}",
+                    hint="fetch the model's config.json again, or choose another model",
                 )
             return default
         # A bool is an int to Python, and a careless converter writes 4096.0 as a float: both are refused.

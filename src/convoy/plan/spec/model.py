@@ -232,7 +232,10 @@ def _counted_tensors(
     name: str, family: Family, num_layers: int, shapes: Mapping[str, Shape] | None
 ) -> list[list[tuple[str, Shape]]]:
     if shapes is None:
-        raise ModelError(f"{name}: a model of type {family.model_type} is planned from its weight files")
+        raise ModelError(
+            f"{name}: a model of type {family.model_type} is planned from its weight files",
+            hint="name a directory that has the model's weights",
+        )
     tensors: list[list[tuple[str, Shape]]] = [[] for _ in range(num_layers)]
     for tensor, shape in shapes.items():
         match = _LAYER_TENSOR.match(tensor)

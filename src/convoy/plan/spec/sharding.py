@@ -19,6 +19,9 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.weights import LayerWeights, Matrix, WeightPart
 from convoy.wire.messages.control import StageAssignment
 
+_OTHER_RANKS = "ask for another number of ranks with --ranks, or hold whole layers: --parallel pipeline"
+_PIPELINE = "hold whole layers on each member: --parallel pipeline"
+
 Experts = Literal["auto", "split", "whole"]
 
 _UNFIT_KINDS = {
@@ -156,21 +159,24 @@ def _check_heads(spec: ModelSpec, group: CacheGroup, world_size: int) -> None:
     if group.num_heads % world_size:
         raise PlanError(
             f"{spec.name} has {group.num_heads} heads in layers of {group.name}, which {world_size} ranks "
-            "cannot share alike"
+            "cannot share alike",
+            hint=_OTHER_RANKS,
         )
     if group.num_kv_heads % world_size and world_size % group.num_kv_heads:
         raise PlanError(
             f"{spec.name} has {group.num_kv_heads} K/V heads in layers of {group.name}, which {world_size} "
-            "ranks can neither share alike nor repeat alike"
+            "ranks can neither share alike nor repeat alike",
+            hint=_OTHER_RANKS,
         )
 
 
 def _check_experts(spec: ModelSpec) -> None:
     if not any(layer.num_experts for layer in spec.layers):
-        raise PlanError(f"{spec.name} has no experts to share out whole")
+        raise PlanError(f"{spec.name} has no experts to share out whole", hint=_PIPELINE)
     if FAMILIES[spec.family].shared_expert_alike:
         raise PlanError(
-            f"the experts of {spec.name} cannot be shared out whole: one for all rows is as wide as they are"
+            f"the experts of {spec.name} cannot be shared out whole: one for all rows is as wide as they are",
+            hint=_PIPELINE,
         )
 
 
@@ -180,7 +186,8 @@ def _check_layer(
     if experts == "whole" and layer.num_experts % world_size:
         raise PlanError(
             f"layer {number} of {spec.name} has {layer.num_experts} experts, which {world_size} ranks cannot "
-            "share out alike"
+            "share out alike",
+            hint=_OTHER_RANKS,
         )
     split = layer.each.linears if experts == "whole" else (*layer.each.linears, *layer.experts.linears)
     for matrix in split:
@@ -188,7 +195,8 @@ def _check_layer(
         if width % world_size:
             raise PlanError(
                 f"layer {number} of {spec.name} has linears {width} wide, which {world_size} ranks cannot "
-                "share alike"
+                "share alike",
+                hint=_OTHER_RANKS,
             )
 
 

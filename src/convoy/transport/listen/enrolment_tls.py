@@ -62,7 +62,7 @@ def listen_everywhere(host: str | None, port: int) -> socket.socket:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} on {host or 'any address'} is taken",
-                hint=f"--port {port % 65535 + 1}, or stop what listens there",
+                hint=f"--port {port % 65535 + 1} (`convoy serve`: --invite-port), or stop what listens there",
             ) from error
         raise ConfigError(
             f"cannot listen on {host or 'any address'} port {port}: {address_error(error)}",

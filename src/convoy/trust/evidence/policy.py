@@ -43,6 +43,8 @@ from convoy.errors import ConfigError
 from convoy.trust.evidence.level import Level
 from convoy.wire.messages.control import MAX_OFFER_BYTES
 
+_KEYS = "docs/attestation.md has the keys of a policy and their values"
+
 MAX_POLICY_BYTES = 256 * 1024
 MAX_ROWS = 1024
 NUM_PCRS = 24
@@ -143,12 +145,12 @@ class Policy:
 def parse_policy(data: bytes, what: str = "the policy") -> Policy:
     """Read a policy file. Raises `ConfigError` naming ``what`` and the field."""
     if len(data) > MAX_POLICY_BYTES:
-        raise ConfigError(f"{what} has {len(data)} bytes, and the limit is {MAX_POLICY_BYTES}")
+        raise ConfigError(f"{what} has {len(data)} bytes, and the limit is {MAX_POLICY_BYTES}", hint=_KEYS)
     try:
         tables = tomllib.loads(data.decode())
     except (ValueError, RecursionError):
         # ValueError includes TOMLDecodeError, and the error of int() for a number of 4,301 digits.
-        raise ConfigError(f"{what} is not TOML") from None
+        raise ConfigError(f"{what} is not TOML", hint=_KEYS) from None
     try:
         return _policy(_Table(tables, ""))
     except ConfigError as error:
@@ -160,7 +162,7 @@ class _Table:
 
     def __init__(self, table: object, name: str) -> None:
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{name} is no table")
+            raise ConfigError(f"{name} is no table", hint=_KEYS)
         self._left = dict(table)
         self.name = name
 
@@ -170,13 +172,15 @@ class _Table:
             value = float(value)
         # A bool is an int to isinstance.
         if type(value) is not kind:
-            raise ConfigError(f"{self.path(key)} is a {type(value).__name__}, expected {kind.__name__}")
+            raise ConfigError(
+                f"{self.path(key)} is a {type(value).__name__}, expected {kind.__name__}", hint=_KEYS
+            )
         return value
 
     def texts(self, key: str, default: list[str] | None = None) -> tuple[str, ...]:
         values = self.take(key, list, [] if default is None else default)
         if len(values) > MAX_ROWS or not all(type(v) is str and 0 < len(v) <= _MAX_TEXT for v in values):
-            raise ConfigError(f"{self.path(key)} is not a list of at most {MAX_ROWS} texts")
+            raise ConfigError(f"{self.path(key)} is not a list of at most {MAX_ROWS} texts", hint=_KEYS)
         return tuple(values)
 
     def is_text(self, key: str) -> bool:
@@ -187,10 +191,10 @@ class _Table:
         given = key in self._left
         names = self.texts(key)
         if given and not names:
-            raise ConfigError(f"{self.path(key)} names no member")
+            raise ConfigError(f"{self.path(key)} names no member", hint=_KEYS)
         for name in names:
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"{self.path(key)}: {name[:63]!r} cannot name a member")
+                raise ConfigError(f"{self.path(key)}: {name[:63]!r} cannot name a member", hint=_KEYS)
         return names
 
     def table(self, key: str) -> _Table:
@@ -199,7 +203,9 @@ class _Table:
     def rows(self, key: str) -> list[_Table]:
         rows = self.take(key, list, [])
         if len(rows) > MAX_ROWS:
-            raise ConfigError(f"{self.path(key)} has {len(rows)} rows, and the limit is {MAX_ROWS}")
+            raise ConfigError(
+                f"{self.path(key)} has {len(rows)} rows, and the limit is {MAX_ROWS}", hint=_KEYS
+            )
         return [_Table(row, f"{self.path(key)} {number}") for number, row in enumerate(rows, start=1)]
 
     def keys(self) -> list[str]:
@@ -210,7 +216,7 @@ class _Table:
 
     def end(self) -> None:
         for key in self.keys():
-            raise ConfigError(f"{self.path(key[:63])} is unknown")
+            raise ConfigError(f"{self.path(key[:63])} is unknown", hint=_KEYS)
 
 
 def _policy(tables: _Table) -> Policy:
@@ -236,7 +242,7 @@ def _level(table: _Table, key: str, default: str) -> Level:
     try:
         return Level.from_text(table.take(key, str, default))
     except ValueError as error:
-        raise ConfigError(f"{table.path(key)}: {error}") from None
+        raise ConfigError(f"{table.path(key)}: {error}", hint=_KEYS) from None
 
 
 def _seconds(table: _Table, key: str, default: float) -> float:
@@ -244,7 +250,8 @@ def _seconds(table: _Table, key: str, default: float) -> float:
     # The comparison is false for NaN too.
     if not _MIN_INTERVAL_S <= value <= _MAX_INTERVAL_S:
         raise ConfigError(
-            f"{table.path(key)} is {value:g}, expected {_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g} seconds"
+            f"{table.path(key)} is {value:g}, expected {_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g} seconds",
+            hint=_KEYS,
         )
     return value
 
@@ -256,12 +263,14 @@ def _software(table: _Table) -> tuple[SoftwareRule, ...]:
             raise ConfigError(f"{table.path(claim[:63])} is unknown", hint=f"known are {', '.join(SOFTWARE)}")
         if table.is_text(claim):
             if table.take(claim, str, "") != SAME:
-                raise ConfigError(f'{table.path(claim)} is a text, expected "{SAME}" or a list of texts')
+                raise ConfigError(
+                    f'{table.path(claim)} is a text, expected "{SAME}" or a list of texts', hint=_KEYS
+                )
             rules.append(SoftwareRule(claim, ()))
             continue
         values = table.texts(claim)
         if not values:
-            raise ConfigError(f"{table.path(claim)} allows nothing")
+            raise ConfigError(f"{table.path(claim)} allows nothing", hint=_KEYS)
         rules.append(SoftwareRule(claim, values))
     return tuple(rules)
 
@@ -269,10 +278,12 @@ def _software(table: _Table) -> tuple[SoftwareRule, ...]:
 def _pcr(row: _Table) -> PcrRule:
     index = row.take("index", int, -1)
     if not 0 <= index < NUM_PCRS:
-        raise ConfigError(f"{row.path('index')} is not there or not 0 to {NUM_PCRS - 1}")
+        raise ConfigError(f"{row.path('index')} is not there or not 0 to {NUM_PCRS - 1}", hint=_KEYS)
     values = row.texts("values")
     if not values or not all(_DIGEST.fullmatch(value) for value in values):
-        raise ConfigError(f"{row.path('values')} is not a list of SHA-256 digests, 64 lower-case hex digits")
+        raise ConfigError(
+            f"{row.path('values')} is not a list of SHA-256 digests, 64 lower-case hex digits", hint=_KEYS
+        )
     rule = PcrRule(index, tuple(bytes.fromhex(value) for value in values), row.names("members"))
     row.end()
     return rule
@@ -284,7 +295,8 @@ def _offer(row: _Table) -> OfferRule:
     if not 0 < gigabytes <= MAX_OFFER_BYTES / 1e9:
         raise ConfigError(
             f"{row.path('max_memory_gb')} is {gigabytes:g}, expected more than 0 and at most "
-            f"{MAX_OFFER_BYTES / 1e9:.0f}"
+            f"{MAX_OFFER_BYTES / 1e9:.0f}",
+            hint=_KEYS,
         )
     rule = OfferRule(max(1, int(gigabytes * 1e9)), row.names("members"))
     row.end()
@@ -300,10 +312,12 @@ def _placement(row: _Table) -> PlacementRule:
             layers[match[1]] = max(layers[match[1]], int(match[2]))
         elif part not in {"embedding", "output"}:
             raise ConfigError(
-                f"{row.path('keep')}: {part[:63]!r} is unknown, expected embedding, output, first:N or last:N"
+                f"{row.path('keep')}: {part[:63]!r} is unknown, expected embedding, output, first:N or "
+                "last:N",
+                hint=_KEYS,
             )
     if not keep:
-        raise ConfigError(f"{row.path('keep')} keeps nothing")
+        raise ConfigError(f"{row.path('keep')} keeps nothing", hint=_KEYS)
     level = _level(row, "on", Level.HARDWARE.text) if "on" in row.keys() else None  # noqa: SIM118
     members = row.names("members")
     _check_place(row, level, members)
@@ -315,7 +329,7 @@ def _placement(row: _Table) -> PlacementRule:
 
 def _check_place(row: _Table, level: Level | None, members: tuple[str, ...]) -> None:
     if (level is None) == (not members):
-        raise ConfigError(f"{row.name} needs one of `on` and `members`, and not both")
+        raise ConfigError(f"{row.name} needs one of `on` and `members`, and not both", hint=_KEYS)
     if level is not None and level < Level.HARDWARE:
         raise ConfigError(
             f"{row.path('on')} is {level.text}, which keeps nothing where it belongs",

@@ -16,6 +16,8 @@ from pathlib import Path
 from convoy.errors import IdentityError
 from convoy.trust.roster.roster import MAX_ROSTER_BYTES
 
+_FOLDER_HINT = "check the folder: its owner, its mode and its free space"
+
 DIRECTORY = "accepted"
 FILE = "newest"
 
@@ -54,7 +56,7 @@ class AcceptedFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise IdentityError(f"cannot read {self.path}: {_why(error)}") from error
+            raise IdentityError(f"cannot read {self.path}: {_why(error)}", hint=_FOLDER_HINT) from error
         # The open file is checked, so that it cannot be exchanged in between.
         if status.st_mode & 0o022 or status.st_uid != os.getuid():
             raise IdentityError(
@@ -94,7 +96,7 @@ class AcceptedFile:
             # The rename itself must reach the disk too.
             _sync(directory)
         except OSError as error:
-            raise IdentityError(f"cannot write {self.path}: {_why(error)}") from error
+            raise IdentityError(f"cannot write {self.path}: {_why(error)}", hint=_FOLDER_HINT) from error
 
 
 def _sync(directory: Path) -> None:

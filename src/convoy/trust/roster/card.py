@@ -10,6 +10,8 @@ from convoy.errors import RosterError
 from convoy.transport.member import Member
 from convoy.trust.roster.roster import check_member, member_from_table, member_to_toml
 
+_CARD = "`convoy identity new` writes a card: copy the whole file"
+
 MAX_CARD_BYTES = 16 * 1024
 _TABLE = "member"
 
@@ -32,12 +34,14 @@ def write_card(member: Member) -> str:
 def read_card(text: str, *, head: bool | None = None) -> Member:
     """Return the member on a card; ``head`` overrides the card's own. Raises `RosterError`."""
     if len(text) > MAX_CARD_BYTES:
-        raise RosterError(f"a member card has {len(text)} characters, and the limit is {MAX_CARD_BYTES}")
+        raise RosterError(
+            f"a member card has {len(text)} characters, and the limit is {MAX_CARD_BYTES}", hint=_CARD
+        )
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError):
-        raise RosterError("the member card is not TOML") from None
+        raise RosterError("the member card is not TOML", hint=_CARD) from None
     if set(table) != {_TABLE}:
-        raise RosterError(f"the member card has no table [{_TABLE}], or others beside it")
+        raise RosterError(f"the member card has no table [{_TABLE}], or others beside it", hint=_CARD)
     member = member_from_table(table[_TABLE])
     return member if head is None else replace(member, head=head)

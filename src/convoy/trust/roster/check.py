@@ -25,7 +25,8 @@ def check_member(member: Member) -> bytes:
     """Check that a member's facts can be right, and return its TLS key. Raises `RosterError`."""
     if not _NAME.fullmatch(member.name):
         raise RosterError(
-            f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores"
+            f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores",
+            hint="`convoy identity new NAME` makes keys and a card with another name",
         )
     if len(member.identity_key) != 32:
         raise RosterError(
@@ -34,14 +35,18 @@ def check_member(member: Member) -> bytes:
     host, port = member.address
     if not _is_host(host) or not 0 < port < 65536:
         raise RosterError(
-            f"{member.name} has address {host[:MAX_HOST]}:{port}, expected a host and a port of 1 to 65535"
+            f"{member.name} has address {host[:MAX_HOST]}:{port}, expected a host and a port of 1 to 65535",
+            hint="`convoy identity new NAME --address HOST:PORT` makes a card with another address",
         )
     try:
         tls_key = certificate_key(member.certificate_der)
     except IdentityError as error:
         raise RosterError(f"the certificate of {member.name} is unusable: {error.message}") from error
     if tls_key == member.identity_key:
-        raise RosterError(f"{member.name} uses one key for its identity and for TLS, and they must differ")
+        raise RosterError(
+            f"{member.name} uses one key for its identity and for TLS, and they must differ",
+            hint="make new keys for that member with `convoy identity new`",
+        )
     if len(member.attestation_key) > MAX_ATTESTATION_KEY_BYTES:
         raise RosterError(
             f"{member.name} has an attestation key of {len(member.attestation_key)} bytes, "
@@ -69,7 +74,9 @@ def check_roster(roster: Roster) -> None:
     """Check that the facts of a roster can be right. Raises `RosterError`."""
     if not _NAME.fullmatch(roster.cluster_id):
         raise RosterError(
-            f"{roster.cluster_id!r} cannot name a cluster: 1 to 63 letters, digits, dots, dashes, underscores"
+            f"{roster.cluster_id!r} cannot name a cluster: 1 to 63 letters, digits, dots, dashes, "
+            "underscores",
+            hint="choose another name: `convoy roster new NAME CARD...`",
         )
     if not 1 <= roster.epoch < 2**63:
         raise RosterError(f"the roster has epoch {roster.epoch}, expected 1 or more")
@@ -102,4 +109,7 @@ def _check_distinct(roster: Roster, what: str, values: list[Any]) -> None:
         first = seen.setdefault(value, index)
         if first != index:
             names = f"{roster.members[first].name} and {roster.members[index].name}"
-            raise RosterError(f"the roster lists the same {what} twice: {names}")
+            raise RosterError(
+                f"the roster lists the same {what} twice: {names}",
+                hint="leave one of the two cards out, or make new keys with `convoy identity new`",
+            )

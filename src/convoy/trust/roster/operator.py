@@ -55,7 +55,7 @@ class Handover:
 def make_handover(cluster_id: str, epoch: int, old: OperatorKey, new: OperatorKey) -> Handover:
     """Return a handover that both keys signed. Raises `RosterError` if they are the same key."""
     if old.public_key == new.public_key:
-        raise RosterError("the new operator key is the old one")
+        raise RosterError("the new operator key is the old one", hint="name a new folder with --new-operator")
     text = _text(cluster_id, epoch, old.public_key, new.public_key)
     return Handover(cluster_id, epoch, old.public_key, new.public_key, old.sign(text), new.sign(text))
 

@@ -38,6 +38,8 @@ from convoy.trust.roster.text import (
     parse_toml,
 )
 
+_COPY = "copy the roster's file again from the operator's machine"
+
 __all__ = [
     "Member",
     "Roster",
@@ -129,7 +131,10 @@ def open_roster(
     """
     signed = verify_roster(data, operator_key=operator_key)
     if cluster_id is not None and signed.roster.cluster_id != cluster_id:
-        raise RosterError(f"the roster is for cluster {signed.roster.cluster_id}, expected {cluster_id}")
+        raise RosterError(
+            f"the roster is for cluster {signed.roster.cluster_id}, expected {cluster_id}",
+            hint="copy the roster of this member's own cluster",
+        )
     signed.roster.require_valid(now or datetime.datetime.now(datetime.UTC))
     return signed
 
@@ -181,12 +186,16 @@ class _Signature:
 
 def _split(data: bytes) -> tuple[bytes, _Signature]:
     if len(data) > MAX_ROSTER_BYTES:
-        raise RosterError(f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}")
+        raise RosterError(
+            f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}", hint=_COPY
+        )
     body, separator, tail = data.rpartition(_SEPARATOR)
     if not separator:
         raise RosterError("the roster is unsigned", hint="sign it: `convoy roster new`")
     if len(tail) > _MAX_TAIL_BYTES:
-        raise RosterError(f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}")
+        raise RosterError(
+            f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}", hint=_COPY
+        )
     file = parse_toml(_SEPARATOR + tail)
     check_keys(file, frozenset({"signature"}), "the end of the roster")
     table = get(file, "signature", dict)
@@ -194,11 +203,11 @@ def _split(data: bytes) -> tuple[bytes, _Signature]:
     try:
         signature = base64.b64decode(get(table, "ed25519", str), validate=True)
     except (ValueError, binascii.Error):
-        raise RosterError("the roster's signature is not base64") from None
+        raise RosterError("the roster's signature is not base64", hint=_COPY) from None
     try:
         operator = bytes.fromhex(get(table, "operator", str))
     except ValueError:
-        raise RosterError("the operator's key in the roster is not hex") from None
+        raise RosterError("the operator's key in the roster is not hex", hint=_COPY) from None
     found = _Signature(operator, signature, handovers_from(table.get("handovers", [])))
     # Base64 and hex have several spellings, but one roster is one file.
     if found.tail() != tail:

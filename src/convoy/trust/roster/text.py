@@ -16,6 +16,9 @@ from convoy.errors import RosterError
 from convoy.transport.member import Member, Roster
 from convoy.trust.roster.check import MAX_HOST, MAX_MEMBERS, check_member, check_roster
 
+_COPY = "copy the roster's file again from the operator's machine"
+_REMEDY = "install the version of Convoy that signed this roster"
+
 FORMAT = 1
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -34,7 +37,8 @@ def parse_address(text: str) -> tuple[str, int]:
     digits = port.isascii() and port.isdigit() and len(port) <= 5
     if not colon or not host or not digits or not 0 < int(port) < 65536:
         raise RosterError(
-            f"{text[:MAX_HOST]!r} is no address, expected host:port (IPv6 in brackets: [::1]:7777)"
+            f"{text[:MAX_HOST]!r} is no address, expected host:port (IPv6 in brackets: [::1]:7777)",
+            hint="give a port too, as in beta.example:7777",
         )
     return host, int(port)
 
@@ -68,7 +72,7 @@ def member_from_table(table: object) -> Member:
 
 def _read_member(table: object) -> Member:
     if not isinstance(table, Mapping):
-        raise RosterError("a member of the roster is not a table")
+        raise RosterError("a member of the roster is not a table", hint=_COPY)
     check_keys(table, _MEMBER_KEYS, "a member", _MEMBER_EXTRAS)
     name = get(table, "name", str)
     try:
@@ -89,7 +93,7 @@ def parse_body(body: bytes) -> Roster:
     table = parse_toml(body)
     check_keys(table, _ROSTER_KEYS, "the roster")
     if get(table, "format", int) != FORMAT:
-        raise RosterError(f"the roster has format {table['format']}, expected {FORMAT}")
+        raise RosterError(f"the roster has format {table['format']}, expected {FORMAT}", hint=_REMEDY)
     members = get(table, "members", list)
     roster = Roster(
         cluster_id=get(table, "cluster_id", str),
@@ -122,7 +126,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError):
         # ValueError includes TOMLDecodeError, and the error of int() for a number of 4,301 digits.
-        raise RosterError("the roster is not TOML") from None
+        raise RosterError("the roster is not TOML", hint=_COPY) from None
 
 
 def check_keys(
@@ -133,9 +137,9 @@ def check_keys(
     Raises `RosterError`.
     """
     for key in sorted(expected - table.keys()):
-        raise RosterError(f"{what} has no {key}")
+        raise RosterError(f"{what} has no {key}", hint=_COPY)
     for key in sorted(table.keys() - expected - extras):
-        raise RosterError(f"{what} has the unknown field {key[:63]!r}")
+        raise RosterError(f"{what} has the unknown field {key[:63]!r}", hint=_REMEDY)
 
 
 def get(table: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -15,6 +15,8 @@ from pathlib import Path
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 
+_AGAIN = "fetch the file again: it is incomplete, or another program changed it"
+
 # ggml's number of a type: its name, the numbers in a block, and the bytes of a block
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -64,7 +66,10 @@ def read_gguf(path: Path) -> GgufHeader:
             return _Reading(path, data).header()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ModelError(f"{path} cannot be read: {(reason or 'unreadable').lower()}") from error
+        raise ModelError(
+            f"{path} cannot be read: {(reason or 'unreadable').lower()}",
+            hint="check the path, and that you may read the file",
+        ) from error
 
 
 class _Reading:
@@ -78,7 +83,7 @@ class _Reading:
     def header(self) -> GgufHeader:
         magic, version = self._take(4), self._number("I")
         if magic != b"GGUF" or version not in _VERSIONS:
-            raise ModelError(f"{self._path} is no GGUF file of version 2 or 3")
+            raise ModelError(f"{self._path} is no GGUF file of version 2 or 3", hint=_AGAIN)
         num_tensors, num_settings = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
         settings: dict[str, object] = {}
         for _ in range(num_settings):
@@ -102,7 +107,8 @@ class _Reading:
         if kind not in TYPES:
             raise ModelError(
                 f"{self._path}: {name} has ggml's type {kind}, expected one of "
-                f"{', '.join(known for known, _, _ in TYPES.values())}"
+                f"{', '.join(known for known, _, _ in TYPES.values())}",
+                hint="choose a file with another quantisation",
             )
         dtype, block, block_bytes = TYPES[kind]
         if not shape or 0 in shape or shape[-1] % block:
@@ -116,7 +122,8 @@ class _Reading:
         end, size = base + tensor.offset + tensor.num_bytes, len(self._data)
         if end > size:
             raise ModelError(
-                f"{self._path} is truncated: it has {size} bytes, and {tensor.name} ends at {end}"
+                f"{self._path} is truncated: it has {size} bytes, and {tensor.name} ends at {end}",
+                hint=_AGAIN,
             )
         offset = base + tensor.offset
         return StoredTensor(tensor.name, tensor.path, tensor.dtype, tensor.shape, offset, tensor.num_bytes)
@@ -128,7 +135,9 @@ class _Reading:
             return self._text()
         if kind == _ARRAY:
             return self._array()
-        raise ModelError(f"{self._path}: a setting has the type {kind}, which GGUF does not have")
+        raise ModelError(
+            f"{self._path}: a setting has the type {kind}, which GGUF does not have", hint=_AGAIN
+        )
 
     def _array(self) -> object:
         kind, length = self._number("I"), self._number("Q")
@@ -152,7 +161,9 @@ class _Reading:
     def _count(self, most: int, form: str = "Q") -> int:
         found = self._number(form)
         if found > most:
-            raise ModelError(f"{self._path} is no GGUF file: a length of {found}, expected at most {most}")
+            raise ModelError(
+                f"{self._path} is no GGUF file: a length of {found}, expected at most {most}", hint=_AGAIN
+            )
         return found
 
     def _number(self, form: str) -> int:
@@ -162,7 +173,7 @@ class _Reading:
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ModelError(f"{self._path} is truncated: its header continues past its end")
+            raise ModelError(f"{self._path} is truncated: its header continues past its end", hint=_AGAIN)
         found = self._data[self._at : end]
         self._at = end
         return found

@@ -25,6 +25,8 @@ from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
 from convoy.model.library import LIBRARY
 
+_NO_HUB = "check the address of hub under [model]; without it the public hub is asked"
+
 # file name, bytes received so far, total bytes
 HubProgress = Callable[[str, int, int], None]
 
@@ -141,14 +143,19 @@ class Hub:
             )
             return known
         except json.JSONDecodeError as error:
-            raise ModelError(f"the server that answers for {name} is not a hub: it sent no JSON") from error
+            raise ModelError(
+                f"the server that answers for {name} is not a hub: it sent no JSON", hint=_NO_HUB
+            ) from error
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             # the library does not validate the answer, and fails in many ways on unexpected data
             raise ModelError(
-                f"the server that answers for {name} is not a hub: it described no model"
+                f"the server that answers for {name} is not a hub: it described no model", hint=_NO_HUB
             ) from error
         if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
-            raise ModelError(f"the hub names no commit for {name}")
+            raise ModelError(
+                f"the hub names no commit for {name}",
+                hint="check the name and the revision: org/name@revision",
+            )
         pinned = Pinned(info.sha, _listed(info.siblings or ()))
         remembered.write_text(json.dumps(asdict(pinned)))
         return pinned

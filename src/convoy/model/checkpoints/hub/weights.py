@@ -135,7 +135,10 @@ class HubWeights:
         length = header_bytes(place, self.commit.read(file, 0, 8, watch=watch))
         raw = self.commit.read(file, 8, 8 + length, watch=watch)
         if len(raw) < length:
-            raise ModelError(f"{place} is truncated: {len(raw)} of {length} bytes of its header came")
+            raise ModelError(
+                f"{place} is truncated: {len(raw)} of {length} bytes of its header came",
+                hint="try again: the download did not end",
+            )
         return {tensor.name: tensor for tensor in parse_header(Path(file), raw)}
 
 

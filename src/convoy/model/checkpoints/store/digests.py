@@ -32,6 +32,8 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import describe_values
 from convoy.model.checkpoints.tied import check_tied_digests
 
+_READABLE = "check that you may read the file"
+
 HashProgress = Callable[[int, int], None]
 
 _CHUNK_BYTES = 1 << 20
@@ -117,14 +119,19 @@ def hash_tensor(
             while left and not (over is not None and over.is_set()):
                 num_read = file.readinto(buffer[: min(left, len(buffer))])
                 if not num_read:
-                    raise ModelError(f"{tensor.path} is truncated: {left} bytes of {tensor.name} are missing")
+                    raise ModelError(
+                        f"{tensor.path} is truncated: {left} bytes of {tensor.name} are missing",
+                        hint="fetch the file again: it is incomplete, or another program changed it",
+                    )
                 digest.update(buffer[:num_read])
                 left -= num_read
                 if count is not None:
                     count(num_read)
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
-        raise ModelError(f"{tensor.path} cannot be read: {reason}, at {tensor.name}") from error
+        raise ModelError(
+            f"{tensor.path} cannot be read: {reason}, at {tensor.name}", hint=_READABLE
+        ) from error
     return digest.hexdigest()
 
 
@@ -250,6 +257,8 @@ def _key(path: Path) -> list[int]:
     try:
         status = path.stat()
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}") from error
+        raise ModelError(
+            f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}", hint=_READABLE
+        ) from error
     # include the time of any change (ctime) too: mtime can be set back, by `cp -p` or by hand
     return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]

@@ -194,7 +194,8 @@ def explained(path: Path, what: str) -> Iterator[None]:
         reason = (error.strerror or "unusable").lower()
         raise ModelError(
             f"{path} cannot be {what}: {reason}",
-            hint="received bytes are kept: fix it and start again, or name another folder with --cache",
+            hint="received bytes are kept: fix it and start again, or name another folder: --cache, "
+            "or cache under [model]",
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The picture of a cluster: the layers of each member and the link to it.
+"""Print the state of a cluster: the layers of each member and the link to it.
 
-`serve`, `run`, `demo` and `status` show the same picture.
+`status` shows it, and so do `serve`, `run` and `demo` with ``--verbose``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
 
 
-def print_picture(status: ClusterStatus) -> None:
-    """Print a line for each stage, then the route and the state of the cluster."""
+def print_stages(status: ClusterStatus) -> None:
+    """Print a line for each stage."""
     print_table(
         ("stage", "member", "layers", "weights", "hop round trip", "cipher", "can read prompts", "level"),
         stage_rows(status.stages),
     )
+
+
+def print_cluster(status: ClusterStatus) -> None:
+    """Print a line for each stage, then the route and the state of the cluster."""
+    print_stages(status)
     print(f"route: {status.route}")
     print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
     if status.parallel.mode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from convoy.cli.show.picture import guesses_text, idle_text, recoveries_text, stage_rows, standbys_text
+from convoy.cli.show.cluster_status import guesses_text, idle_text, recoveries_text, stage_rows, standbys_text
 from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
 
 

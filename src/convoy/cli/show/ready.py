@@ -1,0 +1,63 @@
+"""The lines of `serve` and `run` once they are ready: the model, its room, and a command to try.
+
+They are apart from `cluster_status`, which prints the state of any running cluster.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.cli.show.output import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from convoy.cluster.active_plan import ActivePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyServer:
+    """Hold the facts about a server that its user needs. ``room_tokens`` is None without a limit.
+
+    ``url`` has no path. ``usual_url`` is the one that clients take without a flag.
+    """
+
+    model: str
+    members: Sequence[str]
+    max_context: int
+    room_tokens: int | None
+    url: str
+    usual_url: str
+    key_file: Path | None = None
+    certificate: Path | None = None
+
+    def lines(self) -> list[str]:
+        """Return the model with its room, the address, and one command to try."""
+        where = "this machine alone" if len(self.members) == 1 else ", ".join(self.members)
+        room = "" if self.room_tokens is None else f", room for {counted(self.room_tokens, 'token')} in all"
+        return [
+            f"{self.model} on {where}: context {counted(self.max_context, 'token')}{room}",
+            f"serving {self.model} at {self.url}/v1",
+            f"try: {self.command()}",
+        ]
+
+    def command(self) -> str:
+        """Return a command that talks to the server, with its key and its certificate."""
+        words = ["convoy", "chat"]
+        if self.url != self.usual_url:
+            words += ["--url", self.url]
+        if self.key_file is not None:
+            words += ["--api-key-file", str(self.key_file)]
+        if self.certificate is not None:
+            words += ["--ca", str(self.certificate)]
+        return shlex.join(words)
+
+
+def room_tokens(active: ActivePlan) -> int | None:
+    """Return how many tokens of all requests the K/V blocks hold. Layers with a window set no limit."""
+    groups = zip(active.placement.spec.cache_groups, active.num_blocks, strict=True)
+    block_size = active.plan.block_size
+    return min((count * block_size * group.stride for group, count in groups if group.is_full), default=None)

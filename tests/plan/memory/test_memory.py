@@ -1,0 +1,41 @@
+"""The refusal of stages that do not fit names what would help, in numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.config.kernels import QUANTIZED
+from convoy.errors import PlanError
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.memory.memory import check_memory, format_bytes, stage_bytes
+from convoy.plan.offer import MemberOffer
+from convoy.plan.span import Span
+
+SPEC = ModelSource.resolve("demo-mini").spec
+OWNERS = [("alpha", Span(0, 1, output=True)), ("beta", Span(1, SPEC.num_layers))]
+
+
+def hint_for(kernel: str) -> str:
+    offers = {name: MemberOffer(name, 1000, kernel=kernel) for name, _ in OWNERS}
+    with pytest.raises(PlanError, match=r"stage 0 on alpha needs .* but has 1\.0 kB") as caught:
+        check_memory(SPEC, OWNERS, offers)
+    assert caught.value.hint is not None
+    return caught.value.hint
+
+
+def in_all(kernel: str) -> str:
+    return format_bytes(sum(stage_bytes(SPEC, span, kernel) for _, span in OWNERS))
+
+
+@pytest.mark.parametrize(("kernel", "place"), [("exact-f32", 0), ("plain-f32", 0), ("cuda-bf16", 1)])
+def test_the_hint_has_the_memory_of_each_kind_of_quantize(kernel: str, place: int) -> None:
+    hint = hint_for(kernel)
+    assert f"all stages need {in_all(kernel)}, " in hint
+    for kind, kernels in QUANTIZED.items():
+        assert f"{in_all(kernels[place])} with --quantize {kind}" in hint
+
+
+def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
+    assert "int8" not in hint_for("w8a8")
+    assert "--quantize int4" in hint_for("w8a8")
+    assert hint_for("w4a16") == "add a member, or move layers to one with more memory"
