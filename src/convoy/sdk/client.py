@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
+from convoy.api.openai.answers import ChatCompletion, TextCompletion, TokenUsage
 from convoy.errors import UsageError
 from convoy.sdk.endpoint import Endpoint
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus
 
 Message = Mapping[str, Any]
+Answer = TypeVar("Answer", ChatCompletion, TextCompletion)
 # Names that an error lists.
 _MAX_NAMES = 10
 
@@ -38,26 +40,6 @@ class Reply:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str
-    text: str | None = None
-    message: _Message | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
 
 
 class Client:
@@ -94,14 +76,18 @@ class Client:
         self, messages: str | Sequence[Message], *, model: str | None = None, **sampling: Unpack[Sampling]
     ) -> Reply:
         """Return the answer to a conversation, or to one question given as text."""
-        return self._ask("/v1/chat/completions", {"messages": _conversation(messages)}, model, sampling)
+        asked = {"messages": _conversation(messages), "model": self._named(model), **sampling}
+        found = self._post("/v1/chat/completions", asked, ChatCompletion)
+        return _reply(found.choices[0].message.content, found.choices[0].finish_reason, found.usage)
 
     def generate(
         self, prompt: str | Sequence[int], *, model: str | None = None, **sampling: Unpack[Sampling]
     ) -> Reply:
         """Return the continuation of a text or of token ids, without a chat template."""
         wanted = prompt if isinstance(prompt, str) else list(prompt)
-        return self._ask("/v1/completions", {"prompt": wanted}, model, sampling)
+        asked = {"prompt": wanted, "model": self._named(model), **sampling}
+        found = self._post("/v1/completions", asked, TextCompletion)
+        return _reply(found.choices[0].text, found.choices[0].finish_reason, found.usage)
 
     def stream(
         self, messages: str | Sequence[Message], *, model: str | None = None, **sampling: Unpack[Sampling]
@@ -117,19 +103,16 @@ class Client:
         """Return the members, their layers and links, the load, and whether tokens pass every stage."""
         return cluster_status(self._endpoint)
 
-    def _ask(
-        self, path: str, asked: Mapping[str, object], model: str | None, sampling: Mapping[str, object]
-    ) -> Reply:
-        answer = self._endpoint.post(path, {**asked, "model": self._named(model), **sampling})
+    def _post(self, path: str, asked: object, kind: type[Answer]) -> Answer:
+        """Return the answer as ``kind``, with at least one choice."""
+        answer = self._endpoint.post(path, asked)
         try:
-            found = msgspec.convert(answer, _Answer)
-            choice = found.choices[0]
-        except (msgspec.ValidationError, IndexError) as error:
+            found = msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
             raise self._endpoint.not_ours(f"its answer is of another shape: {error}") from None
-        text = choice.text if choice.message is None else choice.message.content
-        return Reply(
-            text or "", choice.finish_reason, found.usage.prompt_tokens, found.usage.completion_tokens
-        )
+        if not found.choices:
+            raise self._endpoint.not_ours("its answer has no choice")
+        return found
 
     def _named(self, model: str | None) -> str:
         if model is None and self._model is None:
@@ -151,6 +134,12 @@ def connect(
 
 def _conversation(messages: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+
+def _reply(text: str, finish_reason: str | None, usage: object) -> Reply:
+    counted = usage if isinstance(usage, TokenUsage) else None
+    num_prompt, num_answer = (counted.prompt_tokens, counted.completion_tokens) if counted else (0, 0)
+    return Reply(text, finish_reason or "", num_prompt, num_answer)
 
 
 def list_models(endpoint: Endpoint) -> tuple[str, ...]:
