@@ -160,3 +160,9 @@ def test_broken_numbers_of_one_sequence_do_not_reach_the_next_owner_of_its_block
     chain.released.clear()
     (found,) = chain.run((1, tokens))
     assert torch.equal(found, clean)
+
+
+def test_an_activation_with_an_epsilon_is_no_norm(models: Models, prompt: Prompt) -> None:
+    tokens = prompt(40)
+    (found,) = models.chain("apertus").run((0, tokens))
+    assert models.distance("apertus", tokens, found, allowed=2e-5) <= 2e-5

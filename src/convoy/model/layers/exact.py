@@ -207,10 +207,12 @@ def _is_mlp(part: Any) -> bool:
 
 
 def _is_norm(part: nn.Module) -> bool:
-    """Return whether ``part`` is a norm of the library: it has an epsilon, and no parts of its own."""
+    """Return whether ``part`` is a norm of the library: it has an epsilon, a weight at most, and no parts."""
     if isinstance(part, RowNorm) or any(True for _ in part.children()):
         return False
-    return hasattr(part, "variance_epsilon") or hasattr(part, "eps")
+    # An activation may have an epsilon too, beside numbers of its own (Apertus).
+    own = {name for name, _ in (*part.named_parameters(), *part.named_buffers())}
+    return own <= {"weight"} and (hasattr(part, "variance_epsilon") or hasattr(part, "eps"))
 
 
 def _norm_of_heads(attention: Any, name: str, family: Family) -> ExactNorm | None:
