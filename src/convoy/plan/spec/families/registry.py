@@ -9,8 +9,8 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 
-import convoy.plan.spec.families as package
 from convoy.errors import ModelError
+from convoy.plan.spec import families as package
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.family import Family
 from convoy.plan.spec.quantization import read_quantization
