@@ -26,7 +26,10 @@ def call(counts: HttpCounts, path: str, status: int | None, kind: str = "http") 
     async def send(message: Message) -> None:
         assert message["status"] == status
 
-    asyncio.run(counts.around(app)({"type": kind, "path": path}, receive, send))
+    async def run() -> None:
+        await counts.around(app)({"type": kind, "path": path}, receive, send)
+
+    asyncio.run(run())
 
 
 def counted(counts: HttpCounts) -> dict[tuple[str, str], float]:
