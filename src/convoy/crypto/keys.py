@@ -50,6 +50,7 @@ def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> byt
 
     Both are always used, so the result is safe as long as either key exchange is.
     """
+    # Each part has a fixed length, so plain concatenation is unambiguous.
     both = bytearray(x25519_shared + mlkem_shared)
     try:
         # This is HKDF-Extract (RFC 5869) with the transcript as the salt.
@@ -115,6 +116,7 @@ def traffic_key(traffic_secret: Secret) -> bytearray:
 
 def next_secret(traffic_secret: Secret) -> bytearray:
     """Turn the ratchet once. The old secret cannot be computed from the new one."""
+    # A label apart from the key's: a leaked key says nothing about the next secret, or the one before it.
     return expand(traffic_secret, b"ratchet")
 
 

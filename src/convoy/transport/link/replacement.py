@@ -75,6 +75,7 @@ class Replacement:
             if self.redial is None or self._running or self._over.is_set():
                 return
             self._running = True
+        # The caller is sending or receiving on this link, and a dial takes several round trips.
         threading.Thread(target=self._run, name=f"replace {self._peer}", daemon=True).start()
 
     def keep(self, fresh: Connections) -> None:
