@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +13,6 @@ from convoy.config.kernels import KERNELS, QUANTIZED
 from convoy.plan.spec.families.registry import FAMILIES
 
 Rule = Callable[[list[Module]], list[str]]
-# The small modules of one importer that may still be neither joined nor explained, counted by room. Lower a
-# number, or remove it, as they go. A room without a number has none.
-SMALL_MODULES_LEFT = {"cluster": 4, "engine": 1, "model": 3}
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 
@@ -82,8 +78,7 @@ def test_the_package_and_the_training_scripts_keep_the_rule(
 
 def test_a_small_module_of_one_importer_says_why_it_is_apart(modules: list[Module]) -> None:
     found = shape.unexplained_small_modules(modules)
-    count = Counter(room for room, _ in found)
-    assert count <= Counter(SMALL_MODULES_LEFT), listed([text for _, text in found])
+    assert not found, listed([text for _, text in found])
 
 
 def test_every_pure_module_that_a_rule_names_exists(modules: list[Module]) -> None:

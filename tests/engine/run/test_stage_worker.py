@@ -46,6 +46,7 @@ def make_loop(max_waiting_bytes: int) -> tuple[StageWorker, EchoStage]:
         assignment=StageAssignment("beta", 2, 4, False, False),
         predecessor="alpha",
         last=False,
+        activation_dtype="float32",
         max_waiting_bytes=max_waiting_bytes,
     )
     return StageWorker(cast(HostStage, stage), route, cast(Link, Sink())), stage

@@ -15,7 +15,13 @@ from convoy.wire.messages.control import StageAssignment, Step
 from convoy.wire.tensor import WireTensor
 
 WIDTH = 8
-ROUTE = StageRoute(3, StageAssignment("beta", 2, 4, False, False), predecessor="alpha", last=False)
+ROUTE = StageRoute(
+    3,
+    StageAssignment("beta", 2, 4, False, False),
+    predecessor="alpha",
+    last=False,
+    activation_dtype="float32",
+)
 
 
 class CountingStage:

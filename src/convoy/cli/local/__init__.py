@@ -1,6 +1,6 @@
-"""Run clusters and fleets of real processes on this machine, for `run`, the demo, benches and tests.
+"""Name, pin and serve the members that `run`, the demo, benches and tests start on this machine.
 
-`LocalCluster` starts a process for each member, with identities and a roster of its own. `ServedCluster`
-serves it and can kill, stop or cut off its members. `LocalFleet` adds a coordinator and providers. The
-other modules name members and pin them to cores. Open the module of `LocalCluster` first.
+`ServedCluster` serves the processes of a `LocalCluster`, and can kill, stop or cut off its members. The
+other modules read the members' names and layers from flags, and pin members to cores. Open the module of
+`ServedCluster` first.
 """

@@ -1,4 +1,7 @@
-"""Choose the executor of a plan: over one stage or several, each of one rank or more."""
+"""Choose the executor of a plan: over one stage or several, each of one rank or more.
+
+It is apart from the head because it alone names every class of executor.
+"""
 
 from __future__ import annotations
 

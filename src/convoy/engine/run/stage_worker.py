@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.config.table import MODEL
 from convoy.engine.run.device_sender import DeviceSender, Failed
 from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.run.sampling import answer_of, job_of
@@ -36,7 +35,7 @@ class StageRoute:
     predecessor: str | None
     # Whether the next stop is the owner of the output, which takes selected rows only.
     last: bool
-    activation_dtype: str = MODEL.activation_dtype
+    activation_dtype: str
     # Steps known but not yet run; a head never has more in flight.
     max_steps: int = MAX_IN_FLIGHT
     # Of waiting hidden states, and of waiting compositions, separately.

@@ -3,6 +3,8 @@
 The estimate is in seconds. It adds the provider's backlog and the request's own prompt over the measured
 prefill rate, then the request's tokens over the measured rate of a stream among so many others, and the
 penalty of recent failures. A prompt that begins like one that the provider has read before counts as shorter.
+
+It is apart from the dispatcher so that simulations route by the same rule without a dispatcher.
 """
 
 from __future__ import annotations
