@@ -24,8 +24,9 @@ def _tree(kind: type[errors.ConvoyError]) -> Iterator[type[errors.ConvoyError]]:
 
 
 def test_every_class_of_error_has_a_status() -> None:
-    # The command line's own errors are about this API's answers and never among them.
-    for kind in (kind for kind in _tree(errors.ConvoyError) if not kind.__module__.startswith("convoy.cli")):
+    # Errors of commands and of the Python API are about this API's answers and never among them.
+    own = ("convoy.cli", "convoy.sdk")
+    for kind in (kind for kind in _tree(errors.ConvoyError) if not kind.__module__.startswith(own)):
         assert any(base in ANSWERS for base in kind.__mro__), kind
         assert answer_for(kind.__new__(kind)).status >= 400
 

@@ -45,7 +45,11 @@ def test_a_definition_is_found_by_its_name_wherever_it_lies() -> None:
     with pytest.raises(LookupError, match=r"map it in frozen_names\.toml"):
         side.locate("NothingOfThatName")
     mapped = Side(
-        ROOT, {"Nothing": "convoy.wire.frame:cluster_tag", "wire:Hello": "convoy.wire.fleet.messages:Hello"}
+        ROOT,
+        {
+            "Nothing": "convoy.wire.frame:cluster_tag",
+            "wire:Hello": "convoy.wire.fleet.messages:ProviderHello",
+        },
     )
     assert mapped.locate("Nothing").__name__ == "cluster_tag"
     assert mapped.locate("Hello", "wire").__module__ == "convoy.wire.fleet.messages"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
 from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.checkpoint import StoredTensor, map_tensor
 from convoy.model.checkpoints.source import BUNDLED, ModelSource
 from convoy.model.stage import StageOptions
@@ -332,8 +333,9 @@ def test_layers_outside_the_model_are_refused(models: Models) -> None:
     "options", [{"kernel": "fast"}, {"block_size": 24}, {"block_size": 0}, {"device": "cuda"}]
 )
 def test_options_that_cannot_be_met_are_refused(models: Models, options: dict[str, Any]) -> None:
+    source = ModelSource.resolve(str(models.directory("odd")))
     with pytest.raises(ModelError):
-        load(models.directory("odd"), **options)
+        load_stage(source, WHOLE, StageOptions(require_tags=False, **options))
 
 
 def test_an_activation_without_an_exact_form_is_refused_in_exact_mode_only(

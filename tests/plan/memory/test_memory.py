@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.config.kernels import QUANTIZED
+from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, on_device
 from convoy.errors import PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import check_memory, format_bytes, stage_bytes
@@ -27,12 +27,13 @@ def in_all(kernel: str) -> str:
     return format_bytes(sum(stage_bytes(SPEC, span, kernel) for _, span in OWNERS))
 
 
-@pytest.mark.parametrize(("kernel", "place"), [("exact-f32", 0), ("plain-f32", 0), ("cuda-bf16", 1)])
-def test_the_hint_has_the_memory_of_each_kind_of_quantize(kernel: str, place: int) -> None:
+@pytest.mark.parametrize("kernel", [EXACT, PLAIN, CUDA_KERNEL])
+def test_the_hint_has_the_memory_of_each_kind_of_quantize(kernel: str) -> None:
     hint = hint_for(kernel)
     assert f"all stages need {in_all(kernel)}, " in hint
-    for kind, kernels in QUANTIZED.items():
-        assert f"{in_all(kernels[place])} with --quantize {kind}" in hint
+    for kind, host in QUANTIZED.items():
+        rounded = KERNELS[host].cuda_name if on_device(kernel) else host
+        assert f"{in_all(rounded)} with --quantize {kind}" in hint
 
 
 def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
