@@ -10,7 +10,7 @@ import pytest
 from architecture import imports, interfaces, rows, shape
 from architecture.source import Module, load_modules, load_scripts
 from convoy.config.kernels import KERNELS, QUANTIZED
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 
 Rule = Callable[[list[Module]], list[str]]
 ROOT = Path(__file__).resolve().parents[1]

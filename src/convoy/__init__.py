@@ -3,7 +3,7 @@
 `serve` starts a model here, `connect` calls a running server, `plan` and `verify` compute without serving.
 docs/python.md has examples. Every name is imported on its first use, so `import convoy` is instant.
 
-A room imports itself and the rooms below it; ARCHITECTURE.md lists them. Open `engine` first.
+A room imports itself and the rooms before it in ARCHITECTURE.md's list. Open `engine` first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from convoy.errors import ModelError, SelfCheckError, StepError
 from convoy.model.backends.host.checks.selfcheck import check_rows
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.stage import StageOptions
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Chain, Models, Prompt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -46,6 +47,15 @@ def test_a_start_that_fails_leaves_no_process() -> None:
 
 
 @pytest.mark.long
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also if this process was started with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_program_ends_the_members() -> None:
     urls = []
 

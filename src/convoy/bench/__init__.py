@@ -1,7 +1,7 @@
 """Measure the values that `convoy bench` reports. Each module measures one thing and returns numbers.
 
 `report` holds the form of a result. `hop` measures a transfer between two processes, `ranks` all-reduces,
-`cuda` one or two CUDA devices, and `fleet` a coordinator with simulated providers. The modules beside them
-measure a served cluster: its throughput, fairness, drafts, losses and idle load. `cli.benches` prints.
+and `cuda` one or two CUDA devices. The modules beside them measure a served cluster: its throughput, drafts
+and losses. Comparisons for developers stand in `bench/` beside `src/`. `cli.benches` prints.
 Open `throughput` first.
 """

@@ -1,6 +1,7 @@
 """Read `convoy.toml` strictly into frozen values.
 
 One file configures a member: its roster, address, limits, model and servers. Keys that are not known, and
-values of another type, are refused with the name of the key. The settings' module has the tables and their
-defaults; another reads a TOML file with a closed set of keys. Open the settings first.
+values of another type, are refused with the name of the key. `table` has every setting with its
+default, `kernels` every kernel with its form, and `toml_file` reads a file with a closed set of keys. Open
+`table` first.
 """

@@ -8,7 +8,7 @@ from torch import nn
 from convoy.config.kernels import ROUNDED
 from convoy.model.kernels.registry import LinearKernel, linear_kernel, rounded_kernels
 from convoy.model.loading.load import replacement
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 
 
 @pytest.mark.parametrize("name", ROUNDED)

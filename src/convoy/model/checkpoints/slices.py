@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 
 from convoy.errors import ModelError
-from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 
 _SPLIT = ("colwise", "rowwise", "packed_colwise")

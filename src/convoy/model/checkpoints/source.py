@@ -16,8 +16,8 @@ from convoy.model.checkpoints.formats.gguf import open_gguf
 from convoy.model.checkpoints.formats.unpacking import StoredLayout
 from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.registry import read_family
 
 _AGAIN = "fetch the model's file again"
 

@@ -22,9 +22,9 @@ from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.families.llama import LLAMA
-from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.heads import read_heads
 from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.registry import read_family
 from convoy.plan.spec.tensors import layer_tensors
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Linears in exact float32, packed weights and their pages; `native` holds compiled code.
 
 A packed linear gives each row the same bits whatever stands beside it. Packing brings a matrix into the
-layout of oneDNN, and pages put it under few large page-table entries. Two small modules hold activations
-and the return of freed memory. Open the linear first.
+layout of oneDNN, and pages put it under few large page-table entries. `int8` and `int4` round weights,
+`registry` names the kernels with rounded linears, and two small modules hold activations and the return of
+freed memory. Open `linear` first.
 """

@@ -25,8 +25,8 @@ from convoy.model.loading.join_ranks import join_parts
 from convoy.model.loading.loaded import LoadedModules
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.ranks import Ranks
-from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.family import Family
+from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages.control import StageAssignment
 

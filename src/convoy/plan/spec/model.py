@@ -10,9 +10,9 @@ from convoy.config.kernels import DTYPE_BYTES, form_of
 from convoy.errors import ModelError
 from convoy.plan.spec.cache import CacheGroup, dtype_bytes
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.families.registry import read_family
 from convoy.plan.spec.family import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, LayerHeads, Shape
 from convoy.plan.spec.heads import cache_groups, forbidden_cuts, read_heads
+from convoy.plan.spec.registry import read_family
 from convoy.plan.spec.rotary import check_rotary, max_context
 from convoy.plan.spec.tensors import layer_tensors, per_layer_input, read_streams
 from convoy.plan.spec.weights import LayerWeights, layer_weights

@@ -14,8 +14,8 @@ from typing import Literal
 from convoy.errors import PlanError
 from convoy.plan.span import Span
 from convoy.plan.spec.cache import CacheGroup
-from convoy.plan.spec.families.registry import FAMILIES
 from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.weights import LayerWeights, Matrix, WeightPart
 from convoy.wire.messages.control import StageAssignment
 

@@ -31,7 +31,7 @@ MemberName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 class MemberEvidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Hold one member's evidence as it came.
 
-    The last four fields are those of `wire.messages.control.Evidence`.
+    The last four fields are those of `wire.messages.evidence.Evidence`.
     """
 
     name: MemberName

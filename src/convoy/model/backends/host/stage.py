@@ -32,7 +32,7 @@ from convoy.model.parallel.ranks import Ranks
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
 

@@ -18,7 +18,7 @@ from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf_header import TYPES, GgufHeader, read_gguf
 from convoy.model.checkpoints.formats.unpacking import Index, Parts, StoredLayout, Unpacking
 from convoy.plan.spec.config import is_above_0
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 
 if TYPE_CHECKING:
     import torch

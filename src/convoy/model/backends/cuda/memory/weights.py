@@ -18,7 +18,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
 from convoy.model.checkpoints.tied import check_tied
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.families.registry import FAMILIES
+from convoy.plan.spec.registry import FAMILIES
 from convoy.wire.messages.control import StageAssignment
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Find the row of a model's family.
 
-The modules of this package are found by listing it, so that a new family is one new file.
+The modules of `families` are found by listing it, so that a new family is one new file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from convoy.plan.spec.quantization import read_quantization
 
 def _rows() -> Iterator[Family]:
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not found.ispkg and found.name != __name__:
+        if not found.ispkg:
             rows: tuple[Family, ...] = importlib.import_module(found.name).ROWS
             yield from rows
 
