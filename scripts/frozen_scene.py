@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import socket
 import subprocess
@@ -369,10 +370,20 @@ def get(url: str) -> httpx.Response:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that were free a moment ago, all different."""
+    """Return ports of loopback that were free a moment ago, all different.
+
+    They lie below those that the system takes for outgoing connections.
+    """
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        while len(ports) < count:
+            port = random.randrange(10_240, 32_768)  # noqa: S311
+            try:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            ports.append(port)
+    return ports
 
 
 @contextmanager

@@ -225,7 +225,8 @@ class Victim:
             self.say("arrived", key=key, kind=type(received.message).__name__, step=received.step)
 
     def _ended(self, key: str, error: ConvoyError) -> None:
-        link, rank = self._links.pop(key, None), self._ranks.pop(key, None)
+        # The rank stays: an order to it may come after its link has ended, and gets the link's error.
+        link, rank = self._links.pop(key, None), self._ranks.get(key)
         if link is not None and rank is not None:
             rank.link_ended(link, error)
         self.say("ended", key=key, **_error(error))
