@@ -223,11 +223,13 @@ class SeveralStages:
     def _parts_of(self, start: int, end: int) -> list[tuple[CudaStage, int, int]]:
         """Return the parts with layers of [start, end), each with its range.
 
-        At least one part is returned, which refuses layers that do not exist.
+        Layers that do not exist go to one part whole, which refuses them.
         """
-        found = [
+        first, last = self.parts[0].assignment.start, self.parts[-1].assignment.end
+        if not first <= start < end <= last:
+            return [(self.parts[0], start, end)]
+        return [
             (part, max(start, part.assignment.start), min(end, part.assignment.end))
             for part in self.parts
             if max(start, part.assignment.start) < min(end, part.assignment.end)
         ]
-        return found or [(self.parts[0], start, end)]
