@@ -46,7 +46,6 @@ def test_a_start_that_fails_leaves_no_process() -> None:
     assert children() == []
 
 
-@pytest.mark.long
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let SIGINT raise KeyboardInterrupt, also if this process was started with the signal ignored."""
@@ -55,6 +54,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_program_ends_the_members() -> None:
     urls = []
