@@ -79,13 +79,13 @@ def speeds_of(
     names = [offer.name for offer in offers]
     told: dict[str, Speed] = {}
     for text in flags:
-        whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
-        if whose and whose not in names:
+        member, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
+        if member and member not in names:
             raise UsageError(
-                f"--speed {text} is for {whose}, expected a member: {', '.join(names)}", hint=_REMEDY
+                f"--speed {text} is for {member}, expected a member: {', '.join(names)}", hint=_REMEDY
             )
         speed = Speed.from_numbers(numbers)
-        told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
+        told |= {member: speed} if member else {name: speed for name in names if name not in told}
     lacking = [name for name in names if name not in told]
     if lacking:
         from convoy.cluster.own_speed import own_speed
@@ -107,21 +107,21 @@ def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) ->
     names = [offer.name for offer in offers]
     pairs: dict[frozenset[str], float] = {}
     for text in flags:
-        whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
-        ends = [name.strip() for name in whose.split(",")] if whose else names
-        if not set(ends) <= set(names) or (whose and len(set(ends)) != 2):
+        ends_text, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
+        ends = [name.strip() for name in ends_text.split(",")] if ends_text else names
+        if not set(ends) <= set(names) or (ends_text and len(set(ends)) != 2):
             raise UsageError(
-                f"--round-trip {text} names {whose}, expected two of {', '.join(names)}", hint=_REMEDY
+                f"--round-trip {text} names {ends_text}, expected two of {', '.join(names)}", hint=_REMEDY
             )
         asked = {frozenset((one, other)) for one in ends for other in ends if one != other}
-        pairs |= {pair: numbers[0] / 1e3 for pair in asked if whose or pair not in pairs}
+        pairs |= {pair: numbers[0] / 1e3 for pair in asked if ends_text or pair not in pairs}
     if here.all_members:
         return Links(_HERE_S, _HERE_BYTES_PER_S, by_pair=pairs)
     return Links(_ELSEWHERE_S, by_pair=pairs)
 
 
 def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list[float]]:
-    whose, _, values = text.rpartition("=")
+    names, _, values = text.rpartition("=")
     try:
         numbers = [float(value) for value in values.split(",")]
     except ValueError:
@@ -130,4 +130,4 @@ def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list
         raise UsageError(
             f"{flag} is {text}, expected {form}", hint="`convoy doctor` on a machine shows the numbers"
         )
-    return whose.strip(), numbers
+    return names.strip(), numbers

@@ -24,7 +24,6 @@ _COPY = "copy the whole line of `convoy invite`, or make a new one"
 PREFIX = "convoy1"
 MAX_ADDRESSES = 8
 MAX_TOKEN_CHARS = 4096
-DEFAULT_LIFETIME_S = 600
 MAX_LIFETIME_S = 3600
 MAX_SKEW_S = 120
 

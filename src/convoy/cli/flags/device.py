@@ -6,6 +6,7 @@ from typing import Annotated
 
 from convoy.cli.flags.quantize import kernel_for
 from convoy.cli.flags.table import option
+from convoy.config.kernels import on_device
 from convoy.config.settings import Config, override
 
 DeviceFlag = Annotated[str | None, option("model", "device")]
@@ -19,7 +20,7 @@ def computing(settings: Config, quantize: str | None, device: str | None) -> Con
     model = settings.model
     kernel = kernel_for(quantize, model.kernel)
     wish = device or model.device
-    if wish not in {"auto", "cpu"} or kernel.startswith("cuda"):
+    if wish not in {"auto", "cpu"} or on_device(kernel):
         # This import loads torch, which takes seconds.
         from convoy.model.device import choose_devices
 

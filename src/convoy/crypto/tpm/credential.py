@@ -22,7 +22,6 @@ from convoy.crypto.tpm.structures import PublicArea, check_endorsement_key
 from convoy.errors import AttestationError
 
 SECRET_BYTES = 32
-MAX_CREDENTIAL_BYTES = 2048
 
 _SEED_BYTES = 32
 _PROOF_LABEL = b"convoy attestation v1 activation"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from convoy.config.kernels import on_device
 from convoy.errors import PlanError, SpanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.span import JOINT, split_key
@@ -89,7 +90,7 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
             "expected one kernel for all ranks of a stage",
             hint="set one kernel under [model] of these members",
         )
-    if first.kernel.startswith("cuda-"):
+    if on_device(first.kernel):
         raise PlanError(
             f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs",
             hint="hold whole layers on it: --parallel pipeline",

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from convoy.trust.evidence.level import Level
 
-MAX_TAG_BYTES = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
