@@ -302,7 +302,7 @@ INNER_ERRORS = {
     "boundary": {"FrameError"},
     "length": {"FrameTooLong", "FrameError", "SealError", "LinkBroken"},
     "cluster": {"SealError"},
-    "generation": {"SealError"},
+    "plan_id": {"SealError"},
     "step": {"SealError"},
     "sequence": {"SealError"},
     "tensor": {"SealError"},

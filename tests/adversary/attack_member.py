@@ -102,7 +102,7 @@ def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
 class Hostile:
     """A head's link to the peer, driven by hand."""
 
-    generation = 100
+    plan_id = 100
 
     def __init__(self, besieged: Besieged) -> None:
         self._process = besieged.process
@@ -114,8 +114,8 @@ class Hostile:
     def _keep(self, _link: Link, item: Received | ConvoyError) -> None:
         self._arrived.put(item)
 
-    def ask(self, message: Message, *, generation: int = 0, step: int = 0) -> Message | ConvoyError:
-        self.link.send(message, generation=generation, step=step)
+    def ask(self, message: Message, *, plan_id: int = 0, step: int = 0) -> Message | ConvoyError:
+        self.link.send(message, plan_id=plan_id, step=step)
         return self.hear()
 
     def hear(self) -> Message | ConvoyError:
@@ -135,10 +135,10 @@ class Hostile:
         return name
 
     def plan(self, **changed: object) -> Plan:
-        Hostile.generation += 1
+        Hostile.plan_id += 1
         source = ModelSource.resolve(MODEL)
         honest = Plan(
-            Hostile.generation,
+            Hostile.plan_id,
             MODEL,
             source.digest,
             [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)],
@@ -151,15 +151,13 @@ class Hostile:
         return msgspec.structs.replace(honest, **changed)
 
     def activate(self) -> int:
-        """An honest plan, up to its activation. Its generation."""
+        """An honest plan, up to its activation. Its plan id."""
         plan = self.plan()
-        ready = self.ask(plan, generation=plan.generation)
+        ready = self.ask(plan, plan_id=plan.plan_id)
         assert isinstance(ready, Ready), ready
-        activated = self.ask(
-            Activate(plan.generation, plan_digest(plan), [NUM_BLOCKS]), generation=plan.generation
-        )
+        activated = self.ask(Activate(plan.plan_id, plan_digest(plan), [NUM_BLOCKS]), plan_id=plan.plan_id)
         assert isinstance(activated, Activated), activated
-        return plan.generation
+        return plan.plan_id
 
 
 BIG = 2**62
@@ -208,8 +206,8 @@ PLANS: dict[str, dict[str, object]] = {
     "a huge block size": {"block_size": 2**62},
     "a path as model": {"model": "../../../../etc/passwd"},
     "another digest": {"model_digest": "0" * 64},
-    "generation 0": {"generation": 0},
-    "a negative generation": {"generation": -5},
+    "plan id 0": {"plan_id": 0},
+    "a negative plan id": {"plan_id": -5},
     "a negative context": {"max_context": -1},
     "a huge context": {"max_context": 2**62},
 }
@@ -219,7 +217,7 @@ PLANS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("case", PLANS)
 def test_a_plan_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
     plan = hostile.plan(**PLANS[case])
-    hostile.link.send(plan, generation=abs(plan.generation))
+    hostile.link.send(plan, plan_id=abs(plan.plan_id))
     assert hostile.not_followed(row) in {"Incompatible", "ModelError", "StepError", "PlanError"}
     hostile.hear()
 
@@ -227,16 +225,16 @@ def test_a_plan_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Ro
 @pytest.mark.attack("a head's plans that make no sense", layer="both")
 def test_a_plan_older_than_the_last_of_its_link_is_refused_by_name(hostile: Hostile, row: Row) -> None:
     plan = hostile.plan()
-    assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
-    older = hostile.plan(generation=plan.generation - 1)
-    hostile.link.send(older, generation=older.generation)
+    assert isinstance(hostile.ask(plan, plan_id=plan.plan_id), Ready)
+    older = hostile.plan(plan_id=plan.plan_id - 1)
+    hostile.link.send(older, plan_id=older.plan_id)
     assert hostile.not_followed(row) == "StepError"
     hostile.hear()
 
 
 @pytest.mark.attack("a head's activations that make no sense", layer="both")
 @pytest.mark.parametrize(
-    ("num_blocks", "digest", "other_generation"),
+    ("num_blocks", "digest", "other_plan_id"),
     [
         (0, None, 0),
         (-1, None, 0),
@@ -248,14 +246,12 @@ def test_a_plan_older_than_the_last_of_its_link_is_refused_by_name(hostile: Host
     ],
 )
 def test_an_activation_that_makes_no_sense_is_refused_by_name(
-    hostile: Hostile, row: Row, num_blocks: int, digest: bytes | None, other_generation: int
+    hostile: Hostile, row: Row, num_blocks: int, digest: bytes | None, other_plan_id: int
 ) -> None:
     plan = hostile.plan()
-    assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
+    assert isinstance(hostile.ask(plan, plan_id=plan.plan_id), Ready)
     named = plan_digest(plan) if digest is None else digest
-    hostile.link.send(
-        Activate(plan.generation, named, [num_blocks]), generation=plan.generation + other_generation
-    )
+    hostile.link.send(Activate(plan.plan_id, named, [num_blocks]), plan_id=plan.plan_id + other_plan_id)
     assert hostile.not_followed(row) in {"StepError", "PlanError"}
     hostile.hear()
 
@@ -263,8 +259,8 @@ def test_an_activation_that_makes_no_sense_is_refused_by_name(
 @pytest.mark.attack("a head's plans that make no sense", layer="both")
 def test_a_plan_with_a_member_that_nobody_knows_is_refused_by_name(hostile: Hostile, row: Row) -> None:
     plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), ("nobody", 3, 4, False, False)))
-    assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
-    hostile.link.send(Activate(plan.generation, plan_digest(plan), [8]), generation=plan.generation)
+    assert isinstance(hostile.ask(plan, plan_id=plan.plan_id), Ready)
+    hostile.link.send(Activate(plan.plan_id, plan_digest(plan), [8]), plan_id=plan.plan_id)
     assert hostile.not_followed(row) == "RosterError"
 
 
@@ -275,7 +271,7 @@ def test_a_text_of_absurd_length_ends_the_link_by_name(
 ) -> None:
     besieged.process.now("link ended")
     plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), (name, 3, 4, False, False)))
-    hostile.link.send(plan, generation=plan.generation)
+    hostile.link.send(plan, plan_id=plan.plan_id)
     ended = besieged.process.wait("link ended")
     row.tried(ended["error"])
     assert ended["error"] == "FrameError", ended
@@ -356,12 +352,12 @@ def hidden(num_rows: int, width: int = HIDDEN, dtype: str = "float32") -> WireTe
 @pytest.mark.attack("a head's steps that make no sense", layer="both")
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
-    generation = hostile.activate()
+    plan_id = hostile.activate()
     step = STEPS[case]
     num_tokens = sum(max(0, min(r.num_tokens, 64)) for r in step.rows[:4])
     if step.number == 0:
-        hostile.link.send_tensor(hidden(num_tokens), generation=generation, step=0, boundary=2)
-    hostile.link.send(step, generation=generation, step=0)
+        hostile.link.send_tensor(hidden(num_tokens), plan_id=plan_id, step=0, boundary=2)
+    hostile.link.send(step, plan_id=plan_id, step=0)
     assert hostile.not_followed(row) == "StepError"
     assert isinstance(hostile.hear(), StepFailed)
 
@@ -378,9 +374,9 @@ TOO_LONG: dict[str, Step] = {
 def test_a_step_of_absurd_length_ends_the_link_by_name(
     hostile: Hostile, besieged: Besieged, row: Row, case: str
 ) -> None:
-    generation = hostile.activate()
+    plan_id = hostile.activate()
     besieged.process.now("link ended")
-    hostile.link.send(TOO_LONG[case], generation=generation, step=0)
+    hostile.link.send(TOO_LONG[case], plan_id=plan_id, step=0)
     ended = besieged.process.wait("link ended")
     row.tried(ended["error"])
     assert ended["error"] == "FrameError", ended
@@ -405,10 +401,10 @@ TENSORS: dict[str, tuple[WireTensor, int, int]] = {  # tensor, step, boundary
 @pytest.mark.attack("hidden states of a wrong shape, dtype, step or layer", layer="both")
 @pytest.mark.parametrize("case", TENSORS)
 def test_a_hidden_state_that_does_not_fit_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
-    generation = hostile.activate()
+    plan_id = hostile.activate()
     tensor, step, boundary = TENSORS[case]
-    hostile.link.send(ONE, generation=generation, step=0)
-    hostile.link.send_tensor(tensor, generation=generation, step=step, boundary=boundary)
+    hostile.link.send(ONE, plan_id=plan_id, step=0)
+    hostile.link.send_tensor(tensor, plan_id=plan_id, step=step, boundary=boundary)
     assert hostile.not_followed(row) == "HiddenError"
     assert isinstance(hostile.hear(), StepFailed)
 
@@ -416,32 +412,32 @@ def test_a_hidden_state_that_does_not_fit_is_refused_by_name(hostile: Hostile, r
 @pytest.mark.attack("hidden states and steps twice, or too many", layer="both")
 @pytest.mark.parametrize("what", ["a hidden state twice", "many hidden states", "many steps", "a step again"])
 def test_what_comes_twice_or_too_often_is_refused_by_name(hostile: Hostile, row: Row, what: str) -> None:
-    generation = hostile.activate()
+    plan_id = hostile.activate()
     empty = Step(0, [], [], [], b"")
     for number in range(70):
         if "hidden" in what:
             step = 5 if what == "a hidden state twice" else number + 1
-            hostile.link.send_tensor(hidden(1), generation=generation, step=step, boundary=2)
+            hostile.link.send_tensor(hidden(1), plan_id=plan_id, step=step, boundary=2)
         else:
             again = 3 if what == "a step again" else number
             later = msgspec.structs.replace(empty, number=again)
-            hostile.link.send(later, generation=generation, step=again)
+            hostile.link.send(later, plan_id=plan_id, step=again)
     assert hostile.not_followed(row) == ("HiddenError" if "hidden" in what else "StepError")
 
 
-@pytest.mark.attack("frames of an old plan generation", layer="both")
-def test_frames_of_an_old_generation_are_of_no_effect(hostile: Hostile, row: Row) -> None:
+@pytest.mark.attack("frames of an old plan id", layer="both")
+def test_frames_of_an_old_plan_are_of_no_effect(hostile: Hostile, row: Row) -> None:
     old = hostile.activate()
     new = hostile.activate()
     for _ in range(3):
-        hostile.link.send(STEPS["a release of nobody"], generation=old, step=0)
-        hostile.link.send_tensor(hidden(9, 7), generation=old, step=0, boundary=9)
+        hostile.link.send(STEPS["a release of nobody"], plan_id=old, step=0)
+        hostile.link.send_tensor(hidden(9, 7), plan_id=old, step=0, boundary=9)
         row.tried("of no effect")
-    hostile.link.send(ONE, generation=new, step=0)
-    hostile.link.send_tensor(hidden(2), generation=new, step=0, boundary=2)
+    hostile.link.send(ONE, plan_id=new, step=0)
+    hostile.link.send_tensor(hidden(2), plan_id=new, step=0, boundary=2)
     item = hostile._arrived.get(timeout=WAIT_S)
     assert type(item).__name__ == "ReceivedTensor", item
-    hostile.link.send(Activate(old, bytes(32), [8]), generation=old)
+    hostile.link.send(Activate(old, bytes(32), [8]), plan_id=old)
     hostile.not_followed(row)
 
 
@@ -560,7 +556,7 @@ def test_what_only_a_head_may_send_ends_the_link_of_a_peer(ring: Ring, row: Row)
         link = ring.network.dial(membership_of(ring.members[2]), ring.members[1].member, 5)
         over = threading.Event()
         link.start(lambda _link, _item: None, lambda _link, _error, over=over: over.set(), frozenset())  # type: ignore[misc]
-        link.send(message, generation=2**62, step=1)
+        link.send(message, plan_id=2**62, step=1)
         error = ring.ended.get(timeout=WAIT_S)
         row.tried(type(error).__name__)
         assert type(error).__name__ == "FrameError"
@@ -595,39 +591,39 @@ class FalsePeer:
     def _deliver(self, link: Link, received: Received) -> None:
         if not isinstance(received, ReceivedMessage):
             return
-        generation = received.generation
+        plan_id = received.plan_id
         match received.message:
             case Challenge() as challenge:
                 self._attestation.handle_challenge(link, challenge)
             case Evidence() as evidence:
                 self._attestation.handle_evidence(link, evidence)
             case Hello():
-                self._say(link, "hello", HELLO, generation)
+                self._say(link, "hello", HELLO, plan_id)
             case Plan():
-                self._say(link, "ready", Ready(generation, 1000, 64_000, [1000]), generation)
+                self._say(link, "ready", Ready(plan_id, 1000, 64_000, [1000]), plan_id)
             case Activate():
-                self._say(link, "activated", Activated(generation), generation)
+                self._say(link, "activated", Activated(plan_id), plan_id)
             case Step() as step:
-                self._step(link, step, generation)
+                self._step(link, step, plan_id)
 
-    def _say(self, link: Link, when: str, honest: Message, generation: int) -> None:
+    def _say(self, link: Link, when: str, honest: Message, plan_id: int) -> None:
         said = self._lies.get(when, honest)
         assert isinstance(said, Message)
-        link.send(said, generation=generation)
+        link.send(said, plan_id=plan_id)
 
-    def _step(self, link: Link, step: Step, generation: int) -> None:
+    def _step(self, link: Link, step: Step, plan_id: int) -> None:
         num_outputs = sum(r.num_outputs for r in step.rows)
         said = self._lies.get("hidden", hidden(num_outputs))
         boundary = self._lies.get("boundary", 4)
         number = self._lies.get("step", step.number)
-        off = self._lies.get("generation", 0)
+        off = self._lies.get("plan_id", 0)
         assert isinstance(boundary, int)
         assert isinstance(number, int)
         assert isinstance(off, int)
         if isinstance(said, WireTensor):
-            link.send_tensor(said, generation=generation + off, step=number, boundary=boundary)
+            link.send_tensor(said, plan_id=plan_id + off, step=number, boundary=boundary)
         elif isinstance(said, Message):
-            link.send(said, generation=generation, step=step.number)
+            link.send(said, plan_id=plan_id, step=step.number)
 
 
 def greeting(**changed: object) -> dict[str, object]:
@@ -658,7 +654,7 @@ LIES: dict[str, dict[str, object]] = {
     "another step": {"step": 2**63},
     "a failure": {"hidden": StepFailed(0, "x\x1b[2J" * 2000)},
     "a block table": {"hidden": NOT_FOR_PEERS["a block table"]},
-    "nothing of this generation": {"generation": 1},
+    "nothing of this plan id": {"plan_id": 1},
 }
 NAMED = {
     "PlanError",

@@ -13,7 +13,7 @@ from adversary.middle import Tamper, drop, flip, keep, late, nth, repeat, swap_f
 from convoy.wire.frame import HEADER_BYTES
 from convoy.wire.tensor import DESCRIPTOR_BYTES
 
-GENERATION = 3  # as in `adversary.victim`
+PLAN_ID = 3  # as in `adversary.victim`
 SIZE = 512  # float32 of a sum: one record outside, and one frame inside
 
 
@@ -133,7 +133,7 @@ LIES: dict[str, dict[str, Any]] = {
 def test_a_rank_that_lies_about_its_part_is_refused_by_name(arena: Arena, row: Row, lie: str) -> None:
     link = joined(arena)
     arena.beta.tell("add", key=link.far, count=1, size=SIZE)
-    honest = {"generation": GENERATION, "step": 0, "boundary": 0, "dtype": "float32", "shape": [SIZE]}
+    honest = {"plan_id": PLAN_ID, "step": 0, "boundary": 0, "dtype": "float32", "shape": [SIZE]}
     arena.alpha.tell("part", key=link.near, **{**honest, **LIES[lie]})
     ended, said = link.far_end(), arena.beta.wait("ranked", link.far)
     row.tried(ended["error"])
@@ -142,12 +142,12 @@ def test_a_rank_that_lies_about_its_part_is_refused_by_name(arena: Arena, row: R
     assert "rank 0" in said["message"]
 
 
-@pytest.mark.attack("a rank's parts of another generation", layer="both")
+@pytest.mark.attack("a rank's parts of another plan id", layer="both")
 @pytest.mark.parametrize("arena", ["both"], indirect=True)
 def test_parts_of_a_plan_that_is_over_are_of_no_effect(arena: Arena, row: Row) -> None:
     link = joined(arena)
     for _ in range(5):
-        arena.alpha.tell("part", key=link.near, generation=2, step=0, boundary=0, dtype="bfloat16", shape=[7])
+        arena.alpha.tell("part", key=link.near, plan_id=2, step=0, boundary=0, dtype="bfloat16", shape=[7])
         row.tried("of no effect")
     both(link, "add", count=3, size=SIZE)
     for victim, key in ((arena.alpha, link.near), (arena.beta, link.far)):

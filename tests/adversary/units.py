@@ -24,7 +24,7 @@ FRAME_FIELDS = {
     "boundary": (16, 32),
     "length": (32, 64),
     "cluster": (64, 128),
-    "generation": (128, 192),
+    "plan_id": (128, 192),
     "step": (192, 256),
     "sequence": (256, 320),
     "tensor": (320, 352),

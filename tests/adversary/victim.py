@@ -42,7 +42,7 @@ from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
 ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE}) | RANK_TYPES
-GENERATION = 3  # of collectives
+PLAN_ID = 3  # of collectives
 
 
 def membership(setup: dict[str, Any], directory: Path) -> Membership:
@@ -111,21 +111,21 @@ class Victim:
         threading.Thread(target=work, daemon=True).start()
 
     def do_steps(self, key: str, numbers: list[int]) -> None:
-        self._sending(key, lambda link: [link.send(_step(n), generation=1, step=n) for n in numbers])
+        self._sending(key, lambda link: [link.send(_step(n), plan_id=1, step=n) for n in numbers])
 
     def do_tensor(self, key: str, step: int, boundary: int, size: int, fill: int = 7) -> None:
         tensor = WireTensor("bfloat16", (size // 2,), bytes([fill]) * size)
-        self._sending(key, lambda link: link.send_tensor(tensor, generation=1, step=step, boundary=boundary))
+        self._sending(key, lambda link: link.send_tensor(tensor, plan_id=1, step=step, boundary=boundary))
 
     def do_join(self, key: str, rank: int, deadline_s: float) -> None:
         """Be one of two ranks over this link."""
         link = self._links[key]
-        self._ranks[key] = SealedCollective(rank, 2, {1 - rank: link}, GENERATION, deadline_s)
+        self._ranks[key] = SealedCollective(rank, 2, {1 - rank: link}, PLAN_ID, deadline_s)
         self.say("joined", key=key)
 
     def do_agree(self, key: str) -> None:
         rank = self._ranks[key]
-        said = Agree(GENERATION, rank.rank, 2, bytes(32), "float32", "")
+        said = Agree(PLAN_ID, rank.rank, 2, bytes(32), "float32", "")
         self._ranking(key, lambda: rank.agree(said))
 
     def do_add(self, key: str, count: int, size: int) -> None:

@@ -47,7 +47,7 @@ def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
     def flood() -> None:
         try:
             for number in range(400):
-                rogue.link.send_tensor(TENSOR, generation=1, step=number, boundary=1)
+                rogue.link.send_tensor(TENSOR, plan_id=1, step=number, boundary=1)
                 sent.append(number)
         except ConvoyError:
             pass
@@ -65,7 +65,7 @@ def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
     assert flooding.is_alive()
     assert peer.held_bytes("gamma") <= SHARE_BYTES
     assert head.link.ping(WAIT_S) < WAIT_S  # the head's receiver at the peer is not held up
-    head.link.send(Step(0, [], [], [], b""), generation=1, step=0)
+    head.link.send(Step(0, [], [], [], b""), plan_id=1, step=0)
     while peer.held_bytes("alpha") == 0:
         assert time.monotonic() < until_s
         time.sleep(0.001)

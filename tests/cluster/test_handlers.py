@@ -34,13 +34,13 @@ SEALED = (*MESSAGE_TYPES, *sorted(TENSOR_TYPES))
 
 def send(link: Link, kind: FrameType) -> None:
     if kind in TENSOR_TYPES:
-        link.send_tensor(TENSOR, generation=1, step=1, boundary=1, kind=kind)
+        link.send_tensor(TENSOR, plan_id=1, step=1, boundary=1, kind=kind)
         return
     message = sample(MESSAGE_TYPES[kind])
     if isinstance(message, RankStep):
         # Sampling is rank 0's own work.
         message = replace(message, step=replace(message.step, draws=[]))
-    link.send(message, generation=1, step=1)
+    link.send(message, plan_id=1, step=1)
 
 
 def test_a_head_has_a_handler_for_each_frame_that_a_peer_may_send_and_for_no_other() -> None:

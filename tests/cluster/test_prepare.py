@@ -69,13 +69,13 @@ def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None
 
     weights.answer_fetch = held
     expected = cluster.answer()
-    generation = cluster.running.status().generation
+    plan_id = cluster.running.status().generation
     cache = tmp_path / "cache"
     cluster.peers.append(cluster.join(2, PeerOptions(replace(MEMBER, cache=cache))))
     assert asked.wait(60)
     assert cluster.answer() == expected
     assert cluster.running.health()[0]
-    assert cluster.running.status().generation == generation, "the same plan, all the while"
+    assert cluster.running.status().generation == plan_id, "the same plan, all the while"
     go_on.set()
     wait_until(lambda: stages(cluster.running) == ["alpha", "beta", "gamma"])
     wait_until(lambda: cluster.running.health()[0])
@@ -89,13 +89,13 @@ def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
 ) -> None:
     cluster = Cluster(tmp_path)
     expected = cluster.answer()
-    generation = cluster.running.status().generation
+    plan_id = cluster.running.status().generation
     with caplog.at_level(logging.WARNING):
         cluster.peers.append(cluster.join(2, PeerOptions(MEMBER)))
         said = "not shared out anew for gamma: gamma lacks the weights: gamma has no files for odd"
         wait_until(lambda: said in caplog.text)
     assert cluster.answer() == expected
-    assert cluster.running.status().generation == generation
+    assert cluster.running.status().generation == plan_id
     cluster.close()
 
 

@@ -55,7 +55,7 @@ def test_why_a_peer_refuses_a_plan_is_not_in_the_health(caplog: pytest.LogCaptur
         stubborn.peer.hello = msgspec.structs.replace(stubborn.peer.hello, kernels=[SECRET])
         link = stubborn.peer.head
         assert link is not None
-        link.send(StepFailed(0, SECRET), generation=cluster.head.active_plan.plan.generation)
+        link.send(StepFailed(0, SECRET), plan_id=cluster.head.active_plan.plan.plan_id)
         told: set[str] = set()
 
         def over() -> bool:

@@ -72,19 +72,19 @@ def hidden_state(num_rows: int = 1) -> WireTensor:
     return WireTensor("float32", (num_rows, 192), bytes(num_rows * 192 * 4))
 
 
-@pytest.mark.parametrize("same_generation", [True, False])
+@pytest.mark.parametrize("same_plan_id", [True, False])
 def test_a_member_that_is_not_the_predecessor_cannot_end_a_plan(
     cluster: RunningCluster,
     members: tuple[LocalMember, ...],
     network: MemoryNetwork,
-    same_generation: bool,
+    same_plan_id: bool,
 ) -> None:
     active = cluster.head.active_plan
     assert active is not None
     link, ended = open_link(network, members[2], members[1])
-    generation = active.plan.generation if same_generation else 99
-    link.send_tensor(hidden_state(), generation=generation, step=1, boundary=active.plan.stages[1].start)
-    if same_generation:
+    plan_id = active.plan.plan_id if same_plan_id else 99
+    link.send_tensor(hidden_state(), plan_id=plan_id, step=1, boundary=active.plan.stages[1].start)
+    if same_plan_id:
         assert ended.wait(10), "the offending link must end"
     link.close("done")
     assert ask(cluster) == "17"
@@ -99,7 +99,7 @@ def test_members_that_are_turned_away_and_do_not_hang_up_hold_up_no_step(
     for _ in range(8):  # never started, so the goodbye is not read: each would cost its second
         link = network.dial(gamma, members[1].member, 5)
         stray = WireTensor("float32", (1,), bytes(4))
-        link.send_tensor(stray, generation=active.plan.generation, step=1, boundary=1)
+        link.send_tensor(stray, plan_id=active.plan.plan_id, step=1, boundary=1)
     began_s = time.monotonic()
     assert ask(cluster) == answer
     assert time.monotonic() - began_s < 4
@@ -128,9 +128,9 @@ def test_a_peer_cannot_answer_the_head_in_place_of_the_last_stage(
     real, head_link, last = loaded.loop.successor, beta.head, active.plan.stages[-1].end
 
     class Shortcut:
-        def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+        def send_tensor(self, tensor: WireTensor, *, plan_id: int, step: int, boundary: int) -> None:
             assert boundary != last
-            head_link.send_tensor(tensor, generation=generation, step=step, boundary=last)
+            head_link.send_tensor(tensor, plan_id=plan_id, step=step, boundary=last)
 
     loaded.loop.successor = Shortcut()  # type: ignore[assignment]
     with caplog.at_level("WARNING"):

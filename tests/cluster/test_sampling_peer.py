@@ -50,12 +50,12 @@ class Liar:
         self._real = real
         self._lie = lie
 
-    def send(self, drawn: SampleReplies, *, generation: int, step: int) -> None:
+    def send(self, drawn: SampleReplies, *, plan_id: int, step: int) -> None:
         said = self._lie(drawn)
         if isinstance(said, WireTensor):
-            self._real.send_tensor(said, generation=generation, step=step, boundary=4)
+            self._real.send_tensor(said, plan_id=plan_id, step=step, boundary=4)
         else:
-            self._real.send(said, generation=generation, step=step)
+            self._real.send(said, plan_id=plan_id, step=step)
 
 
 def changed(**changes: object) -> Callable[[SampleReplies], SampleReplies]:
@@ -125,9 +125,9 @@ def test_the_owner_of_the_output_sees_prompts_only_as_far_as_a_penalty_looks_bac
     seen: list[Step] = []
     real = loaded.loop.accept_step
 
-    def accept(step: Step, generation: int) -> None:
+    def accept(step: Step, plan_id: int) -> None:
         seen.append(step)
-        real(step, generation)
+        real(step, plan_id)
 
     loaded.loop.accept_step = accept  # type: ignore[method-assign]
     ask(cluster)

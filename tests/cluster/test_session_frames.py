@@ -65,7 +65,7 @@ def cluster(
 def plan_of(cluster: RunningCluster) -> tuple[int, str]:
     assert cluster.head.active_plan is not None
     plan = cluster.head.active_plan.plan
-    return plan.generation, plan.model_digest
+    return plan.plan_id, plan.model_digest
 
 
 @pytest.mark.parametrize("who", ["gamma", "delta"])
@@ -73,7 +73,7 @@ def plan_of(cluster: RunningCluster) -> tuple[int, str]:
 def test_a_member_that_is_not_the_plans_head_gets_and_gives_no_kv(
     cluster: RunningCluster, members: tuple[LocalMember, ...], network: MemoryNetwork, who: str, what: str
 ) -> None:
-    generation, digest = plan_of(cluster)
+    plan_id, digest = plan_of(cluster)
     me = next(member for member in members if member.name == who)
     link = network.dial(membership_of(me), members[1].member, 5)
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -81,13 +81,13 @@ def test_a_member_that_is_not_the_plans_head_gets_and_gives_no_kv(
     everything = frozenset({FrameType.BLOCKS, FrameType.BLOCKS_DONE, FrameType.STEP_FAILED})
     link.start(lambda _link, item: heard.put(item), lambda _link, error: ended.put(error), everything)
     if what == "tensor":
-        link.send_tensor(KV, generation=generation, step=1, boundary=2, kind=FrameType.BLOCKS)
+        link.send_tensor(KV, plan_id=plan_id, step=1, boundary=2, kind=FrameType.BLOCKS)
     else:
         asked: dict[str, Message] = {
             "read": ReadBlocks(1, digest, 2, 4, [0]),
             "write": WriteBlocks(1, digest, [0], bytes(16)),
         }
-        link.send(asked[what], generation=generation, step=1)
+        link.send(asked[what], plan_id=plan_id, step=1)
     ended.get(timeout=10)
     assert heard.empty()
     with cluster.session() as session:
@@ -99,16 +99,16 @@ def test_kv_that_nobody_asked_for_is_never_taken_for_an_answer(
     cluster: RunningCluster, peers: dict[str, PeerThread], what: str, tmp_path: Path
 ) -> None:
     """A stage that sends some has broken its plan, and a session survives that; a word alone is not heard."""
-    generation, _ = plan_of(cluster)
+    plan_id, _ = plan_of(cluster)
     to_head: Link | None = peers["beta"].peer.head
     assert to_head is not None
     with cluster.session() as session:
         session.sync(range(40))
         logits = session.logits()
         if what == "tensor":
-            to_head.send_tensor(KV, generation=generation, step=9, boundary=2, kind=FrameType.BLOCKS)
+            to_head.send_tensor(KV, plan_id=plan_id, step=9, boundary=2, kind=FrameType.BLOCKS)
         else:
-            to_head.send(BlocksDone(9, "no"), generation=generation, step=9)
+            to_head.send(BlocksDone(9, "no"), plan_id=plan_id, step=9)
         wait_until(lambda: _step_once(session) and cluster.engine.stats().recoveries == (what == "tensor"))
         session.save(tmp_path / "chat", None)
         session.load(tmp_path / "chat")

@@ -70,11 +70,11 @@ class Talk:
     def plan(self, *names: str) -> Plan:
         """Send one over these members."""
         plan = self._head.planner.first(dict.fromkeys(names, HELLO)).plan
-        self.link.send(plan, generation=plan.generation)
+        self.link.send(plan, plan_id=plan.plan_id)
         return plan
 
     def activate(self, plan: Plan) -> None:
-        self.link.send(Activate(plan.generation, plan_digest(plan), [8]), generation=plan.generation)
+        self.link.send(Activate(plan.plan_id, plan_digest(plan), [8]), plan_id=plan.plan_id)
 
     def hear(self, kind: type[Message]) -> Message:
         while not isinstance(heard := self._link.hear(), kind):
@@ -109,17 +109,15 @@ def test_queued_steps_of_a_plan_that_is_over_do_not_run_before_the_next_is_loade
     assert talk.peer.peer.loaded is not None
     hidden = torch.zeros(0, talk.peer.peer.loaded.stage.hidden_size)
     for number in range(4):
-        talk.link.send(Step(number, [], [], [], b""), generation=old.generation, step=number)
-        talk.link.send_tensor(
-            to_wire(hidden), generation=old.generation, step=number, boundary=old.stages[1].start
-        )
+        talk.link.send(Step(number, [], [], [], b""), plan_id=old.plan_id, step=number)
+        talk.link.send_tensor(to_wire(hidden), plan_id=old.plan_id, step=number, boundary=old.stages[1].start)
     assert runs.wait(20)
     new = talk.plan("alpha", "beta")
-    wait_until(lambda: talk.peer.peer.clock.supersedes(old.generation))
+    wait_until(lambda: talk.peer.peer.clock.supersedes(old.plan_id))
     go_on.set()
     ready = talk.hear(Ready)
     assert isinstance(ready, Ready)
-    assert ready.generation == new.generation
+    assert ready.plan_id == new.plan_id
     assert ran == [0]
 
 
@@ -133,7 +131,7 @@ def test_a_dial_that_hangs_does_not_keep_the_next_plan(talk: Talk) -> None:
     assert isinstance(refused, Refuse)
     assert "gamma is not dialled any more: another plan is here" in refused.reason
     assert isinstance(ready, Ready)
-    assert ready.generation == new.generation
+    assert ready.plan_id == new.plan_id
     talk.network.over.set()  # and a link that comes after all has no owner
     wait_until(lambda: talk.network.late and talk.network.late[0].is_over)
 
@@ -152,7 +150,7 @@ def test_an_activation_of_a_plan_that_is_over_dials_nobody(
 ) -> None:
     old = talk.plan("alpha", "beta", "gamma")
     talk.hear(Ready)
-    monkeypatch.setattr(talk.peer.peer.clock, "supersedes", lambda _generation: True)
+    monkeypatch.setattr(talk.peer.peer.clock, "supersedes", lambda _plan_id: True)
     talk.activate(old)
     refused = talk.hear(Refuse)
     assert isinstance(refused, Refuse)

@@ -41,9 +41,9 @@ class Scene:
     members: tuple[LocalMember, ...]
 
     @property
-    def generation(self) -> int:
+    def plan_id(self) -> int:
         assert self.cluster.head.active_plan is not None
-        return self.cluster.head.active_plan.plan.generation
+        return self.cluster.head.active_plan.plan.plan_id
 
     def ask(self) -> str:
         request = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8)
@@ -66,21 +66,21 @@ def scene() -> Iterator[Scene]:
         peer.stop()
 
 
-def partial(link: Link, generation: int) -> None:
-    link.send_tensor(TENSOR, generation=generation, step=3, boundary=0, kind=FrameType.PARTIAL)
+def partial(link: Link, plan_id: int) -> None:
+    link.send_tensor(TENSOR, plan_id=plan_id, step=3, boundary=0, kind=FrameType.PARTIAL)
 
 
-def hidden(link: Link, generation: int) -> None:
-    link.send_tensor(TENSOR, generation=generation, step=7, boundary=2)
+def hidden(link: Link, plan_id: int) -> None:
+    link.send_tensor(TENSOR, plan_id=plan_id, step=7, boundary=2)
 
 
-def blocks(link: Link, generation: int) -> None:
-    link.send_tensor(TENSOR, generation=generation, step=7, boundary=2, kind=FrameType.BLOCKS)
+def blocks(link: Link, plan_id: int) -> None:
+    link.send_tensor(TENSOR, plan_id=plan_id, step=7, boundary=2, kind=FrameType.BLOCKS)
 
 
 def says(message: object) -> Callable[[Link, int], None]:
-    def say(link: Link, generation: int) -> None:
-        link.send(message, generation=generation, step=7)  # type: ignore[arg-type]
+    def say(link: Link, plan_id: int) -> None:
+        link.send(message, plan_id=plan_id, step=7)  # type: ignore[arg-type]
 
     return say
 
@@ -107,7 +107,7 @@ def test_a_member_that_is_no_rank_of_the_stage_is_cut_off_and_disturbs_nobody(
     link = scene.network.dial(membership_of(scene.members[3]), scene.members[victim].member, 5)
     ended = threading.Event()
     link.start(lambda _link, _item: None, lambda _link, _error: ended.set(), frozenset())
-    ATTACKS[attack](link, scene.generation)
+    ATTACKS[attack](link, scene.plan_id)
     assert ended.wait(10), "the offending link must end"
     assert scene.ask() == answer
     assert scene.cluster.engine.stats().recoveries == recoveries
@@ -119,7 +119,7 @@ def test_a_second_link_of_a_rank_gives_no_orders(scene: Scene) -> None:
     link = scene.network.dial(membership_of(scene.members[1]), scene.members[2].member, 5)
     ended = threading.Event()
     link.start(lambda _link, _item: None, lambda _link, _error: ended.set(), frozenset())
-    link.send(RankStep(EMPTY, hidden=False, output=False), generation=scene.generation, step=7)
+    link.send(RankStep(EMPTY, hidden=False, output=False), plan_id=scene.plan_id, step=7)
     assert ended.wait(10)
     assert scene.ask() == answer
     assert scene.cluster.engine.stats().recoveries == recoveries

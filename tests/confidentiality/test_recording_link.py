@@ -61,11 +61,11 @@ def send_everything(mine: Link, others: Link) -> None:
     there, here = End(others).start(), End(mine).start()
     for ids in (WIDE_IDS, SMALL_IDS):
         tokens = struct.pack(f"<{len(ids)}I", *ids)
-        mine.send(Step(1, [], [], [Row(1, 0, len(ids), 1)], tokens), generation=1, step=1)
+        mine.send(Step(1, [], [], [Row(1, 0, len(ids), 1)], tokens), plan_id=1, step=1)
     mine.send(Refuse(1, TEXT, TEXT))
-    mine.send_tensor(WireTensor("float32", (3, 512), HIDDEN), generation=1, step=1, boundary=4)
-    mine.send_tensor(WireTensor("float32", (40, 1024), LARGE), generation=1, step=1, boundary=4)
-    others.send_tensor(WireTensor("float32", (3, 512), HIDDEN), generation=1, step=1, boundary=8)
+    mine.send_tensor(WireTensor("float32", (3, 512), HIDDEN), plan_id=1, step=1, boundary=4)
+    mine.send_tensor(WireTensor("float32", (40, 1024), LARGE), plan_id=1, step=1, boundary=4)
+    others.send_tensor(WireTensor("float32", (3, 512), HIDDEN), plan_id=1, step=1, boundary=8)
     received = [there.next() for _ in range(5)]
     assert here.next() is not None
     assert bytes(received[-1].tensor.data) == LARGE  # type: ignore[union-attr]

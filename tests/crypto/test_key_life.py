@@ -71,10 +71,10 @@ def links_that_talk(
         for number in range(3):  # admit, then two decodes
             admit = [BlockGrant(request, 0, [1])] if number == 0 else []
             step = Step(number, [], admit, [Row(request, number, 1, 1)], b"\1\0\0\0")
-            head.link.send(step, generation=1, step=number)
-            head.link.send_tensor(hidden, generation=1, step=number, boundary=2)
+            head.link.send(step, plan_id=1, step=number)
+            head.link.send_tensor(hidden, plan_id=1, step=number, boundary=2)
             peer.next(), peer.next()
-            peer.link.send_tensor(hidden, generation=1, step=number, boundary=4)
+            peer.link.send_tensor(hidden, plan_id=1, step=number, boundary=4)
             assert isinstance(head.next(), ReceivedTensor)
     head.link.close()
     peer.error()
@@ -150,11 +150,11 @@ def test_lineage_8_2_10_counters_stay_together_whatever_the_frames_are_for() -> 
     for number in range(20):
         admit = [BlockGrant(number, 0, [1])] if number % 3 == 0 else []
         rows = [] if number % 4 == 0 else [Row(number, 0, 1, 1)]
-        head.link.send(Step(number, [], admit, rows, b"\1\0\0\0" * len(rows)), generation=1 + number % 2)
+        head.link.send(Step(number, [], admit, rows, b"\1\0\0\0" * len(rows)), plan_id=1 + number % 2)
         peer.next()
         size = (1, 3 * RECORD_BYTES)[number % 2]
         head.link.send_tensor(
-            WireTensor("float16", (size,), bytes(2 * size)), generation=1, step=number, boundary=1
+            WireTensor("float16", (size,), bytes(2 * size)), plan_id=1, step=number, boundary=1
         )
         assert isinstance(peer.next(), ReceivedTensor)
         sealer, opener = sealer_of(links[0]), opener_of(links[1])
@@ -182,7 +182,7 @@ def check_tensors_under(limits: SealLimits) -> None:
     for number in range(4):
         data = bytes((i + number) % 251 for i in range(5 * RECORD_BYTES + 10))
         tensor = WireTensor("float16", (len(data) // 2,), data)
-        here.link.send_tensor(tensor, generation=1, step=number, boundary=1)
+        here.link.send_tensor(tensor, plan_id=1, step=number, boundary=1)
         item = there.next()
         assert isinstance(item, ReceivedTensor)
         assert bytes(item.tensor.data) == data
@@ -359,8 +359,8 @@ def test_the_last_mark_of_a_tensor_cannot_be_changed_on_its_way(flipped: tuple[i
     here, there = End(links[0]).start(), End(links[1]).start()
     data = bytes(2 * RECORD_BYTES)
     with suppress(LinkBroken):
-        here.link.send_tensor(WireTensor("float16", (RECORD_BYTES,), data), generation=1, step=1, boundary=1)
-        here.link.send_tensor(WireTensor("float16", (1,), bytes(2)), generation=1, step=2, boundary=1)
+        here.link.send_tensor(WireTensor("float16", (RECORD_BYTES,), data), plan_id=1, step=1, boundary=1)
+        here.link.send_tensor(WireTensor("float16", (1,), bytes(2)), plan_id=1, step=2, boundary=1)
     assert isinstance(there.error(), SealError | FrameError)
     assert there.arrived.empty()
 

@@ -25,7 +25,7 @@ from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.wire.messages.control import FrameType, StepFailed
 from support.members import make_local_members
 
-GENERATION = 7
+PLAN_ID = 7
 WAIT_S = 20.0
 _ORDERS = frozenset(
     {
@@ -60,13 +60,13 @@ class RankPair:
                 if isinstance(received, ReceivedTensor):
                     self.follower.accept_tensor(received)
                 else:
-                    self.follower.accept(self.links[1], cast(Order, received.message), received.generation)
+                    self.follower.accept(self.links[1], cast(Order, received.message), received.plan_id)
             except ConvoyError as error:
                 self.failed.append(error)
                 failed = StepFailed(received.step, error.message)
                 # The link itself may have failed.
                 with contextlib.suppress(ConvoyError):
-                    self.links[1].send(failed, generation=received.generation, step=received.step)
+                    self.links[1].send(failed, plan_id=received.plan_id, step=received.step)
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def rank_pair(
 ) -> Iterator[RankPair]:
     """Join two stages, rank 0's and rank 1's, which may be joined again later. No follower runs yet."""
     links = memory_link_pair(*make_local_members(["alpha", "beta"]))
-    sums = [SealedCollective(rank, 2, {1 - rank: links[rank]}, GENERATION, deadline_s) for rank in (0, 1)]
+    sums = [SealedCollective(rank, 2, {1 - rank: links[rank]}, PLAN_ID, deadline_s) for rank in (0, 1)]
     for stage, collective in zip(stages, sums, strict=True):
         stage.make_pools(num_blocks)
         stage.join(collective)
@@ -83,12 +83,12 @@ def rank_pair(
         stages[0],
         sums[0],
         {1: links[0]},
-        generation=GENERATION,
+        plan_id=PLAN_ID,
         num_kv_heads=num_kv_heads,
         timeout_s=WAIT_S,
     )
-    follower = FollowerLoop(stages[1], sums[1], GENERATION)
-    pair = RankPair(leader, RanksExecutor(leader, GENERATION), follower, sums, links)
+    follower = FollowerLoop(stages[1], sums[1], PLAN_ID)
+    pair = RankPair(leader, RanksExecutor(leader, PLAN_ID), follower, sums, links)
     _start(pair)
     try:
         yield pair

@@ -57,7 +57,7 @@ def run_at_once(works: Sequence[Callable[[], T]]) -> list[T | ConvoyError]:
 def rank_ring(
     world_size: int,
     *,
-    generation: int = 1,
+    plan_id: int = 1,
     deadline_s: float = WAIT_S / 2,
     faults: Iterable[Fault] = (),
     options: LinkOptions | None = None,
@@ -78,7 +78,7 @@ def rank_ring(
             rank,
             world_size,
             {b: link for (a, b), link in links.items() if a == rank},
-            generation,
+            plan_id,
             deadline_s,
         )
         for rank in range(world_size)

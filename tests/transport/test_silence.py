@@ -196,7 +196,7 @@ def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dr
     valve = valve_on(mine)
     valve.left_bytes = 200_000
     started_s = time.monotonic()
-    here.link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
+    here.link.send_tensor(large_tensor(), plan_id=1, step=1, boundary=3)
     while budget.taken_bytes == 0 and there.ended.empty():
         time.sleep(0.001)
     with contextlib.suppress(LinkBroken):
@@ -219,10 +219,10 @@ def test_half_tensors_of_all_links_share_one_budget_and_who_finds_none_is_named(
     ends = [(End(mine).start(), End(theirs).start()) for mine, theirs in pairs]
     valve = valve_on(pairs[0][0])
     valve.left_bytes = 200_000
-    ends[0][0].link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
+    ends[0][0].link.send_tensor(large_tensor(), plan_id=1, step=1, boundary=3)
     while budget.taken_bytes == 0:
         time.sleep(0.001)
-    ends[1][0].link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
+    ends[1][0].link.send_tensor(large_tensor(), plan_id=1, step=1, boundary=3)
     error = ends[1][1].error()
     assert f"no memory for a tensor of {LARGE_BYTES} bytes" in error.message
     assert budget.taken_bytes == LARGE_BYTES
@@ -261,7 +261,7 @@ def test_a_tensor_that_waits_for_the_budget_comes_once_there_is_room(
     assert budget.take(LARGE_BYTES, 0)
     options = LinkOptions(memory_budget=budget)
     here, there = (End(link).start() for link in memory_link_pair(*members[:2], options=options))
-    here.link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
+    here.link.send_tensor(large_tensor(), plan_id=1, step=1, boundary=3)
     assert there.arrived.empty()
     budget.give(LARGE_BYTES)
     assert isinstance(there.next(), ReceivedTensor)

@@ -134,7 +134,7 @@ class RunningCluster:
             reason=reason,
             route=self.head.route().describe(),
             kernel=active.plan.kernel,
-            generation=active.plan.generation,
+            generation=active.plan.plan_id,
             stages=self.head.stages(),
             running=stats.running,
             waiting=stats.waiting,

@@ -73,7 +73,7 @@ class FrameHeader(NamedTuple):
     boundary: int
     length: int
     cluster: bytes
-    generation: int
+    plan_id: int
     step: int
     sequence: int
     tensor: int

@@ -444,11 +444,11 @@ def test_what_still_waits_of_a_head_that_was_refused_is_not_loaded() -> None:
     stages = [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)]
     plan = Plan(1, source.name, source.digest, stages, "exact-f32", "float32", 16, 256)
     link.send(Hello("test", ["float32"], ["exact-f32"], 1 << 30, 1, "test"))
-    link.send(plan, generation=1)
+    link.send(plan, plan_id=1)
     peer.wait_for("refused")
     peer.wait_for("lost")
     peer.stop()
-    assert peer.peer.generation == 0, "the plan was dropped, not taken up"
+    assert peer.peer.plan_id == 0, "the plan was dropped, not taken up"
     link.close()
 
 

@@ -45,14 +45,14 @@ def spans_of(proposal: object) -> dict[str, tuple[int, int]]:
     return {s.member: (s.start, s.end) for s in proposal.plan.stages}  # type: ignore[attr-defined]
 
 
-def test_generations_grow_even_where_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_ids_grow_even_where_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = planner()
     monkeypatch.setattr("time.time_ns", lambda: 1000)
     first = plans.first({"alpha": hello(), "beta": hello()})
-    assert first.plan.generation == 1000
+    assert first.plan.plan_id == 1000
     monkeypatch.setattr("time.time_ns", lambda: 5)
     again = plans.again({"alpha": hello()}, first.placement)
-    assert again.plan.generation > 1000
+    assert again.plan.plan_id > 1000
 
 
 def test_a_standby_gets_no_stage_at_the_start() -> None:
@@ -137,7 +137,7 @@ def test_a_standby_preloads_the_same_plan_with_itself_in_one_place() -> None:
     first = plans.first({"alpha": hello(), "beta": hello()})
     plan = plans.in_place_of(first.plan, "beta", "gamma", hello())
     assert [stage.member for stage in plan.stages] == ["alpha", "gamma"]
-    assert plan.generation == first.plan.generation
+    assert plan.plan_id == first.plan.plan_id
     assert [stage.member for stage in first.plan.stages] == ["alpha", "beta"]
 
 

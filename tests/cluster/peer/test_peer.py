@@ -76,8 +76,8 @@ class Conversation:
     def _ended(self, _link: Link, error: ConvoyError) -> None:
         self._arrived.put(error)
 
-    def ask(self, message: Message, generation: int = 0) -> Message | ConvoyError:
-        self.link.send(message, generation=generation, step=7)
+    def ask(self, message: Message, plan_id: int = 0) -> Message | ConvoyError:
+        self.link.send(message, plan_id=plan_id, step=7)
         return self.hear()
 
     def hear(self) -> Message | ConvoyError:
@@ -145,7 +145,7 @@ def test_a_step_before_any_plan_is_answered_and_the_peer_lives_on(
 ) -> None:
     head = Conversation(members[0], members[1], network)
     head.ask(HELLO)
-    assert isinstance(head.ask(message, generation=1), StepFailed | Refuse)
+    assert isinstance(head.ask(message, plan_id=1), StepFailed | Refuse)
     assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
 
 
@@ -155,11 +155,11 @@ def test_an_activation_of_another_plan_is_refused(
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
     answer = talk.ask(
-        plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network)), generation=1
+        plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network)), plan_id=1
     )
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    failed = talk.ask(Activate(1, b"x" * 32, [4]), generation=1)
+    failed = talk.ask(Activate(1, b"x" * 32, [4]), plan_id=1)
     assert isinstance(failed, Refuse)
     assert "names a plan that is not loaded here" in failed.reason
 
@@ -176,11 +176,11 @@ def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
     plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
-    answer = talk.ask(plan, generation=plan.generation)
+    answer = talk.ask(plan, plan_id=plan.plan_id)
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    activate = Activate(plan.generation, plan_digest(plan), num_blocks)
-    assert isinstance(talk.ask(activate, generation=plan.generation), Refuse)
+    activate = Activate(plan.plan_id, plan_digest(plan), num_blocks)
+    assert isinstance(talk.ask(activate, plan_id=plan.plan_id), Refuse)
     assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
 
 
@@ -190,10 +190,10 @@ def test_a_plan_that_is_not_newer_is_refused(
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
     plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
-    answer = talk.ask(plan, generation=plan.generation)
+    answer = talk.ask(plan, plan_id=plan.plan_id)
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    refused = talk.ask(plan, generation=plan.generation)
+    refused = talk.ask(plan, plan_id=plan.plan_id)
     assert isinstance(refused, Refuse)
     assert "not newer than the last" in refused.reason
 
@@ -203,11 +203,11 @@ def test_a_head_that_starts_again_may_have_a_clock_that_went_back(
 ) -> None:
     earlier = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
     later = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
-    assert later.generation > earlier.generation
+    assert later.plan_id > earlier.plan_id
     for plan in (later, earlier):
         talk = Conversation(members[0], members[1], network)
         talk.ask(HELLO)
-        answer = talk.ask(plan, generation=plan.generation)
+        answer = talk.ask(plan, plan_id=plan.plan_id)
         while not isinstance(answer, Ready | Refuse):
             answer = talk.hear()
         assert isinstance(answer, Ready)
@@ -221,7 +221,7 @@ def test_a_plan_for_other_weights_is_refused_with_both_digests(
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
     plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
-    refusal = talk.ask(msgspec.structs.replace(plan, model_digest="0" * 64), generation=1)
+    refusal = talk.ask(msgspec.structs.replace(plan, model_digest="0" * 64), plan_id=1)
     assert isinstance(refusal, Refuse)
     assert "the head's digest is 000000000000" in refusal.reason
     assert source.digest[:12] in refusal.reason
@@ -235,7 +235,7 @@ def test_a_head_never_names_a_path(
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
     plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
-    refusal = talk.ask(msgspec.structs.replace(plan, model=str(source.path)), generation=1)
+    refusal = talk.ask(msgspec.structs.replace(plan, model=str(source.path)), plan_id=1)
     assert isinstance(refusal, Refuse)
     assert "beta has no files for" in refusal.reason
 

@@ -135,7 +135,7 @@ def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
     assert cluster.head.active_plan is not None
     link = s.peers[name].peer.head
     assert link is not None
-    link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.active_plan.plan.generation)
+    link.send(StepFailed(0, "the ring is broken"), plan_id=cluster.head.active_plan.plan.plan_id)
 
 
 def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
@@ -305,8 +305,8 @@ def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch
             hello = cluster.head.hellos()["gamma"]
             alpha, gamma = cluster.head.planner.in_place_of(active.plan, "beta", "gamma", hello).stages
             halves = [change(alpha, end=cut), change(gamma, start=cut)]
-            plan = change(active.plan, stages=halves, generation=active.plan.generation + number)
-            link.send(plan, generation=plan.generation)
+            plan = change(active.plan, stages=halves, plan_id=active.plan.plan_id + number)
+            link.send(plan, plan_id=plan.plan_id)
             if number == 2:
                 assert "a newer plan came while this one was loaded" in standby.wait_for("refused").text
             if number < 3:

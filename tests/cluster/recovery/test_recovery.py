@@ -254,10 +254,10 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
         # From now on it refuses what it offered, or has no room for it; then the ring breaks.
         stubborn.peer.hello = msgspec.structs.replace(stubborn.peer.hello, **lacks)
         assert cluster.head.active_plan is not None
-        generation = cluster.head.active_plan.plan.generation
+        plan_id = cluster.head.active_plan.plan.plan_id
         link = stubborn.peer.head
         assert link is not None
-        link.send(StepFailed(0, "the ring is broken"), generation=generation)
+        link.send(StepFailed(0, "the ring is broken"), plan_id=plan_id)
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         assert ask(cluster) == ANSWER
 

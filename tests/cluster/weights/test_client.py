@@ -244,7 +244,7 @@ def said(end: End, kind: type[Message]) -> Message:
 
 def test_a_manifest_that_is_not_the_plans_is_refused_and_the_peer_lives_on(tmp_path: Path) -> None:
     peer, head = head_by_hand(tmp_path)
-    head.link.send(PLAN, generation=1)
+    head.link.send(PLAN, plan_id=1)
     fetch = said(head, Fetch)
     assert isinstance(fetch, Fetch)
     assert (fetch.manifest, fetch.part) == ("c" * 64, "c" * 64)
@@ -259,7 +259,7 @@ def test_a_manifest_that_is_not_the_plans_is_refused_and_the_peer_lives_on(tmp_p
 
 def test_a_manifest_without_end_is_refused_by_its_size(tmp_path: Path) -> None:
     peer, head = head_by_hand(tmp_path)
-    head.link.send(PLAN, generation=1)
+    head.link.send(PLAN, plan_id=1)
     fetch = said(head, Fetch)
     assert isinstance(fetch, Fetch)
     head.link.send(Piece(fetch.number, 1 << 60, bytes(PIECE_BYTES), ""))

@@ -21,7 +21,7 @@ from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, ReceivedTensor
 from convoy.wire.messages.control import BlockGrant, FrameType, ReadBlocks, Row, StageAssignment, Step
 from convoy.wire.messages.ranks import RankOutput, RankStep
-from support.rank_pair import GENERATION, WAIT_S, RankPair, rank_pair
+from support.rank_pair import PLAN_ID, WAIT_S, RankPair, rank_pair
 from support.waiting import wait_until
 
 SOURCE = ModelSource.resolve("demo-mini")
@@ -222,16 +222,16 @@ class Odd:
 
 
 def order(message: RankStep | RankOutput) -> Callable[[RankPair, Link], None]:
-    return lambda pair, link: pair.follower.accept(link, message, GENERATION)
+    return lambda pair, link: pair.follower.accept(link, message, PLAN_ID)
 
 
 def hidden_of(number: int, boundary: int = 1, rows: int = 2) -> ReceivedTensor:
-    return ReceivedTensor(GENERATION, number, boundary, to_wire(torch.zeros(rows, HIDDEN_SIZE)))
+    return ReceivedTensor(PLAN_ID, number, boundary, to_wire(torch.zeros(rows, HIDDEN_SIZE)))
 
 
 def announced(number: int, received: ReceivedTensor) -> Callable[[RankPair, Link], None]:
     def act(pair: RankPair, link: Link) -> None:
-        pair.follower.accept(link, RankOutput(number, 2, hidden=True), GENERATION)
+        pair.follower.accept(link, RankOutput(number, 2, hidden=True), PLAN_ID)
         pair.follower.accept_tensor(received)
 
     return act
@@ -239,7 +239,7 @@ def announced(number: int, received: ReceivedTensor) -> Callable[[RankPair, Link
 
 def twice(pair: RankPair, link: Link) -> None:
     for _ in range(2):
-        pair.follower.accept(link, RankStep(step(), hidden=True, output=False), GENERATION)
+        pair.follower.accept(link, RankStep(step(), hidden=True, output=False), PLAN_ID)
 
 
 ODD = {
@@ -277,13 +277,13 @@ def test_a_step_is_run_once(stages: list[HostStage]) -> None:
         for number in (5, 4):
             with pytest.raises(StepError, match=f"step {number} came after step 5"):
                 pair.follower.accept(
-                    pair.links[1], RankStep(step(number), hidden=False, output=False), GENERATION
+                    pair.links[1], RankStep(step(number), hidden=False, output=False), PLAN_ID
                 )
 
 
-def test_orders_of_another_generation_are_dropped(middle: list[HostStage]) -> None:
+def test_orders_of_another_plan_id_are_dropped(middle: list[HostStage]) -> None:
     with rank_pair(middle, num_kv_heads=NUM_KV_HEADS) as pair:
-        link, old = pair.links[1], GENERATION - 1
+        link, old = pair.links[1], PLAN_ID - 1
         for message in (
             RankStep(step(), hidden=False, output=False),
             RankStep(step(), hidden=True, output=False),

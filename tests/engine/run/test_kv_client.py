@@ -28,7 +28,7 @@ from support.links import tls_link_pair
 from support.members import make_local_members
 from support.synthetic import write_config
 
-GENERATION = 5
+PLAN_ID = 5
 LAYERS = 4
 STAGES = (
     StageAssignment("alpha", 0, 1, embed=True, output=True),
@@ -72,9 +72,7 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
     """A head's carrier over real links. ``answers`` False: the peer is stopped, as by SIGSTOP."""
     guard = SendGuard(lambda: 60.0)
     head = make_stage(source, STAGES[0])
-    carrier = KvClient(
-        head, STAGES, "alpha", {"beta": mine}, generation=GENERATION, timeout_s=60.0, guard=guard
-    )
+    carrier = KvClient(head, STAGES, "alpha", {"beta": mine}, plan_id=PLAN_ID, timeout_s=60.0, guard=guard)
 
     def ended(_link: Link, error: ConvoyError) -> None:
         carrier.end(error)
@@ -85,7 +83,7 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
 
     mine.start(take, ended, TO_HEAD)
     if answers:
-        keeper = KvServer(make_stage(source, STAGES[1]), theirs, GENERATION)
+        keeper = KvServer(make_stage(source, STAGES[1]), theirs, PLAN_ID)
         theirs.start(answer_with(keeper), lambda _link, _error: None, TO_PEER)
     try:
         yield carrier
@@ -105,7 +103,7 @@ def answer_with(keeper: KvServer) -> Callable[[Link, Received], None]:
             if isinstance(received, ReceivedTensor):
                 keeper.accept_tensor(received)
             elif isinstance(received.message, ReadBlocks | WriteBlocks):
-                keeper.accept(received.message, received.generation)
+                keeper.accept(received.message, received.plan_id)
 
     threading.Thread(target=work, daemon=True).start()
     return lambda _link, received: arrived.put(received)

@@ -35,14 +35,14 @@ class EchoStage:
 class Sink:
     """A successor that takes everything."""
 
-    def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+    def send_tensor(self, tensor: WireTensor, *, plan_id: int, step: int, boundary: int) -> None:
         pass
 
 
 def make_loop(max_waiting_bytes: int) -> tuple[StageWorker, EchoStage]:
     stage = EchoStage()
     route = StageRoute(
-        generation=1,
+        plan_id=1,
         assignment=StageAssignment("beta", 2, 4, False, False),
         predecessor="alpha",
         last=False,

@@ -41,7 +41,7 @@ class Successor:
     def __init__(self) -> None:
         self.got: list[int] = []
 
-    def send_tensor(self, _tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+    def send_tensor(self, _tensor: WireTensor, *, plan_id: int, step: int, boundary: int) -> None:
         self.got.append(step)
 
 
@@ -78,7 +78,7 @@ def test_a_hidden_state_of_another_width_is_refused_before_the_step_runs() -> No
     assert stage.ran == []
 
 
-def test_frames_of_a_generation_that_was_given_up_change_nothing() -> None:
+def test_frames_of_a_plan_that_was_given_up_change_nothing() -> None:
     steps, stage, _ = loop()
     steps.accept_step(step(0), 2)
     steps.accept_hidden("alpha", ReceivedTensor(2, 0, 2, hidden(0).tensor))

@@ -36,7 +36,7 @@ from convoy.wire.messages.control import (
 from convoy.wire.tensor import WireTensor
 from support.synthetic import write_config
 
-GENERATION = 5
+PLAN_ID = 5
 LAYERS = 4
 STAGES = (
     StageAssignment("alpha", 0, 2, embed=True, output=True),
@@ -57,13 +57,13 @@ class Wire:
     def ping(self, timeout_s: float) -> float:
         return 0.0
 
-    def send(self, message: Message, *, generation: int, step: int) -> None:
-        self.to(ReceivedMessage(generation, step, message))
+    def send(self, message: Message, *, plan_id: int, step: int) -> None:
+        self.to(ReceivedMessage(plan_id, step, message))
 
     def send_tensor(
-        self, tensor: WireTensor, *, generation: int, step: int, boundary: int, kind: FrameType
+        self, tensor: WireTensor, *, plan_id: int, step: int, boundary: int, kind: FrameType
     ) -> None:
-        self.to(ReceivedTensor(generation, step, boundary, tensor, kind))
+        self.to(ReceivedTensor(plan_id, step, boundary, tensor, kind))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def said() -> queue.SimpleQueue[Received]:
 
 @pytest.fixture
 def keeper(stage: HostStage, said: queue.SimpleQueue[Received]) -> KvServer:
-    return KvServer(stage, cast(Link, Wire("alpha", said.put)), GENERATION)
+    return KvServer(stage, cast(Link, Wire("alpha", said.put)), PLAN_ID)
 
 
 def kv_of(num_blocks: int, num_layers: int = 2, seed: int = 1) -> torch.Tensor:
@@ -98,7 +98,7 @@ def kv_of(num_blocks: int, num_layers: int = 2, seed: int = 1) -> torch.Tensor:
 
 
 def tensor_of(kv: torch.Tensor, *, number: int = 1, boundary: int = 2) -> ReceivedTensor:
-    return ReceivedTensor(GENERATION, number, boundary, to_wire(kv), FrameType.BLOCKS)
+    return ReceivedTensor(PLAN_ID, number, boundary, to_wire(kv), FrameType.BLOCKS)
 
 
 def answer(said: queue.SimpleQueue[Received]) -> Any:
@@ -114,10 +114,10 @@ def test_what_is_written_is_read_and_may_be_shared_under_its_tags(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
-    keeper.accept(write_blocks(stage.model_digest), GENERATION)
+    keeper.accept(write_blocks(stage.model_digest), PLAN_ID)
     keeper.accept_tensor(tensor_of(kv))
     assert answer(said) == BlocksDone(1, "")
-    keeper.accept(ReadBlocks(2, stage.model_digest, 3, 4, [1]), GENERATION)
+    keeper.accept(ReadBlocks(2, stage.model_digest, 3, 4, [1]), PLAN_ID)
     read = answer(said)
     assert (read.step, read.boundary, read.kind) == (2, 3, FrameType.BLOCKS)
     assert np.array_equal(np.frombuffer(read.tensor.data, "<f4").reshape(1, 2, 16, 2, 8), kv[1:, :, 16:])
@@ -154,7 +154,7 @@ def test_a_stage_refuses_and_changes_nothing(
     error: str,
 ) -> None:
     before = stage.read_blocks(2, 4, [3, 1]).clone()
-    keeper.accept(write_blocks(**{"digest": stage.model_digest, **asked}), GENERATION)
+    keeper.accept(write_blocks(**{"digest": stage.model_digest, **asked}), PLAN_ID)
     keeper.accept_tensor(tensor_of(**{"kv": kv_of(2), **sent}))
     done = answer(said)
     assert done.number == 1
@@ -171,7 +171,7 @@ def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
     kv = kv_of(2)
     grant = BlockGrant(0, 0, [3, 1], b"".join(TAGS))
     for layer, shared in ((2, False), (3, True), (2, False), (3, True)):
-        keeper.accept(write_blocks(stage.model_digest), GENERATION)
+        keeper.accept(write_blocks(stage.model_digest), PLAN_ID)
         keeper.accept_tensor(tensor_of(kv[layer - 2 : layer - 1], boundary=layer))
         assert answer(said) == BlocksDone(1, "")
         if not shared:
@@ -185,7 +185,7 @@ def test_a_block_that_a_sequence_holds_is_not_written(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     stage.apply(Step(0, [], [BlockGrant(0, 0, [1])], [], b""))
-    keeper.accept(write_blocks(stage.model_digest), GENERATION)
+    keeper.accept(write_blocks(stage.model_digest), PLAN_ID)
     keeper.accept_tensor(tensor_of(kv_of(2)))
     assert "block 1 cannot be filled: a sequence holds it" in answer(said).error
 
@@ -194,7 +194,7 @@ def test_a_block_that_a_sequence_holds_is_not_written(
 def test_layers_that_are_not_its_own_are_not_read(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received], start: int, end: int
 ) -> None:
-    keeper.accept(ReadBlocks(1, stage.model_digest, start, end, [0]), GENERATION)
+    keeper.accept(ReadBlocks(1, stage.model_digest, start, end, [0]), PLAN_ID)
     assert "are asked for, and this stage has [2, 4)" in answer(said).error
 
 
@@ -209,7 +209,7 @@ def test_a_tensor_that_was_not_announced_or_is_of_another_plan_does_nothing(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     keeper.accept_tensor(tensor_of(kv_of(2)))
-    keeper.accept(write_blocks(stage.model_digest), GENERATION - 1)
+    keeper.accept(write_blocks(stage.model_digest), PLAN_ID - 1)
     keeper.accept_tensor(tensor_of(kv_of(2)))
     assert said.empty()
     assert not stage.read_blocks(2, 4, [3, 1]).any()
@@ -222,20 +222,20 @@ class Pair:
         self.head = make_stage(source, STAGES[0])
         self.peer = make_stage(source, STAGES[1])
         to_head = Wire("beta", self.deliver)
-        keeper = KvServer(self.peer, cast(Link, to_head), GENERATION)
+        keeper = KvServer(self.peer, cast(Link, to_head), PLAN_ID)
 
         def hear(received: Received) -> None:
             if isinstance(received, ReceivedTensor):
                 keeper.accept_tensor(received)
             elif isinstance(received.message, ReadBlocks | WriteBlocks):
-                keeper.accept(received.message, received.generation)
+                keeper.accept(received.message, received.plan_id)
 
         self.to_peer = Wire("beta", hear)
         links = {"beta": cast(Link, self.to_peer)}
         guard = SendGuard(lambda: 60.0)
         guard.close()  # nothing is sent but within this thread
         self.carrier = KvClient(
-            self.head, STAGES, "alpha", links, generation=GENERATION, timeout_s=0.2, guard=guard
+            self.head, STAGES, "alpha", links, plan_id=PLAN_ID, timeout_s=0.2, guard=guard
         )
         self.taken: list[bool] = []
 
@@ -306,7 +306,7 @@ def test_kv_that_no_session_could_be_loaded_with_ends_the_plan(pair: Pair, numbe
 def test_an_answer_of_the_wrong_kind_ends_the_plan(pair: Pair) -> None:
     def done(received: Received) -> None:
         if isinstance(received, ReceivedMessage):
-            pair.deliver(ReceivedMessage(GENERATION, received.step, BlocksDone(received.step, "")))
+            pair.deliver(ReceivedMessage(PLAN_ID, received.step, BlocksDone(received.step, "")))
 
     pair.to_peer.to = done
     with pytest.raises(StageLost, match="by saying that it is done"):
@@ -317,7 +317,7 @@ def test_an_answer_of_the_wrong_kind_ends_the_plan(pair: Pair) -> None:
 def test_whoever_waits_is_told_and_so_is_whoever_asks_later(pair: Pair, fails: bool) -> None:
     def tell(_received: Received) -> None:
         if fails:
-            pair.carrier.note(ReceivedMessage(GENERATION, 0, StepFailed(0, "the stage is over")))
+            pair.carrier.note(ReceivedMessage(PLAN_ID, 0, StepFailed(0, "the stage is over")))
         else:
             pair.carrier.end(LinkBroken("the link to beta is over"))
 

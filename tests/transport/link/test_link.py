@@ -60,13 +60,13 @@ def test_each_end_knows_who_the_other_is(ends: tuple[End, End]) -> None:
 def test_messages_and_tensors_arrive_in_the_order_of_their_sending(ends: tuple[End, End]) -> None:
     here, there = ends
     for number in range(50):
-        here.link.send(STEP, generation=3, step=number)
-        here.link.send_tensor(tensor(64, number), generation=3, step=number, boundary=5)
+        here.link.send(STEP, plan_id=3, step=number)
+        here.link.send_tensor(tensor(64, number), plan_id=3, step=number, boundary=5)
     for number in range(50):
         assert there.next() == ReceivedMessage(3, number, STEP)
         item = there.next()
         assert isinstance(item, ReceivedTensor)
-        assert (item.generation, item.step, item.boundary) == (3, number, 5)
+        assert (item.plan_id, item.step, item.boundary) == (3, number, 5)
         assert bytes(item.tensor.data) == tensor(64, number).data
 
 
@@ -77,7 +77,7 @@ FIRST = RECORD_BYTES - DESCRIPTOR_BYTES
     "size", [0, 2, FIRST - 2, FIRST, FIRST + 2, RECORD_BYTES, RECORD_BYTES + 2, 5 * RECORD_BYTES, 3_000_000]
 )
 def test_a_tensor_of_any_size_arrives_whole(ends: tuple[End, End], size: int) -> None:
-    ends[0].link.send_tensor(tensor(size), generation=1, step=1, boundary=1)
+    ends[0].link.send_tensor(tensor(size), plan_id=1, step=1, boundary=1)
     item = ends[1].next()
     assert isinstance(item, ReceivedTensor)
     assert item.tensor.shape == (size // 2,)
@@ -85,9 +85,9 @@ def test_a_tensor_of_any_size_arrives_whole(ends: tuple[End, End], size: int) ->
 
 
 def test_received_memory_belongs_to_the_receiver(ends: tuple[End, End]) -> None:
-    ends[0].link.send_tensor(tensor(512, 1), generation=1, step=1, boundary=1)
+    ends[0].link.send_tensor(tensor(512, 1), plan_id=1, step=1, boundary=1)
     first = ends[1].next()
-    ends[0].link.send_tensor(tensor(512, 2), generation=1, step=2, boundary=1)
+    ends[0].link.send_tensor(tensor(512, 2), plan_id=1, step=2, boundary=1)
     ends[1].next()
     assert isinstance(first, ReceivedTensor)
     assert bytes(first.tensor.data) == tensor(512, 1).data
@@ -96,7 +96,7 @@ def test_received_memory_belongs_to_the_receiver(ends: tuple[End, End]) -> None:
 def test_both_directions_at_once(ends: tuple[End, End]) -> None:
     def send_all(link: Link) -> None:
         for number in range(20):
-            link.send_tensor(tensor(400_000, number), generation=1, step=number, boundary=1)
+            link.send_tensor(tensor(400_000, number), plan_id=1, step=number, boundary=1)
 
     threads = [threading.Thread(target=send_all, args=(end.link,)) for end in ends]
     for thread in threads:
@@ -112,9 +112,9 @@ def test_both_directions_at_once(ends: tuple[End, End]) -> None:
 
 
 def test_many_threads_may_send_and_each_keeps_its_order(ends: tuple[End, End]) -> None:
-    def send_all(generation: int) -> None:
+    def send_all(plan_id: int) -> None:
         for number in range(100):
-            ends[0].link.send(STEP, generation=generation, step=number)
+            ends[0].link.send(STEP, plan_id=plan_id, step=number)
 
     threads = [threading.Thread(target=send_all, args=(g,)) for g in range(4)]
     for thread in threads:
@@ -122,7 +122,7 @@ def test_many_threads_may_send_and_each_keeps_its_order(ends: tuple[End, End]) -
     seen: dict[int, list[int]] = {g: [] for g in range(4)}
     for _ in range(400):
         item = ends[1].next()
-        seen[item.generation].append(item.step)
+        seen[item.plan_id].append(item.step)
     assert all(steps == list(range(100)) for steps in seen.values())
     for thread in threads:
         thread.join()
@@ -136,7 +136,7 @@ def test_a_ping_measures_a_round_trip(ends: tuple[End, End]) -> None:
 
 
 def test_counters_count_sealed_bytes_alike_at_both_ends(ends: tuple[End, End]) -> None:
-    ends[0].link.send_tensor(tensor(1000), generation=1, step=1, boundary=1)
+    ends[0].link.send_tensor(tensor(1000), plan_id=1, step=1, boundary=1)
     ends[0].link.send(STEP)
     ends[1].next()
     ends[1].next()
@@ -221,7 +221,7 @@ def test_a_message_larger_than_the_pooled_buffer_arrives(ends: tuple[End, End]) 
 
 def test_a_number_that_does_not_fit_the_header_is_the_callers_error(ends: tuple[End, End]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        ends[0].link.send_tensor(tensor(8), generation=1, step=1, boundary=1 << 16)
+        ends[0].link.send_tensor(tensor(8), plan_id=1, step=1, boundary=1 << 16)
     with pytest.raises(ValueError, match="does not fit"):
         ends[0].link.send(STEP, step=-1)
     assert ends[0].link.ping(WAIT_S) > 0
@@ -232,7 +232,7 @@ def test_keys_may_turn_while_frames_flow() -> None:
     links = memory_link_pair(ALPHA, BETA, options=limits)
     here, there = End(links[0]).start(), End(links[1]).start()
     for number in range(20):
-        here.link.send_tensor(tensor(300_000, number), generation=1, step=number, boundary=1)
+        here.link.send_tensor(tensor(300_000, number), plan_id=1, step=number, boundary=1)
         item = there.next()
         assert isinstance(item, ReceivedTensor)
         assert bytes(item.tensor.data) == tensor(300_000, number).data
@@ -244,7 +244,7 @@ def test_chacha_is_used_where_one_end_has_no_aes() -> None:
     links = memory_link_pair(ALPHA, BETA, options=options)
     here, there = End(links[0]).start(), End(links[1]).start()
     assert here.link.cipher == there.link.cipher == "ChaCha20-Poly1305"
-    here.link.send_tensor(tensor(300_000), generation=1, step=1, boundary=1)
+    here.link.send_tensor(tensor(300_000), plan_id=1, step=1, boundary=1)
     assert isinstance(there.next(), ReceivedTensor)
     here.link.close()
 
@@ -259,7 +259,7 @@ def test_a_receiver_that_blocks_holds_the_sender_back_and_loses_nothing() -> Non
 
     def send_all() -> None:
         for number in range(40):
-            here.link.send_tensor(tensor(200_000), generation=1, step=number, boundary=1)
+            here.link.send_tensor(tensor(200_000), plan_id=1, step=number, boundary=1)
             sent.append(number)
 
     thread = threading.Thread(target=send_all)
@@ -330,7 +330,7 @@ def test_a_full_queue_that_moves_is_no_stall_and_loses_nothing() -> None:
 
     def send_two(first: int) -> None:
         for number in (first, first + 1):  # twenty records each: one tensor takes longer than a stall may
-            here.link.send_tensor(tensor(20 * RECORD_BYTES), generation=1, step=number, boundary=1)
+            here.link.send_tensor(tensor(20 * RECORD_BYTES), plan_id=1, step=number, boundary=1)
 
     threads = [threading.Thread(target=send_two, args=(first,)) for first in (0, 2, 4)]
     for thread in threads:
@@ -370,8 +370,8 @@ def test_a_tensor_over_the_limit_is_refused_at_the_sender() -> None:
     links = memory_link_pair(ALPHA, BETA, options=LinkOptions(max_tensor_bytes=1000))
     here, there = End(links[0]).start(), End(links[1]).start()
     with pytest.raises(FrameTooLong, match="a tensor of 1002 bytes is over the limit of 1000"):
-        here.link.send_tensor(tensor(1002), generation=1, step=1, boundary=1)
-    here.link.send_tensor(tensor(1000), generation=1, step=2, boundary=1)
+        here.link.send_tensor(tensor(1002), plan_id=1, step=1, boundary=1)
+    here.link.send_tensor(tensor(1000), plan_id=1, step=2, boundary=1)
     assert there.next().step == 2
     here.link.close()
 

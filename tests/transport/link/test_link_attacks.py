@@ -84,7 +84,7 @@ HEADER_FIELDS = {
     "boundary": (16, 32),
     "length": (32, 64),
     "cluster": (64, 128),
-    "generation": (128, 192),
+    "plan_id": (128, 192),
     "step": (192, 256),
     "sequence": (256, 320),
     "tensor": (320, 352),
@@ -236,7 +236,7 @@ def test_two_frames_of_different_types_cannot_swap_their_headers() -> None:
     here, there, mine, _ = tapped_pair()
     mine.passing = False
     here.link.send(STEP)
-    here.link.send_tensor(WireTensor("float32", (2,), bytes(8)), generation=0, step=0, boundary=0)
+    here.link.send_tensor(WireTensor("float32", (2,), bytes(8)), plan_id=0, step=0, boundary=0)
     step, tensor = mine.sent[-2:]
     forged = bytearray(step)
     forged[0] = tensor[0]
@@ -250,7 +250,7 @@ def test_two_tensors_of_one_step_cannot_be_swapped() -> None:
     mine.passing = False
     for boundary in (4, 8):
         tensor = WireTensor("float32", (2,), bytes([boundary]) * 8)
-        here.link.send_tensor(tensor, generation=0, step=0, boundary=boundary)
+        here.link.send_tensor(tensor, plan_id=0, step=0, boundary=boundary)
     first, second = mine.sent[-2:]
     mine.inject(first[:HEADER_BYTES] + second[HEADER_BYTES:])
     assert isinstance(there.error(), SealError)
@@ -260,7 +260,7 @@ def test_two_tensors_of_one_step_cannot_be_swapped() -> None:
 def test_a_tensor_cannot_be_cut_short_at_a_record_boundary() -> None:
     here, there, mine, _ = tapped_pair()
     mine.passing = False
-    here.link.send_tensor(LARGE, generation=1, step=1, boundary=1)
+    here.link.send_tensor(LARGE, plan_id=1, step=1, boundary=1)
     whole = b"".join(mine.sent[2:])
     records = whole[: -(HEADER_BYTES + RECORD_BYTES + 16)]
     mine.inject(records)
@@ -273,7 +273,7 @@ def test_a_tensor_cannot_be_cut_short_at_a_record_boundary() -> None:
 def test_the_last_mark_cannot_be_moved_to_an_earlier_record() -> None:
     here, there, mine, _ = tapped_pair()
     mine.passing = False
-    here.link.send_tensor(LARGE, generation=1, step=1, boundary=1)
+    here.link.send_tensor(LARGE, plan_id=1, step=1, boundary=1)
     whole = bytearray(b"".join(mine.sent[2:]))
     second = HEADER_BYTES + 64 + 16
     assert whole[second + 1] == 0
@@ -338,7 +338,7 @@ def well_sealed(*frames: tuple[dict[str, Any], bytes]) -> ConvoyError:
             boundary=4,
             length=len(payload) + 16,
             cluster=cluster_of(here.link),
-            generation=1,
+            plan_id=1,
             step=2,
             sequence=sealer.sequence,
             tensor=0,
@@ -365,7 +365,7 @@ RECORD = bytes(RECORD_BYTES)
         ([BEGIN, ({"record": 0}, RECORD)], "record 0 of a tensor does not continue it, expected 1"),
         ([BEGIN, ({"record": 1}, RECORD), ({"record": 1}, RECORD)], "expected 2"),
         ([BEGIN, ({"record": 1, "boundary": 5}, RECORD)], "does not continue it"),
-        ([BEGIN, ({"record": 1, "generation": 9}, RECORD)], "does not continue it"),
+        ([BEGIN, ({"record": 1, "plan_id": 9}, RECORD)], "does not continue it"),
         ([BEGIN, ({"record": 1, "step": 3}, RECORD)], "does not continue it"),
         ([BEGIN, ({"record": 1, "flags": 1}, RECORD)], "does not continue it"),
         ([BEGIN, ({"record": 1}, RECORD[1:])], "does not continue it"),
@@ -492,7 +492,7 @@ def test_one_bad_link_leaves_the_others_alone() -> None:
     here, good, _, _ = tapped_pair()
     mine.inject(bytes(HEADER_BYTES))
     bad.error()
-    here.link.send_tensor(LARGE, generation=1, step=1, boundary=1)
+    here.link.send_tensor(LARGE, plan_id=1, step=1, boundary=1)
     assert isinstance(good.next(), ReceivedTensor)
 
 

@@ -113,9 +113,9 @@ def exchange(pair: Pair, num_rounds: int) -> None:
 
     def send_all(link: Link) -> None:
         for number in range(num_rounds):
-            link.send(STEP, generation=3, step=number)
-            link.send_tensor(tensor(LARGE, number), generation=3, step=number, boundary=5)
-            link.send_tensor(tensor(64, number), generation=3, step=number, boundary=6)
+            link.send(STEP, plan_id=3, step=number)
+            link.send_tensor(tensor(LARGE, number), plan_id=3, step=number, boundary=5)
+            link.send_tensor(tensor(64, number), plan_id=3, step=number, boundary=6)
 
     threads = [threading.Thread(target=send_all, args=(end.link,)) for end in (pair.here, pair.there)]
     for thread in threads:

@@ -63,7 +63,7 @@ class LinkCarrier:
         return self._link.cipher
 
     def send(self, tensor: WireTensor, ask: HopTask) -> None:
-        self._link.send_tensor(tensor, generation=0, step=0, boundary=ask)
+        self._link.send_tensor(tensor, plan_id=0, step=0, boundary=ask)
 
     def receive(self) -> tuple[HopTask, memoryview | bytes]:
         try:

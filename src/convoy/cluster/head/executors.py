@@ -34,11 +34,9 @@ def make_executor(
     plan, depth = active.plan, options.depth(active.num_places)
     options = options.for_kernels(active.kernels)
     if len(plan.stages) == 1:
-        return (
-            LocalExecutor(stage, depth) if leader is None else RanksExecutor(leader, plan.generation, depth)
-        )
+        return LocalExecutor(stage, depth) if leader is None else RanksExecutor(leader, plan.plan_id, depth)
     chosen = PipelineOptions(
-        generation=plan.generation,
+        plan_id=plan.plan_id,
         depth=depth,
         step_timeout_s=options.step_timeout_s,
         activation_dtype=plan.activation_dtype,

@@ -213,11 +213,11 @@ class Head:
         """
         plan = proposal.plan
         links = self.peers.require(sorted(proposal.members - {self.name}))
-        mailbox = PlanMailbox(watch, plan.generation)
+        mailbox = PlanMailbox(watch, plan.plan_id)
         self._receiver, self._members, self.failed = mailbox, proposal.members, None
         try:
             for link in links.values():
-                link.send(plan, generation=plan.generation)
+                link.send(plan, plan_id=plan.plan_id)
             self._stage = stage = self._load(plan, watch, on_load)
             # The head loads its own stage while the peers load theirs, and only then waits for them.
             readies = self._gather_ready(mailbox, links, on_load)
@@ -342,9 +342,9 @@ class Head:
             self.failed = error.member
             raise PlanError(error.message, hint=error.hint) from error
         stage.make_pools(num_blocks)
-        activate = Activate(plan.generation, plan_digest(plan), list(num_blocks))
+        activate = Activate(plan.plan_id, plan_digest(plan), list(num_blocks))
         for name in readies:
-            links[name].send(activate, generation=plan.generation)
+            links[name].send(activate, plan_id=plan.plan_id)
         try:
             if self._ranks is not None:
                 self._ranks.join_here(links)

@@ -66,7 +66,7 @@ class _Way:
 
 
 class Planner:
-    """Choose plans. It is pure but for the clock, which numbers the generations."""
+    """Choose plans. It is pure but for the clock, which numbers the plans."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Planner:
         self._source = source
         self._options = options
         self._vetting = vetting
-        self._generation = 0
+        self._plan_id = 0
         # The kernels of the first plan, which fix the bits of all texts.
         self._kernels: frozenset[str] = frozenset()
         # Members that compute other bits than the head, and those bits.
@@ -297,12 +297,12 @@ class Planner:
 
     def _plan(self, placement: Placement, kernels: list[str], dtype: str) -> Plan:
         """Return the plan of a placement. ``kernels`` has one entry for each stage."""
-        # The generation grows over restarts too, so that frames of an earlier head are refused. The maximum
+        # The plan id grows over restarts too, so that frames of an earlier head are refused. The maximum
         # keeps it growing when the clock goes back.
-        self._generation = max(time.time_ns(), self._generation + 1)
+        self._plan_id = max(time.time_ns(), self._plan_id + 1)
         has_peers = set(placement.holders) != {self._me.name}
         return Plan(
-            generation=self._generation,
+            plan_id=self._plan_id,
             model=self._source.name,
             model_digest=self._source.digest,
             stages=list(placement.stages),

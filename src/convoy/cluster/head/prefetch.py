@@ -38,10 +38,10 @@ class HeadPrefetch:
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        # The members that prepare, by generation.
+        # The members that prepare, by plan id.
         self._asked: dict[int, set[str]] = {}
         self._answers: dict[tuple[int, str], str] = {}
-        # Their progress, by generation.
+        # Their progress, by plan id.
         self._advance: dict[int, ProgressWatch] = {}
         # Ended preparations, for which late answers may still come.
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
@@ -50,27 +50,27 @@ class HeadPrefetch:
     def handle_prepared(self, link: Link, prepared: Prepared) -> None:
         """Note the answer of a member. Answers that were not asked for are not kept."""
         with self._changed:
-            if self._is_asked(link.peer, prepared.generation):
-                self._answers[prepared.generation, link.peer] = prepared.error
+            if self._is_asked(link.peer, prepared.plan_id):
+                self._answers[prepared.plan_id, link.peer] = prepared.error
             self._changed.notify_all()
 
     def is_about_preparing(self, link: Link, progress: Progress) -> bool:
         """Return whether a report of progress is about a plan that is, or was, only prepared."""
         with self._changed:
-            is_over = progress.generation in self._over
-            return is_over or self._is_asked(link.peer, progress.generation)
+            is_over = progress.plan_id in self._over
+            return is_over or self._is_asked(link.peer, progress.plan_id)
 
     def handle_progress(self, link: Link, progress: Progress) -> None:
         """Note the progress of a member that prepares."""
         with self._changed:
-            is_asked = self._is_asked(link.peer, progress.generation)
-            if is_asked and self._advance[progress.generation].is_further(link.peer, progress):
+            is_asked = self._is_asked(link.peer, progress.plan_id)
+            if is_asked and self._advance[progress.plan_id].is_further(link.peer, progress):
                 self._num_told += 1
             self._changed.notify_all()
 
-    def _is_asked(self, name: str, generation: int) -> bool:
+    def _is_asked(self, name: str, plan_id: int) -> bool:
         """Return whether a member is asked to prepare that plan. The caller holds the lock."""
-        return name in self._asked.get(generation, ())
+        return name in self._asked.get(plan_id, ())
 
     def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """Call ``then`` once all members have the weights for a plan with ``name``.
@@ -98,15 +98,15 @@ class HeadPrefetch:
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         names = {name for stage in plan.stages for name in stage.holders} - {self._me}
         with self._changed:
-            self._asked[plan.generation], self._advance[plan.generation] = names, ProgressWatch()
+            self._asked[plan.plan_id], self._advance[plan.plan_id] = names, ProgressWatch()
         try:
             for link in self._peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
-            errors = self._wait(plan.generation, names)
+            errors = self._wait(plan.plan_id, names)
         except ConvoyError as error:
             errors = {name: error.message}
         finally:
-            self._forget(plan.generation)
+            self._forget(plan.plan_id)
         if not errors:
             then()
             return
@@ -123,26 +123,26 @@ class HeadPrefetch:
             )
         failed()
 
-    def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
+    def _wait(self, plan_id: int, names: set[str]) -> dict[str, str]:
         """Return the reason of each member that does not have its weights in time.
 
         The deadline starts anew with each progress.
         """
         until_s, told = time.monotonic() + self._wait_s, self._num_told
         with self._changed:
-            while missing := {name for name in names if (generation, name) not in self._answers}:
+            while missing := {name for name in names if (plan_id, name) not in self._answers}:
                 self._changed.wait(_LOOK_UP_S)
                 gone = missing - self._peers.present().keys()
                 if told != self._num_told:
                     until_s, told = time.monotonic() + self._wait_s, self._num_told
                 if gone or time.monotonic() > until_s or self._peers.closed_within(0):
                     return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
-            answers = {name: self._answers[generation, name] for name in names}
+            answers = {name: self._answers[plan_id, name] for name in names}
         return {name: error for name, error in answers.items() if error}
 
-    def _forget(self, generation: int) -> None:
+    def _forget(self, plan_id: int) -> None:
         with self._changed:
-            self._over.append(generation)
-            del self._advance[generation]
-            for name in self._asked.pop(generation):
-                self._answers.pop((generation, name), None)
+            self._over.append(plan_id)
+            del self._advance[plan_id]
+            for name in self._asked.pop(plan_id):
+                self._answers.pop((plan_id, name), None)

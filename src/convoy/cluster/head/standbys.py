@@ -21,7 +21,7 @@ class _Preload:
     """Record the plan that one standby was asked to load, on one link. ``plan`` None: it lacks the memory."""
 
     link: Link
-    generation: int
+    plan_id: int
     plan: Plan | None
     loaded: bool = False
 
@@ -35,12 +35,12 @@ class Standbys:
 
     def preload(self, name: str, link: Link, plan: Plan | None) -> None:
         """Ask ``name`` to load its stage of ``plan``: once for a link and a plan, however often called."""
-        generation = 0 if plan is None else plan.generation
+        plan_id = 0 if plan is None else plan.plan_id
         with self._lock:
             asked = self._preloads.get(name)
-            if asked is not None and asked.link is link and asked.generation == generation:
+            if asked is not None and asked.link is link and asked.plan_id == plan_id:
                 return
-            self._preloads[name] = _Preload(link, generation, plan)
+            self._preloads[name] = _Preload(link, plan_id, plan)
         if plan is None:
             _log.info("%s is a standby without the memory for any stage in advance", name)
             return
@@ -74,7 +74,7 @@ class Standbys:
             return
         with self._lock:
             asked = self._preloads.get(link.peer)
-            is_new = asked is not None and asked.link is link and asked.generation == received.generation
+            is_new = asked is not None and asked.link is link and asked.plan_id == received.plan_id
             if asked is not None and is_new:
                 is_new, asked.loaded = not asked.loaded, True
         if is_new:

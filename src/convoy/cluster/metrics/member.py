@@ -20,7 +20,7 @@ def head_families(cluster: RunningCluster) -> Iterator[Metric]:
     yield build_info("head")
     ready, _ = cluster.health()
     yield gauge("convoy_ready", "1 if a token passed every stage lately.", [({}, int(ready))])
-    yield gauge("convoy_plan_generation", "Generation of the plan; it grows.", [({}, plan.generation)])
+    yield gauge("convoy_plan_generation", "Generation of the plan; it grows.", [({}, plan.plan_id)])
     yield gauge("convoy_roster_epoch", "Epoch of the roster.", [({}, head.roster.epoch)])
     here, members = {head.name, *head.peers.present()}, [one.name for one in head.roster.members]
     up = [({"member": name}, int(name in here)) for name in members]
@@ -38,7 +38,7 @@ def peer_families(peer: Peer) -> Iterator[Metric]:
         ("convoy_head_up", "1 while a head has greeted this member.", facts.has_head),
         ("convoy_ready", "1 while a plan is active here.", facts.is_active),
         ("convoy_roster_epoch", "Epoch of the roster.", facts.epoch),
-        ("convoy_plan_generation", "Generation of the plan here; 0 for none.", facts.generation),
+        ("convoy_plan_generation", "Generation of the plan here; 0 for none.", facts.plan_id),
         ("convoy_stage_layers", "Layers that are loaded here.", facts.num_layers),
         ("convoy_stage_weight_bytes", "Bytes of their weights.", facts.weight_bytes),
     ):

@@ -87,7 +87,7 @@ class LoadedPlan:
         ``head`` is the link that K/V requests come from. Raises also `CollectiveError` and all that
         ``reach`` raises.
         """
-        generation, following = self.plan.generation, self.successor_name
+        plan_id, following = self.plan.plan_id, self.successor_name
         if not self.leads:
             self._follow(activate, head, reach)
             return
@@ -98,7 +98,7 @@ class LoadedPlan:
         if self.ranks is not None:
             stage = self.ranks.join({}, reach)
         self.activate(activate, head.peer, successor, failed, stage)
-        self.keeper = KvServer(stage, head, generation)
+        self.keeper = KvServer(stage, head, plan_id)
         if self.predecessor_name == head.peer:
             self.predecessor = head
 
@@ -108,7 +108,7 @@ class LoadedPlan:
         known = {head.peer: head} if head.peer == self.ranks.names[0] else {}
         self.ranks.join(known, reach)
         assert self.ranks.collective is not None
-        self.follower = FollowerLoop(*(self.stage, self.ranks.collective, self.plan.generation), self.step_s)
+        self.follower = FollowerLoop(*(self.stage, self.ranks.collective, self.plan.plan_id), self.step_s)
 
     def activate(
         self,
@@ -126,7 +126,7 @@ class LoadedPlan:
         self._make_pools(activate, head)
         stage, stages = stage or self.stage, self.plan.stages
         route = StageRoute(
-            generation=self.plan.generation,
+            plan_id=self.plan.plan_id,
             assignment=self.assignment,
             predecessor=self.predecessor_name,
             last=stages[0].member == head and self.position == len(stages) - 1,
@@ -166,24 +166,24 @@ class LoadedPlan:
         ring = [link for link in (self.successor, self.predecessor) if link is not None]
         return ring if self.ranks is None else [*ring, *self.ranks.links]
 
-    def is_led_by(self, link: Link, generation: int) -> bool:
+    def is_led_by(self, link: Link, plan_id: int) -> bool:
         """Return whether ``link`` belongs to rank 0 of the stage and this member follows it.
 
         A link that rank 0 made for an earlier plan does not count: it is about to end, and must not end
         this plan too.
         """
-        if self.ranks is None or generation != self.plan.generation:
+        if self.ranks is None or plan_id != self.plan.plan_id:
             return False
         return self.ranks.is_leader(link)
 
-    def obey(self, leader: Link, order: Order, generation: int) -> None:
+    def obey(self, leader: Link, order: Order, plan_id: int) -> None:
         """Queue an order of rank 0.
 
         Raises as `FollowerLoop.accept` does, and `StepError` before the plan is active.
         """
         if self.follower is None:
             raise StepError(f"{type(order).__name__} came before a plan was active")
-        self.follower.accept(leader, order, generation)
+        self.follower.accept(leader, order, plan_id)
 
     @property
     def is_active(self) -> bool:
@@ -322,7 +322,7 @@ def _check_holders(plan: Plan) -> None:
         raise StepError("a member has two stages of the plan, or two ranks")
 
 
-def could_not_leave(head: Link, generation: int, step: int, error: ConvoyError) -> None:
+def could_not_leave(head: Link, plan_id: int, step: int, error: ConvoyError) -> None:
     """Tell the head that a step of a device failed or could not be sent.
 
     Runs on the thread that waits for devices.
@@ -330,4 +330,4 @@ def could_not_leave(head: Link, generation: int, step: int, error: ConvoyError) 
     _log.warning("step %d could not leave: %s", step, error.message)
     # If this send fails, the head's link ends too, and the head learns of it there.
     with contextlib.suppress(ConvoyError):
-        head.send(StepFailed(step, error.message[:MAX_REASON]), generation=generation, step=step)
+        head.send(StepFailed(step, error.message[:MAX_REASON]), plan_id=plan_id, step=step)

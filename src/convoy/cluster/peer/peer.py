@@ -64,12 +64,12 @@ _DIALLER = Sender.PREDECESSOR | Sender.LEADER
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """Describe a peer at one moment. ``generation`` is that of the loaded plan; 0 means no plan."""
+    """Describe a peer at one moment. ``plan_id`` is that of the loaded plan; 0 means no plan."""
 
     has_head: bool
     is_active: bool
     epoch: int
-    generation: int
+    plan_id: int
     num_layers: int
     weight_bytes: int
 
@@ -101,7 +101,7 @@ class Peer:
         # The stage of the plan that ended. The next plan may reuse its weights.
         self._kept: LoadedStage | None = None
         # The newest plan on the head's link. The head has given up every older one.
-        self._generation = 0
+        self._plan_id = 0
         # The newest plan that came on that link. It may wait in the inbox while another is loaded.
         self._newest = PlanClock()
         self._dials = Dials(self._dial, self._begin_link)
@@ -117,8 +117,8 @@ class Peer:
         if loaded is None:
             return PeerFacts(has_head, False, epoch, 0, 0, 0)
         own = loaded.assignment
-        generation, num_layers = loaded.plan.generation, own.end - own.start
-        return PeerFacts(has_head, loaded.is_active, epoch, generation, num_layers, loaded.stage.weight_bytes)
+        plan_id, num_layers = loaded.plan.plan_id, own.end - own.start
+        return PeerFacts(has_head, loaded.is_active, epoch, plan_id, num_layers, loaded.stage.weight_bytes)
 
     @property
     def loaded(self) -> LoadedPlan | None:
@@ -146,9 +146,9 @@ class Peer:
         return self._newest
 
     @property
-    def generation(self) -> int:
-        """Return the generation of the newest plan that was taken up on the head's link; 0 for none."""
-        return self._generation
+    def plan_id(self) -> int:
+        """Return the id of the newest plan that was taken up on the head's link; 0 for none."""
+        return self._plan_id
 
     def held_bytes(self, member: str) -> int:
         """Return the bytes from ``member`` that wait to be handled."""
@@ -244,7 +244,7 @@ class Peer:
         said = received.message if isinstance(received, ReceivedMessage) else None
         if link is self._head and isinstance(said, Plan | Prepare):
             self._weights.server.note_plan(link, said if isinstance(said, Plan) else said.plan)
-        if link is self._head and isinstance(said, Plan) and said.generation > self._generation:
+        if link is self._head and isinstance(said, Plan) and said.plan_id > self._plan_id:
             # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
             # skipped.
             self._newest.note(said)
@@ -253,11 +253,11 @@ class Peer:
         self._queue(link, received)
 
     def _handle_inquire(self, link: Link, inquire: Inquire) -> None:
-        loaded, generation = self._loaded, inquire.generation
-        running = loaded is not None and loaded.plan.generation == generation
+        loaded, plan_id = self._loaded, inquire.plan_id
+        running = loaded is not None and loaded.plan.plan_id == plan_id
         # If this post fails, the link is over and its end is reported separately.
         with contextlib.suppress(ConvoyError):
-            link.post(Reached(generation, loaded.finished_step if loaded is not None and running else -1))
+            link.post(Reached(plan_id, loaded.finished_step if loaded is not None and running else -1))
 
     def _end_ring(self) -> None:
         """End waits of the old plan: no thread has to finish a send to an old neighbour, or a sum."""
@@ -308,9 +308,9 @@ class Peer:
             case Hello():
                 self._meet(link)
             case RankStep() | RankOutput() | ReadBlocks() | WriteBlocks() as order if (
-                self._loaded is not None and self._loaded.is_led_by(link, received.generation)
+                self._loaded is not None and self._loaded.is_led_by(link, received.plan_id)
             ):
-                self._loaded.obey(link, order, received.generation)
+                self._loaded.obey(link, order, received.plan_id)
             case message if link is not self._head:
                 link.dismiss(f"{type(message).__name__} is for the head that greeted this member to send")
             case Plan() as plan:
@@ -318,11 +318,11 @@ class Peer:
             case Prepare(plan=plan):
                 self._preparing.begin(link, plan)
             case Activate() as activate:
-                self._activate(link, activate, received.generation)
+                self._activate(link, activate, received.plan_id)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
-                self._loaded.loop.accept_step(step, received.generation)
+                self._loaded.loop.accept_step(step, received.plan_id)
             case ReadBlocks() | WriteBlocks() as asked if self._loaded and self._loaded.keeper is not None:
-                self._loaded.keeper.accept(asked, received.generation)
+                self._loaded.keeper.accept(asked, received.plan_id)
             case message:
                 raise StepError(f"{type(message).__name__} came before a plan was active")
 
@@ -337,7 +337,7 @@ class Peer:
             old.dismiss("the head came back on a new link")
         if old is not link:
             # Only this link may plan from now on. Its clock may be behind the old link's.
-            self._generation = 0
+            self._plan_id = 0
             self._newest.forget()
         self._head = link
         stands_by = ", and this member stands by" if self._options.standby else ""
@@ -367,11 +367,11 @@ class Peer:
             raise LinkClosed("this member is shutting down")
 
     def _load(self, link: Link, plan: Plan) -> None:
-        if plan.generation <= self._generation:
+        if plan.plan_id <= self._plan_id:
             raise StepError("the plan is not newer than the last one that came here")
-        if self._newest.supersedes(plan.generation):
+        if self._newest.supersedes(plan.plan_id):
             raise StepError("a newer plan came before this one was looked at")
-        self._generation = plan.generation
+        self._plan_id = plan.plan_id
         self._preparing.stop()
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(name for s in plan.stages for name in s.holders)}")
@@ -390,26 +390,26 @@ class Peer:
         loaded.step_s, self._loaded = self.step_s, loaded
         self._attestation.attester.model = plan.manifest
         stage = loaded.stage
-        ready = Ready(plan.generation, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
-        link.send(ready, generation=plan.generation)
+        ready = Ready(plan.plan_id, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
+        link.send(ready, plan_id=plan.plan_id)
         layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
         verb = "stands by with" if self._options.standby else "holds"
         self._tell("ready", f"{verb} layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
 
-    def _activate(self, link: Link, activate: Activate, generation: int) -> None:
+    def _activate(self, link: Link, activate: Activate, plan_id: int) -> None:
         loaded = self._loaded
-        if loaded is None or activate.plan_digest != loaded.digest or generation != loaded.plan.generation:
+        if loaded is None or activate.plan_digest != loaded.digest or plan_id != loaded.plan.plan_id:
             raise StepError("Activate names a plan that is not loaded here")
         if loaded.is_active:
             raise StepError("the plan is active already")
-        if self._newest.supersedes(generation):
+        if self._newest.supersedes(plan_id):
             raise StepError("a newer plan came before this one was active")
         self._dials.begin()
-        if self._newest.supersedes(generation) or self._stopping or link.is_over:
+        if self._newest.supersedes(plan_id) or self._stopping or link.is_over:
             # The newer plan came before there was a dial to abandon, so `_handle_plan` had no effect.
             self._dials.abandon(SUPERSEDED)
-        loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, generation))
-        link.send(Activated(generation), generation=generation)
+        loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, plan_id))
+        link.send(Activated(plan_id), plan_id=plan_id)
         self._tell("active", " -> ".join("+".join(stage.holders) for stage in loaded.plan.stages))
 
     def _dial(self, name: str) -> Link:
@@ -422,10 +422,10 @@ class Peer:
 
     def _hidden(self, link: Link, received: ReceivedTensor) -> None:
         loaded = self._loaded
-        if loaded is None or received.generation != loaded.plan.generation:
+        if loaded is None or received.plan_id != loaded.plan.plan_id:
             # A frame of an ended plan: the head has given its sender up.
             return
-        if loaded.follower is not None and loaded.is_led_by(link, received.generation):
+        if loaded.follower is not None and loaded.is_led_by(link, received.plan_id):
             loaded.follower.accept_tensor(received)
             return
         if not loaded.is_active:
@@ -465,7 +465,7 @@ class Peer:
         if self._head is None or self._stopping:
             return
         try:
-            self._head.send(answer, generation=item.generation, step=item.step)
+            self._head.send(answer, plan_id=item.plan_id, step=item.step)
         except ConvoyError as lost:
             self._quiet.warning("unsaid", f"the head could not be told: {lost.message}")
 
@@ -476,16 +476,16 @@ class Peer:
             self._forget(f"{link.peer} is gone: {error.message}", everything=True)
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
-            self._ring_broke(self._loaded.plan.generation, link.peer, error.message)
+            self._ring_broke(self._loaded.plan.plan_id, link.peer, error.message)
 
-    def _ring_broke(self, generation: int, neighbour: str, why: str) -> None:
+    def _ring_broke(self, plan_id: int, neighbour: str, why: str) -> None:
         """End the plan and tell the head. The head's link stays open."""
         why = f"the ring is broken at {neighbour}: {why}"
         self._forget(why)
         if self._head is not None:
             # If this send fails, the head's link ends too and is reported separately.
             with contextlib.suppress(ConvoyError):
-                self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), generation=generation)
+                self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), plan_id=plan_id)
 
     def _forget(self, why: str, *, everything: bool = False) -> None:
         self._drop_plan()

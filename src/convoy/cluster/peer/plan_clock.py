@@ -29,9 +29,9 @@ class PlanClock:
         """Forget the newest plan, because another link plans from now on and its clock may be behind."""
         self._plan = None
 
-    def supersedes(self, generation: int) -> bool:
+    def supersedes(self, plan_id: int) -> bool:
         newest = self._plan
-        return newest is not None and generation < newest.generation
+        return newest is not None and plan_id < newest.plan_id
 
     def makes_needless(self, item: Received) -> bool:
         """Return whether ``item`` is work of an older plan.
@@ -41,12 +41,12 @@ class PlanClock:
         is_work = isinstance(item, ReceivedTensor) or isinstance(
             item.message, Step | RankStep | RankOutput | ReadBlocks | WriteBlocks
         )
-        return is_work and self.supersedes(item.generation)
+        return is_work and self.supersedes(item.plan_id)
 
     def check_load(self, plan: Plan, member: str) -> None:
         """Raise `StepError` if a newer plan came that needs other parts of the model from ``member``."""
         newest = self._plan
-        if newest is None or newest.generation <= plan.generation:
+        if newest is None or newest.plan_id <= plan.plan_id:
             return
         if _part_of(newest, member) != _part_of(plan, member):
             raise StepError("a newer plan came while this one was loaded")

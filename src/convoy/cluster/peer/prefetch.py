@@ -58,6 +58,6 @@ class PeerPrefetch:
         except ConvoyError as why:
             error = why.message[:MAX_REASON] or "no reason given"
         try:
-            link.send(Prepared(plan.generation, SUPERSEDED if over.is_set() else error))
+            link.send(Prepared(plan.plan_id, SUPERSEDED if over.is_set() else error))
         except ConvoyError as lost:
             _log.debug("the head could not be told: %s", lost.message)

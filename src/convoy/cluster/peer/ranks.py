@@ -63,10 +63,10 @@ class RankPeers:
         self.leader: LeaderStage | None = None
         # The reason why the ranks ended; None while they run.
         self.error: CollectiveError | None = None
-        self._generation = plan.generation
+        self._plan_id = plan.plan_id
         self._num_kv_heads = num_kv_heads
         self._agree = Agree(
-            plan.generation, self.rank, len(self.names), digest, plan.activation_dtype, plan.manifest
+            plan.plan_id, self.rank, len(self.names), digest, plan.activation_dtype, plan.manifest
         )
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
@@ -108,7 +108,7 @@ class RankPeers:
         Returns False if it is of another plan, or of a link that belongs to no rank. Raises `StepError` for
         a frame that comes too early.
         """
-        if link.peer not in self.names or received.generation != self._generation:
+        if link.peer not in self.names or received.plan_id != self._plan_id:
             return False
         with self._changed:
             rank = self.names.index(link.peer)
@@ -124,7 +124,7 @@ class RankPeers:
 
     def note_failure(self, link: Link, received: Received) -> None:
         """End the collective if a rank says that it cannot go on: it takes no part in any later sum."""
-        if received.generation != self._generation or not isinstance(received, ReceivedMessage):
+        if received.plan_id != self._plan_id or not isinstance(received, ReceivedMessage):
             return
         if isinstance(received.message, StepFailed | Refuse) and link.peer in self.names:
             text = f"{link.peer} cannot go on: {received.message.reason}"
@@ -217,7 +217,7 @@ class RankPeers:
             stage,
             collective,
             dict(self._links),
-            generation=self._generation,
+            plan_id=self._plan_id,
             num_kv_heads=self._num_kv_heads,
             timeout_s=OPERATION_S,
         )
@@ -257,7 +257,7 @@ class RankPeers:
             if self.error is not None:
                 raise self.error
             links = {rank: self._links[rank] for rank in needed}
-            collective = SealedCollective(self.rank, size, links, self._generation, OPERATION_S)
+            collective = SealedCollective(self.rank, size, links, self._plan_id, OPERATION_S)
             # These messages came before the first sum, so no thread waits for them yet.
             for link, received in self._early:
                 collective.deliver(link, received)

@@ -13,7 +13,7 @@ def refusal(received: ReceivedMessage, member: str, error: ConvoyError) -> Refus
     asked = received.message
     kernel = failed_kernel(asked, member, error) if isinstance(asked, Plan) else ""
     hint = (error.hint or "")[:MAX_REASON]
-    return Refuse(received.generation, error.message[:MAX_REASON], hint, kernel)
+    return Refuse(received.plan_id, error.message[:MAX_REASON], hint, kernel)
 
 
 def failed_kernel(plan: Plan, member: str, error: ConvoyError) -> str:

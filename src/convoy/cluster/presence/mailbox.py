@@ -31,19 +31,19 @@ class PlanMailbox:
 
     The queue is bounded: a receiver thread that finds its link's share full waits, which holds its peer
     back. ``watch`` is called while waiting; an error that it raises ends the wait. Messages of another
-    plan than that of ``generation`` are ignored. ``failed`` names the peer because of which `gather`
+    plan than that of ``plan_id`` are ignored. ``failed`` names the peer because of which `gather`
     raised.
     """
 
-    def __init__(self, watch: Callable[[], None] | None = None, generation: int = 0) -> None:
+    def __init__(self, watch: Callable[[], None] | None = None, plan_id: int = 0) -> None:
         self.failed: str | None = None
-        self._generation = generation
+        self._plan_id = plan_id
         self._items: Inbox[tuple[str, Message | ConvoyError]] = Inbox()
         self._watch = watch or (lambda: None)
 
     def deliver(self, link: Link, received: Received) -> None:
         # No hidden state belongs here: no step is under way.
-        if isinstance(received, ReceivedMessage) and received.generation == self._generation:
+        if isinstance(received, ReceivedMessage) and received.plan_id == self._plan_id:
             self._items.put(link, (link.peer, received.message), weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:

@@ -278,20 +278,20 @@ class Peers:
             thread.join()
         return found
 
-    def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
+    def positions(self, plan_id: int, names: set[str], timeout_s: float) -> dict[str, int]:
         """Return the last step that each member has run and sent on, for the members that answer in time."""
         with self._answered:
             self._reached.clear()
         for name, (link, _) in self.present().items():
             if name in names:
                 try:
-                    link.post(Inquire(generation))
+                    link.post(Inquire(plan_id))
                 except ConvoyError as error:
                     _log.debug("%s cannot be asked: %s", name, error.message)
 
         def found() -> dict[str, int]:
             answers = self._reached.items()
-            return {n: one.step for n, one in answers if n in names and one.generation == generation}
+            return {n: one.step for n, one in answers if n in names and one.plan_id == plan_id}
 
         with self._answered:
             self._answered.wait_for(lambda: len(found()) == len(names), timeout_s)

@@ -270,7 +270,7 @@ class StageRecovery:
         """Return the member that holds ``step``; None if every member has forwarded it."""
         plan = self._active.plan
         others = self._active.members - {self._head.name}
-        reached = self._head.peers.positions(plan.generation, others, _PING_S)
+        reached = self._head.peers.positions(plan.plan_id, others, _PING_S)
         ring = [name for stage in plan.stages for name in stage.holders if name in others]
         return find_holder(ring, reached, step)
 

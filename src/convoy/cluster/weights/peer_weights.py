@@ -64,8 +64,8 @@ class Asker:
     def tell(self, what: Doing, done: int, total: int) -> None:
         """Tell the head how many bytes are done, and of how many. Raises the errors of a link."""
         self.check()
-        generation = self.plan.generation
-        self.link.send(Progress(generation, done, total, what), generation=generation)
+        plan_id = self.plan.plan_id
+        self.link.send(Progress(plan_id, done, total, what), plan_id=plan_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class RankBlocks:
         own: Stage,
         links: Mapping[int, Link],
         *,
-        generation: int,
+        plan_id: int,
         num_kv_heads: int,
         timeout_s: float,
     ) -> None:
@@ -51,7 +51,7 @@ class RankBlocks:
                 [StageAssignment(link.peer, mine.start, mine.end, embed=False, output=False)],
                 mine.member,
                 {link.peer: link},
-                generation=generation,
+                plan_id=plan_id,
                 timeout_s=timeout_s,
                 guard=self._guard,
             )

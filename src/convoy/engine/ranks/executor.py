@@ -19,10 +19,10 @@ from convoy.wire.messages.control import StageAssignment, Step, StepFailed
 class RanksExecutor(LocalExecutor):
     """Run steps as `LocalExecutor` does, with other ranks that may be lost or may report a failure."""
 
-    def __init__(self, stage: LeaderStage, generation: int, depth: int = 1) -> None:
+    def __init__(self, stage: LeaderStage, plan_id: int, depth: int = 1) -> None:
         super().__init__(stage, depth)
         self._leader = stage
-        self._generation = generation
+        self._plan_id = plan_id
         self._lost: StageLost | None = None
         # The members that failed first, as a rank reports.
         self._said: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class RanksExecutor(LocalExecutor):
         """Take a message that the collective did not take; receiver threads of the other ranks' links call
         this.
         """
-        if not isinstance(received, ReceivedMessage) or received.generation != self._generation:
+        if not isinstance(received, ReceivedMessage) or received.plan_id != self._plan_id:
             return
         if isinstance(received.message, StepFailed):
             about = received.message.about

@@ -31,7 +31,7 @@ class FollowerLoop:
     """
 
     def __init__(
-        self, stage: Stage, collective: RankCollective, generation: int, step_s: Histogram | None = None
+        self, stage: Stage, collective: RankCollective, plan_id: int, step_s: Histogram | None = None
     ) -> None:
         """Prepare the loop.
 
@@ -42,26 +42,26 @@ class FollowerLoop:
         self.finished_step = -1
         self._stage = stage
         self._collective = collective
-        self._generation = generation
+        self._plan_id = plan_id
         self._keeper: KvServer | None = None
         # An order that waits for its hidden state.
         self._waiting: RankStep | RankOutput | None = None
         self._last: tuple[Step, torch.Tensor] | None = None
 
-    def accept(self, leader: Link, order: Order, generation: int) -> None:
+    def accept(self, leader: Link, order: Order, plan_id: int) -> None:
         """Run an order of rank 0, or keep it until its hidden state comes; an order of an old plan is
         dropped.
 
         Raises `StepError` for an invalid order, and any error of running it.
         """
-        if generation != self._generation:
+        if plan_id != self._plan_id:
             return
         if self._waiting is not None:
             raise StepError(f"a {type(order).__name__} came in place of a hidden state")
         match order:
             case ReadBlocks() | WriteBlocks():
-                self._keeper = self._keeper or KvServer(self._stage, leader, generation)
-                self._keeper.accept(order, generation)
+                self._keeper = self._keeper or KvServer(self._stage, leader, plan_id)
+                self._keeper.accept(order, plan_id)
             case RankStep() | RankOutput() if order.hidden:
                 self._waiting = order
             case RankStep():
@@ -71,7 +71,7 @@ class FollowerLoop:
 
     def accept_tensor(self, received: ReceivedTensor) -> None:
         """Take a hidden state, or K/V of a session. Raises as `accept` does."""
-        if received.generation != self._generation:
+        if received.plan_id != self._plan_id:
             return
         if received.kind is FrameType.BLOCKS:
             if self._keeper is not None:

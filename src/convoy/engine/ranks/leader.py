@@ -42,7 +42,7 @@ class LeaderStage:
         collective: RankCollective,
         links: Mapping[int, Link],
         *,
-        generation: int,
+        plan_id: int,
         num_kv_heads: int,
         timeout_s: float,
     ) -> None:
@@ -56,10 +56,10 @@ class LeaderStage:
         self._own = own
         self._collective = collective
         self._links = dict(sorted(links.items()))
-        self._generation = generation
+        self._plan_id = plan_id
         self._watch = RankWatch(self._links, self.abort)
         self._blocks = RankBlocks(
-            own, self._links, generation=generation, num_kv_heads=num_kv_heads, timeout_s=timeout_s
+            own, self._links, plan_id=plan_id, num_kv_heads=num_kv_heads, timeout_s=timeout_s
         )
         # The number of the step that ran last, and its hidden states.
         self._last: tuple[int, torch.Tensor] | None = None
@@ -207,10 +207,10 @@ class LeaderStage:
         tensor = None if hidden is None else to_wire(hidden)
         for rank, link in self._links.items():
             try:
-                link.send(message, generation=self._generation, step=number)
+                link.send(message, plan_id=self._plan_id, step=number)
                 if tensor is not None:
                     boundary = self.assignment.start
-                    link.send_tensor(tensor, generation=self._generation, step=number, boundary=boundary)
+                    link.send_tensor(tensor, plan_id=self._plan_id, step=number, boundary=boundary)
             except (LinkBroken, LinkClosed) as error:
                 public = f"{link.peer} could not be reached"
                 raise CollectiveError(f"{public}: {error.message}", rank=rank, public=public) from error

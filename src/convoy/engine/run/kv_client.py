@@ -52,7 +52,7 @@ class KvClient:
         head: str,
         links: dict[str, Link],
         *,
-        generation: int,
+        plan_id: int,
         timeout_s: float,
         guard: SendGuard,
     ) -> None:
@@ -60,7 +60,7 @@ class KvClient:
         self._stages = tuple(stages)
         self._head = head
         self._links = links
-        self._generation = generation
+        self._plan_id = plan_id
         self._timeout_s = timeout_s
         self._guard = guard
         self._number = 0
@@ -71,7 +71,7 @@ class KvClient:
 
     def expects(self, link: Link, received: Received) -> bool:
         """Return whether ``received`` answers an exchange of this client, under way or given up."""
-        if not _is_answer(received) or received.generation != self._generation:
+        if not _is_answer(received) or received.plan_id != self._plan_id:
             return False
         return self._asked == (link.peer, received.step) or received.step < self._number
 
@@ -85,7 +85,7 @@ class KvClient:
     def note(self, received: Received) -> None:
         """Watch all other messages: a stage that failed does not answer."""
         said = received.message if isinstance(received, ReceivedMessage) else None
-        if isinstance(said, StepFailed) and received.generation == self._generation:
+        if isinstance(said, StepFailed) and received.plan_id == self._plan_id:
             self.end(StageLost(f"a stage failed while no step was under way: {said.reason}"))
 
     def end(self, error: ConvoyError) -> None:
@@ -153,18 +153,18 @@ class KvClient:
         self, member: str, message: ReadBlocks | WriteBlocks, tensor: tuple[WireTensor, int] | None
     ) -> LivenessProbe:
         """Send a message and its tensor; return the probe that tells whether the peer is still alive."""
-        generation, number = self._generation, message.number
+        plan_id, number = self._plan_id, message.number
         link = self._links.get(member)
         if link is None:
             raise StageLost(f"there is no link to {member}")
         began_s = time.monotonic()
         self._guard.begin(link, LivenessProbe(link))
         try:
-            link.send(message, generation=generation, step=number)
+            link.send(message, plan_id=plan_id, step=number)
             if tensor is not None:
                 kv, boundary = tensor
                 kind = FrameType.BLOCKS
-                link.send_tensor(kv, generation=generation, step=number, boundary=boundary, kind=kind)
+                link.send_tensor(kv, plan_id=plan_id, step=number, boundary=boundary, kind=kind)
         except (LinkBroken, LinkClosed) as error:
             raise StageLost(f"a stage could not be reached: {error.message}") from error
         finally:

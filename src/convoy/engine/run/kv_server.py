@@ -18,15 +18,15 @@ MAX_REASON = 500
 class KvServer:
     """Read and fill blocks of one stage, for one plan id. ``head`` is the link of the plan's head."""
 
-    def __init__(self, stage: Stage, head: Link, generation: int) -> None:
+    def __init__(self, stage: Stage, head: Link, plan_id: int) -> None:
         self._stage = stage
         self._head = head
-        self._generation = generation
+        self._plan_id = plan_id
         self._announced: WriteBlocks | None = None
 
-    def accept(self, asked: ReadBlocks | WriteBlocks, generation: int) -> None:
+    def accept(self, asked: ReadBlocks | WriteBlocks, plan_id: int) -> None:
         """Answer a read, or keep the announcement of the tensor that follows."""
-        if generation != self._generation:
+        if plan_id != self._plan_id:
             return
         self._announced = None
         try:
@@ -39,7 +39,7 @@ class KvServer:
             self._answer(asked.number, error)
             return
         self._head.send_tensor(
-            kv, generation=generation, step=asked.number, boundary=asked.start, kind=FrameType.BLOCKS
+            kv, plan_id=plan_id, step=asked.number, boundary=asked.start, kind=FrameType.BLOCKS
         )
 
     def accept_tensor(self, received: ReceivedTensor) -> None:
@@ -48,7 +48,7 @@ class KvServer:
         A tensor without an announcement, or with a refused one, is dropped; the refusal was sent with the
         announcement.
         """
-        if received.generation != self._generation:
+        if received.plan_id != self._plan_id:
             return
         announced, self._announced = self._announced, None
         if announced is None:
@@ -71,7 +71,7 @@ class KvServer:
 
     def _answer(self, number: int, error: ConvoyError | None) -> None:
         text = "" if error is None else error.message[:MAX_REASON]
-        self._head.send(BlocksDone(number, text), generation=self._generation, step=number)
+        self._head.send(BlocksDone(number, text), plan_id=self._plan_id, step=number)
 
 
 def _split(tags: bytes) -> list[bytes]:

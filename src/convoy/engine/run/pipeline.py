@@ -61,7 +61,7 @@ class PipelineOptions:
     have been measured.
     """
 
-    generation: int
+    plan_id: int
     depth: int
     step_timeout_s: float = 60.0
     activation_dtype: str = MODEL.activation_dtype
@@ -112,7 +112,7 @@ class PipelineExecutor:
             self._stages,
             head,
             links,
-            generation=options.generation,
+            plan_id=options.plan_id,
             timeout_s=options.step_timeout_s,
             guard=self._guard,
         )
@@ -136,8 +136,8 @@ class PipelineExecutor:
         is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
         # A peer that skips stages would make the probe pass without them, so its tensor becomes a failure.
         if is_end and (is_stray or link.peer != self._predecessor):
-            received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
-        is_now = received.generation == self._options.generation
+            received = ReceivedMessage(received.plan_id, received.step, _not_its_turn(received.step))
+        is_now = received.plan_id == self._options.plan_id
         if isinstance(received, ReceivedMessage) and isinstance(received.message, StepFailed) and is_now:
             self._blame(link.peer, received.message.about)
         self._carrier.note(received)
@@ -235,7 +235,7 @@ class PipelineExecutor:
                 link = self._links[assignment.member]
                 part = self._part_of(step, jobs, assignment)
                 self._guard.begin(link)
-                link.send(part, generation=self._options.generation, step=step.number)
+                link.send(part, plan_id=self._options.plan_id, step=step.number)
         self._guard.end()
 
     def _part_of(self, step: Step, jobs: Sequence[SampleJob], assignment: StageAssignment) -> Step:
@@ -289,7 +289,7 @@ class PipelineExecutor:
         guard.begin(link)
         link.send_tensor(
             to_wire(hidden, self._options.activation_dtype),
-            generation=self._options.generation,
+            plan_id=self._options.plan_id,
             step=step.number,
             boundary=first_peer.start,
         )
@@ -324,7 +324,7 @@ class PipelineExecutor:
     def _sort(self, item: Received | ConvoyError) -> None:
         if isinstance(item, ConvoyError):
             raise item
-        if item.generation != self._options.generation:
+        if item.plan_id != self._options.plan_id:
             # A member that woke after it was given up: its frames belong to an old plan.
             return
         if isinstance(item, ReceivedMessage):

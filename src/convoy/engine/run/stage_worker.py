@@ -29,7 +29,7 @@ from convoy.wire.messages.control import SampleReplies, StageAssignment, Step
 class StageRoute:
     """Hold a stage's place in the ring of one plan id."""
 
-    generation: int
+    plan_id: int
     assignment: StageAssignment
     # None if this stage owns the embedding and starts each step.
     predecessor: str | None
@@ -84,9 +84,9 @@ class StageWorker:
         if self._hand_over is not None:
             self._hand_over.close()
 
-    def accept_step(self, step: Step, generation: int) -> None:
+    def accept_step(self, step: Step, plan_id: int) -> None:
         """Take a composition from the head; one of an old plan is dropped. Raises `StepError`."""
-        if generation != self._route.generation:
+        if plan_id != self._route.plan_id:
             return
         if len(self._steps) >= self._route.max_steps:
             raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
@@ -101,7 +101,7 @@ class StageWorker:
 
     def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
         """Take a hidden state from the predecessor. Raises `HiddenError` if it fits no step."""
-        if received.generation != self._route.generation:
+        if received.plan_id != self._route.plan_id:
             return
         if sender != self._route.predecessor:
             raise HiddenError(
@@ -176,7 +176,7 @@ class StageWorker:
     def _send(self, step: Step, out: torch.Tensor) -> None:
         self.successor.send_tensor(
             to_wire(out, self._route.activation_dtype),
-            generation=self._route.generation,
+            plan_id=self._route.plan_id,
             step=step.number,
             boundary=self._route.assignment.end,
         )
@@ -187,7 +187,7 @@ class StageWorker:
 
     def _send_samples(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
         replies = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
-        self.successor.send(replies, generation=self._route.generation, step=step.number)
+        self.successor.send(replies, plan_id=self._route.plan_id, step=step.number)
         self._finished(step)
 
     def _finished(self, step: Step) -> None:

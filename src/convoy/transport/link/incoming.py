@@ -44,9 +44,9 @@ LINK_TYPES = frames_from(Sender.LINK)
 
 
 class ReceivedMessage(NamedTuple):
-    """Hold a message with the plan id and step of its header. ``generation`` is the plan id."""
+    """Hold a message with the plan id and step of its header."""
 
-    generation: int
+    plan_id: int
     step: int
     message: Message
 
@@ -54,7 +54,7 @@ class ReceivedMessage(NamedTuple):
 class ReceivedTensor(NamedTuple):
     """Hold a hidden state for layer ``boundary``, or K/V from that layer on. The receiver owns its memory."""
 
-    generation: int
+    plan_id: int
     step: int
     boundary: int
     tensor: WireTensor
@@ -148,7 +148,7 @@ class Incoming:
         header = self._next_header(allowed)
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
-            return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
+            return ReceivedTensor(header.plan_id, header.step, header.boundary, tensor, header.type)
         # Without the last mark it is the first frame of a message in records, so its type must allow those.
         is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
         if not is_whole or header.record != 0 or header.boundary != 0:
@@ -156,7 +156,7 @@ class Incoming:
         payload = _memory(header.length - TAG_BYTES)
         self._open(header, payload)
         message = decode_message(header.type, payload) if header.last else self._long(header, payload)
-        return ReceivedMessage(header.generation, header.step, message)
+        return ReceivedMessage(header.plan_id, header.step, message)
 
     @property
     def stream(self) -> Stream:
@@ -251,9 +251,9 @@ class Incoming:
 
     def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
         header = self._next_header(frozenset({first.type}))
-        same = (header.boundary, header.generation, header.step) == (
+        same = (header.boundary, header.plan_id, header.step) == (
             first.boundary,
-            first.generation,
+            first.plan_id,
             first.step,
         )
         if (

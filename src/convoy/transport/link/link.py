@@ -140,13 +140,13 @@ class Link:
             thread.daemon = True
             thread.start()
 
-    def send(self, message: Message, *, generation: int = 0, step: int = 0) -> None:
+    def send(self, message: Message, *, plan_id: int = 0, step: int = 0) -> None:
         """Send a message in order, and block while the queue is full.
 
         Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
         """
-        _check_position(generation, step, 0)
-        self._outgoing.send(message_frame(message, generation, step))
+        _check_position(plan_id, step, 0)
+        self._outgoing.send(message_frame(message, plan_id, step))
 
     def post(self, message: Message) -> bool:
         """Queue a message for the sender thread without waiting for the peer.
@@ -161,7 +161,7 @@ class Link:
         self,
         tensor: WireTensor,
         *,
-        generation: int,
+        plan_id: int,
         step: int,
         boundary: int,
         kind: FrameType = FrameType.HIDDEN,
@@ -173,12 +173,12 @@ class Link:
         (``time.monotonic``) it is always queued, and False means that there was no room by then. Raises
         `FrameTooLong` over the kind's limit, and the errors of `send`.
         """
-        _check_position(generation, step, boundary)
+        _check_position(plan_id, step, boundary)
         assert kind in TENSOR_TYPES, "only frames of tensors carry one"
         limit = max_tensor_bytes(kind, self._options)
         if tensor.nbytes > limit:
             raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
-        frame = OutgoingFrame(kind, generation, step, boundary, tensor=tensor)
+        frame = OutgoingFrame(kind, plan_id, step, boundary, tensor=tensor)
         if until_s is not None:
             return self._outgoing.post(frame, until_s)
         self._outgoing.send(frame)
@@ -415,6 +415,6 @@ def _join(thread: threading.Thread, timeout_s: float) -> None:
         thread.join(timeout_s)
 
 
-def _check_position(generation: int, step: int, boundary: int) -> None:
-    if not (0 <= generation < 2**64 and 0 <= step < 2**64 and 0 <= boundary < 2**16):
-        raise ValueError(f"generation {generation}, step {step} or boundary {boundary} does not fit a header")
+def _check_position(plan_id: int, step: int, boundary: int) -> None:
+    if not (0 <= plan_id < 2**64 and 0 <= step < 2**64 and 0 <= boundary < 2**16):
+        raise ValueError(f"plan id {plan_id}, step {step} or boundary {boundary} does not fit a header")

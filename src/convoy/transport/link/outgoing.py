@@ -43,7 +43,7 @@ class OutgoingFrame(NamedTuple):
     """
 
     type: FrameType
-    generation: int
+    plan_id: int
     step: int
     boundary: int = 0
     payload: bytes = b""
@@ -346,7 +346,7 @@ class Outgoing:
                 frame.boundary,
                 length,
                 self._cluster,
-                frame.generation,
+                frame.plan_id,
                 frame.step,
                 self._sealer.sequence,
                 0,
@@ -375,11 +375,11 @@ def _end_unused(frames: Iterable[OutgoingFrame], error: ConvoyError) -> None:
             frame.onto.end(error)
 
 
-def message_frame(message: Message, generation: int = 0, step: int = 0) -> OutgoingFrame:
+def message_frame(message: Message, plan_id: int = 0, step: int = 0) -> OutgoingFrame:
     """Return a message as an `OutgoingFrame`.
 
     Raises `FrameTooLong` in the caller's own thread, before anything is sealed.
     """
     kind, payload = message.frame.type, encode_message(message)
     check_payload(kind, len(payload))
-    return OutgoingFrame(kind, generation, step, payload=payload)
+    return OutgoingFrame(kind, plan_id, step, payload=payload)

@@ -194,14 +194,11 @@ class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class Plan(Message, frozen=True):
-    """Tell a peer to load its stage of this plan (head to peer). Nothing runs before `Activate`.
-
-    ``generation`` is the plan id.
-    """
+    """Tell a peer to load its stage of this plan (head to peer). Nothing runs before `Activate`."""
 
     frame = FrameRow(FrameType.PLAN, 1024 * 1024, Sender.HEAD)
 
-    generation: int
+    plan_id: int
     # The head's name for the model; for a bundled model, its name.
     model: str
     # Hex SHA-256 over config and tensor headers.
@@ -241,7 +238,7 @@ class Progress(Message, frozen=True):
 
     frame = FrameRow(FrameType.PROGRESS, 256, Sender.PEER)
 
-    generation: int
+    plan_id: int
     loaded_bytes: int
     total_bytes: int
     # The bytes are those of this phase; empty while loading.
@@ -253,7 +250,7 @@ class Ready(Message, frozen=True):
 
     frame = FrameRow(FrameType.READY, 256, Sender.PEER)
 
-    generation: int
+    plan_id: int
     weight_bytes: int
     room_bytes: int
     # The bytes of one block, by cache group.
@@ -269,7 +266,7 @@ class Refuse(Message, frozen=True):
 
     frame = FrameRow(FrameType.REFUSE, 16 * 1024, Sender.PEER, prose={"reason": 500, "hint": 500})
 
-    generation: int
+    plan_id: int
     reason: str
     hint: str
     kernel: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -280,7 +277,7 @@ class Activate(Message, frozen=True):
 
     frame = FrameRow(FrameType.ACTIVATE, 1024, Sender.HEAD)
 
-    generation: int
+    plan_id: int
     plan_digest: bytes
     num_blocks: Groups
 
@@ -290,7 +287,7 @@ class Activated(Message, frozen=True):
 
     frame = FrameRow(FrameType.ACTIVATED, 256, Sender.PEER)
 
-    generation: int
+    plan_id: int
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -491,7 +488,7 @@ class Inquire(Message, frozen=True):
 
     frame = FrameRow(FrameType.INQUIRE, 64, Sender.HEAD)
 
-    generation: int
+    plan_id: int
 
 
 class Reached(Message, frozen=True):
@@ -499,7 +496,7 @@ class Reached(Message, frozen=True):
 
     frame = FrameRow(FrameType.REACHED, 64, Sender.PEER)
 
-    generation: int
+    plan_id: int
     step: int
 
 

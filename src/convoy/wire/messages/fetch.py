@@ -111,5 +111,5 @@ class Prepared(Message, frozen=True):
 
     frame = FrameRow(FrameType.PREPARED, 4 * 1024, Sender.PEER, prose={"error": 500})
 
-    generation: int
+    plan_id: int
     error: str

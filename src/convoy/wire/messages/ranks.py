@@ -28,7 +28,7 @@ class Agree(Message, frozen=True):
         FrameType.AGREE, 256, Sender.HEAD | Sender.PEER | Sender.LEADER | Sender.FOLLOWER | Sender.RANK
     )
 
-    generation: Annotated[int, msgspec.Meta(ge=0)]
+    plan_id: Annotated[int, msgspec.Meta(ge=0)]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     plan_digest: Annotated[bytes, msgspec.Meta(max_length=32)]

@@ -265,10 +265,8 @@ class Hostile:
         self.mine.start(deliver, ended, sealed.RANK_TYPES)
         End(self.link).start(sealed.RANK_TYPES)
 
-    def send(self, tensor: WireTensor, *, number: int = 0, code: int = 1, generation: int = 5) -> None:
-        self.link.send_tensor(
-            tensor, generation=generation, step=number, boundary=code, kind=FrameType.PARTIAL
-        )
+    def send(self, tensor: WireTensor, *, number: int = 0, code: int = 1, plan_id: int = 5) -> None:
+        self.link.send_tensor(tensor, plan_id=plan_id, step=number, boundary=code, kind=FrameType.PARTIAL)
 
     def add(self) -> torch.Tensor | ConvoyError:
         return run_at_once([lambda: self.collective.all_reduce(torch.ones(3))])[0]
@@ -323,14 +321,14 @@ def test_a_part_that_comes_twice_or_too_late_ends_the_link(hostile: Hostile, num
     assert "sent a part of operation 0, which is over" in hostile.ended[0].message
 
 
-def test_parts_of_an_older_generation_are_dropped_and_those_of_a_newer_one_are_not_taken(
+def test_parts_of_an_older_plan_are_dropped_and_those_of_a_newer_one_are_not_taken(
     hostile: Hostile,
 ) -> None:
-    hostile.send(WireTensor("float32", (9,), bytes(36)), generation=4)
-    hostile.send(WireTensor("float32", (9,), bytes(36)), generation=6)
+    hostile.send(WireTensor("float32", (9,), bytes(36)), plan_id=4)
+    hostile.send(WireTensor("float32", (9,), bytes(36)), plan_id=6)
     hostile.send(ONES)
     assert torch.equal(hostile.add(), torch.full((3,), 2.0))  # type: ignore[arg-type]
-    assert [received.generation for received in hostile.not_taken] == [6]
+    assert [received.plan_id for received in hostile.not_taken] == [6]
 
 
 def test_a_part_longer_than_a_record_is_refused_before_it_takes_memory(hostile: Hostile) -> None:
@@ -361,7 +359,7 @@ def agreement(**changed: object) -> Agree:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_ranks_that_mean_the_same_agree(world_size: int) -> None:
-    with rank_ring(world_size, generation=5) as ring:
+    with rank_ring(world_size, plan_id=5) as ring:
         found = ring.run(lambda one: one.agree(agreement(rank=one.rank, world_size=world_size)))
     assert found == [None] * world_size
 
@@ -373,13 +371,13 @@ def test_ranks_that_mean_the_same_agree(world_size: int) -> None:
         ({"dtype": "bfloat16"}, "dtype bfloat16, and rank 0 for float32"),
         ({"manifest": ""}, "manifest none, and rank 0 for abab"),
         ({"world_size": 3}, "world size 3, and rank 0 for 2"),
-        ({"generation": 6}, "generation 6, and rank 0 for 5"),
+        ({"plan_id": 6}, "plan id 6, and rank 0 for 5"),
     ],
 )
 def test_ranks_that_mean_something_else_name_the_rank_and_both_values(
     changed: dict[str, object], said: str
 ) -> None:
-    with rank_ring(2, generation=5) as ring:
+    with rank_ring(2, plan_id=5) as ring:
         found = ring.run(lambda one: one.agree(agreement(rank=one.rank, **(changed if one.rank else {}))))
     assert all(isinstance(error, CollectiveError) for error in found)
     assert isinstance(found[0], CollectiveError)
@@ -390,13 +388,13 @@ def test_ranks_that_mean_something_else_name_the_rank_and_both_values(
 def test_a_rank_that_speaks_for_another_ends_the_link(hostile: Hostile) -> None:
     for rank in (0, 2):
         made = Hostile()
-        made.link.send(agreement(rank=rank), generation=5)
+        made.link.send(agreement(rank=rank), plan_id=5)
         assert made.over.wait(10)
         assert f"rank 1 announced a plan for rank {rank}, unexpectedly or again" in made.ended[0].message
 
 
 def test_a_rank_that_does_not_say_what_it_is_for_is_named() -> None:
-    with rank_ring(3, generation=5, deadline_s=0.3) as ring:
+    with rank_ring(3, plan_id=5, deadline_s=0.3) as ring:
         found = run_at_once([lambda: ring.collectives[0].agree(agreement(world_size=3))])
     assert isinstance(found[0], CollectiveError)
     assert found[0].message == f"rank {found[0].rank} did not announce its plan within 0.3 s"

@@ -105,7 +105,7 @@ def test_messages_between_sums_come_in_order_and_links_answer_pings(two: Two) ->
     assert two.links[0].ping(5) < 5
     two.ranks[0].rest()
     found = [two.others[0].get(timeout=10) for _ in range(100)]
-    assert [one.message.generation for one in found if isinstance(one, ReceivedMessage)] == list(range(100))  # type: ignore[attr-defined]
+    assert [one.message.plan_id for one in found if isinstance(one, ReceivedMessage)] == list(range(100))  # type: ignore[attr-defined]
 
 
 def test_an_order_that_comes_after_the_last_sum_is_not_held_up(two: Two) -> None:

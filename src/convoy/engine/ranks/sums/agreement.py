@@ -54,7 +54,7 @@ class Agreement:
 
 def check_agreement(mine: Agree, theirs: Agree) -> None:
     """Raise `CollectiveError` if the two differ, with the rank and both values of the first difference."""
-    for name in ("generation", "world_size", "plan_digest", "dtype", "manifest"):
+    for name in ("plan_id", "world_size", "plan_digest", "dtype", "manifest"):
         own, other = getattr(mine, name), getattr(theirs, name)
         if own != other:
             raise CollectiveError(

@@ -59,13 +59,13 @@ class SealedCollective:
         rank: int,
         world_size: int,
         links: Mapping[int, Link],
-        generation: int,
+        plan_id: int,
         deadline_s: float = 30.0,
     ) -> None:
         assert 0 <= rank < world_size > 1, "a rank alone has no other rank to exchange with"
         self.rank = rank
         self.world_size = world_size
-        self.generation = generation
+        self.plan_id = plan_id
         self._deadline_s = deadline_s
         self._ring = ring = Ring(rank, world_size)
         self._links = {other: links[other] for other in {ring.left, ring.right}}
@@ -156,9 +156,9 @@ class SealedCollective:
         rank = self._rank_of.get(link)
         if rank is None or not _is_ours(received):
             return False
-        if received.generation != self.generation:
+        if received.plan_id != self.plan_id:
             # Parts of a plan that is over are dropped.
-            return received.generation < self.generation
+            return received.plan_id < self.plan_id
         try:
             if isinstance(received, ReceivedTensor):
                 self._box.put(rank, received)
@@ -320,9 +320,9 @@ class SealedCollective:
         """Take a frame that this thread read itself; it must not make this thread wait."""
         if not (isinstance(received, ReceivedTensor) and received.kind is FrameType.PARTIAL):
             return False
-        if received.generation == self.generation:
+        if received.plan_id == self.plan_id:
             self._box.put(self._ring.left, received, waits=False)
-        return received.generation <= self.generation
+        return received.plan_id <= self.plan_id
 
     @property
     def _until_s(self) -> float:
@@ -331,7 +331,7 @@ class SealedCollective:
     def _say(self, sender: int, said: Agree) -> None:
         for to in self._ring.onward(sender, said.rank):
             try:
-                self._links[to].send(said, generation=self.generation)
+                self._links[to].send(said, plan_id=self.plan_id)
             except ConvoyError as error:
                 raise self._lost(to, error) from error
 
@@ -347,7 +347,7 @@ class SealedCollective:
         try:
             sent = self._links[to].send_tensor(
                 piece,
-                generation=self.generation,
+                plan_id=self.plan_id,
                 step=number,
                 boundary=code_of(part, origin),
                 kind=FrameType.PARTIAL,
