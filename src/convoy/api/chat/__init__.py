@@ -1,0 +1,5 @@
+"""Run one turn of the assistant for every API: chat completions, Messages and Responses.
+
+An API translates its body into a `ChatRequest` (`request`), and builds its events from the pieces that a
+`ReplyReader` (`reply`) makes of the engine's outputs. Open `request` first.
+"""

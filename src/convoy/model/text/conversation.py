@@ -1,0 +1,71 @@
+"""Describe a conversation as all three HTTP APIs give it: turns, tools, and the caller's choice among them.
+
+Each API translates its body into these values, and the chat template renders them. All text of a value is the
+caller's: no part of it may become a control token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+ToolMode = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Hold one call of a tool in an assistant's turn. ``arguments`` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Hold one turn. ``calls`` and ``reasoning`` belong to the assistant; ``call_id`` to a tool's result."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    # The name of the tool whose result this is, where the caller or the earlier call gives it.
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """Hold one tool that the model may call. ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    # Refuse the request if the schema does not compile exactly.
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Say whether tools may or must be called. ``name`` names the one tool that must be called."""
+
+    mode: ToolMode = "auto"
+    name: str = ""
+    # Whether one turn may call several tools.
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Hold the input of a chat template, and what the next turn may contain."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    # Variables of the template, such as enable_thinking or reasoning_effort.
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    # Continue the last turn, an assistant's, instead of beginning a new one.
+    continues: bool = False
+    add_generation_prompt: bool = True

@@ -1,0 +1,20 @@
+"""Describe which texts an answer may have: a JSON schema, a regular expression, choices or a grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Hold a grammar's source text. For "choice" it is a JSON list of texts, for "json_object" empty.
+
+    ``strict`` refuses a JSON schema with a keyword that cannot be enforced.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    strict: bool = True
