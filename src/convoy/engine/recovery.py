@@ -9,8 +9,7 @@ from typing import Protocol
 
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import SchedulerLimits
-from convoy.engine.sequence import Sequence
-from convoy.engine.sequence_owner import SequenceOwner
+from convoy.engine.sequence import Sequence, SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 
 MAX_FAILURES = 8
