@@ -233,13 +233,13 @@ def _answers(url: str, who: str) -> Facts:
     """Return status, headers and body of one request of each kind, good ones and bad ones."""
     chat = {"model": _MODEL, "messages": _QUESTION, "temperature": 0, "max_tokens": 8}
     text = {"model": _MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
-    drawn = {**chat, "temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
+    sampled = {**chat, "temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     posts: dict[str, tuple[str, Any]] = {
         "chat": ("/v1/chat/completions", chat),
-        "chat drawn": ("/v1/chat/completions", drawn),
+        "chat sampled": ("/v1/chat/completions", sampled),
         "chat stream": ("/v1/chat/completions", {**chat, **stream}),
-        "chat stream drawn": ("/v1/chat/completions", {**drawn, **stream}),
+        "chat stream sampled": ("/v1/chat/completions", {**sampled, **stream}),
         "text": ("/v1/completions", text),
         "text echo": ("/v1/completions", {**text, "echo": True, "logprobs": 2}),
         "text prompt logprobs": ("/v1/completions", {**text, "prompt_logprobs": 1}),

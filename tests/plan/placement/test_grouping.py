@@ -126,7 +126,7 @@ def test_as_many_ranks_as_can_be_and_never_more_than_were_asked_for() -> None:
         best_world_size(SPEC, 3, 3)
 
 
-def test_all_ranks_of_a_stage_that_embeds_or_draws_see_token_ids() -> None:
+def test_all_ranks_of_a_stage_that_embeds_or_samples_see_token_ids() -> None:
     found = find_ways(SPEC, members(GB, GB, GB, GB), ranks=2).of("tensor")
     assert found.route.token_id_members == ("alpha", "beta")
     assert found.route.without({"beta"}).missing == "layers 0-5 and the output"

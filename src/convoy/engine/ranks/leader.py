@@ -188,7 +188,7 @@ class LeaderStage:
         Sampling is rank 0's own work. Token ids go only to stages that need them.
         """
         tokens = step.tokens if with_tokens and self._own.takes_tokens else b""
-        part = msgspec.structs.replace(step, draws=[], tokens=tokens)
+        part = msgspec.structs.replace(step, samples=[], tokens=tokens)
         has_hidden = not self.assignment.embed and hidden is not None
         order = RankStep(part, hidden=has_hidden, output=output)
         self._order(order, step.number, hidden if has_hidden else None)

@@ -247,7 +247,7 @@ class PipelineExecutor:
         return msgspec.structs.replace(
             step,
             tokens=step.tokens if self._takes_ids(assignment) else b"",
-            draws=[request_of(job) for job in jobs] if assignment.output else [],
+            samples=[request_of(job) for job in jobs] if assignment.output else [],
         )
 
     def _takes_ids(self, assignment: StageAssignment) -> bool:
@@ -357,7 +357,9 @@ class PipelineExecutor:
     def _read(self, replies: SampleReplies, running: _Running) -> StepResult:
         if len(replies.answers) != len(running.jobs):
             found, expected = len(replies.answers), len(running.jobs)
-            raise self._malformed(f"step {replies.number} came back with {found} draws, expected {expected}")
+            raise self._malformed(
+                f"step {replies.number} came back with {found} samples, expected {expected}"
+            )
         try:
             pairs = zip(replies.answers, running.jobs, strict=True)
             outcomes = tuple(outcome_of(answer, job, self._stage.vocab_size) for answer, job in pairs)
