@@ -11,9 +11,9 @@ from convoy.cluster.options import HeadOptions, MemberOptions
 from convoy.errors import Incompatible, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import stage_bytes
+from convoy.plan.placement.modes import Predict
 from convoy.plan.placement.parallel import Asked
 from convoy.plan.placement.placement import Placement
-from convoy.plan.placement.ways import Predict
 from convoy.plan.span import Span
 from convoy.wire.messages.control import Hello
 from support.members import make_local_members, membership_of
