@@ -439,7 +439,7 @@ class Head:
 
     def _handle_progress(self, link: Link, received: Received) -> None:
         said = received.message if isinstance(received, ReceivedMessage) else None
-        if isinstance(said, Progress) and self._preparations.is_about_preparing(link, said):
+        if isinstance(said, Progress) and self._preparations.is_of_prefetch(link, said):
             self._preparations.handle_progress(link, said)
         else:
             self._to_plan(link, received)

@@ -54,7 +54,7 @@ class HeadPrefetch:
                 self._answers[prepared.plan_id, link.peer] = prepared.error
             self._changed.notify_all()
 
-    def is_about_preparing(self, link: Link, progress: Progress) -> bool:
+    def is_of_prefetch(self, link: Link, progress: Progress) -> bool:
         """Return whether a report of progress is about a plan that is, or was, only prepared."""
         with self._changed:
             is_over = progress.plan_id in self._over
