@@ -84,7 +84,7 @@ class ListenerProcess:
 
 
 class Peak:
-    """Measure the highest memory, thread and descriptor counts of a listener's process while the block runs."""
+    """Measure the most memory, threads and descriptors of a listener's process while the block runs."""
 
     def __init__(self, listener: ListenerProcess) -> None:
         self._listener = listener

@@ -167,7 +167,7 @@ def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
     here.link.close()
 
 
-def test_who_is_busy_itself_blames_nobody_for_silence(members: tuple[LocalMember, ...]) -> None:
+def test_a_busy_member_suspects_no_peer_of_silence(members: tuple[LocalMember, ...]) -> None:
     mine, theirs = memory_link_pair(*members[:2])
     inside, go_on = threading.Event(), threading.Event()
 

@@ -251,8 +251,8 @@ def test_a_standby_of_another_kind_preloads_with_its_own_kernel() -> None:
 def together(asked: Asked = "auto", predict: Predict | None = None, ranks: int | None = None) -> Planner:
     members = make_local_members(NAMES)
     options = HeadOptions(MemberOptions(), parallel=asked, ranks=ranks)
-    vetting = MemberVerifier(lambda: members[0], MemberOptions())
-    return Planner(membership_of(members[0]), SOURCE, options, vetting, predict=predict)
+    verifier = MemberVerifier(lambda: members[0], MemberOptions())
+    return Planner(membership_of(members[0]), SOURCE, options, verifier, predict=predict)
 
 
 def faster_as_ranks(placement: Placement) -> float:

@@ -33,9 +33,9 @@ class _Asked:
 class EvidenceRelay:
     """Ask for evidence and answer with it. The messages' rows fix which of both a link allows."""
 
-    def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
+    def __init__(self, me: Callable[[], LocalMember], evidence_maker: EvidenceMaker) -> None:
         self._me = me
-        self._attester = attester
+        self._evidence_maker = evidence_maker
         self._quiet = RateLimitedLog(_log)
         self._wake = threading.Condition()
         self._asked: dict[Link, _Asked] = {}
@@ -138,4 +138,6 @@ class EvidenceRelay:
 
     def _prove(self, me: LocalMember, provider: bytes, vouch: Vouch) -> Vouched:
         challenge = Challenge(vouch.purpose, vouch.pcrs)
-        return Vouched.of(vouch.purpose, self._attester.prove(me, provider_binding(provider), challenge))
+        return Vouched.of(
+            vouch.purpose, self._evidence_maker.prove(me, provider_binding(provider), challenge)
+        )

@@ -73,7 +73,7 @@ class Planner:
         me: Membership,
         source: ModelSource,
         options: HeadOptions,
-        vetting: MemberVerifier,
+        verifier: MemberVerifier,
         manifest: Callable[[], str] = lambda: "",
         *,
         hub: str = "",
@@ -93,7 +93,7 @@ class Planner:
         self._me = me
         self._source = source
         self._options = options
-        self._vetting = vetting
+        self._verifier = verifier
         self._plan_id = 0
         # The kernels of the first plan, which fix the bits of all texts.
         self._kernels: frozenset[str] = frozenset()
@@ -260,13 +260,13 @@ class Planner:
                 name,
                 hello.memory_bytes,
                 name == self._me.name,
-                self._vetting.level(name),
+                self._verifier.level(name),
                 hello.num_threads,
                 kernel=kernels[name],
             )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
-        with self._vetting.explain():
+        with self._verifier.explain():
             placement = self._place(offers, variant, fewer=fewer, against=self._against_ranks(hellos))
         used = [kernels[stage.member] for stage in placement.stages]
         dtype = agree_dtype({name: hellos[name] for name in placement.holders}, self._me.name, used)

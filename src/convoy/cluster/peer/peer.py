@@ -388,7 +388,7 @@ class Peer:
             before=self._take_kept(),
         )
         loaded.step_s, self._loaded = self.step_s, loaded
-        self._attestation.attester.model = plan.manifest
+        self._attestation.evidence_maker.model = plan.manifest
         stage = loaded.stage
         ready = Ready(plan.plan_id, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
         link.send(ready, plan_id=plan.plan_id)
@@ -499,7 +499,7 @@ class Peer:
         The head's own link stays. So do the weights, because the head's next plan may need most of them.
         """
         loaded, self._loaded = self._loaded, None
-        self._attestation.attester.model = ""
+        self._attestation.evidence_maker.model = ""
         if loaded is None:
             return
         loaded.close()
