@@ -43,13 +43,14 @@ def stale_package_members(modules: list[Module]) -> list[str]:
     A module of another package is no excuse for the name: it has moved away.
     """
     last = {module.name.rpartition(".")[2] for module in modules}
+    identifiers = {module.name: _names_in(module) for module in modules}
     found = []
     for module in modules:
         if not module.is_package:
             continue
         inside = [one for one in modules if f"{one.name}.".startswith(f"{module.name}.")]
-        own = {part for one in inside for part in one.name.split(".")} | _names_in([module])
-        known = own | (_names_in(inside) - last)
+        own = {part for one in inside for part in one.name.split(".")} | identifiers[module.name]
+        known = own.union(*(identifiers[one.name] for one in inside)) - (last - own)
         names = _SINGLE.findall(ast.get_docstring(module.tree) or "")
         found += [f"{module.place}:1: {name} is not here" for name in names if name not in known]
     return found
@@ -116,23 +117,22 @@ def _leads_to_module(name: str, known: Known) -> bool:
         found = known.get(".".join(parts[:end]), [])
         if found:
             is_whole = end == len(parts)
-            return is_whole or any(not one.is_package or parts[end] in _names_in([one]) for one in found)
+            return is_whole or any(not one.is_package or parts[end] in _names_in(one) for one in found)
     return False
 
 
-def _names_in(modules: list[Module]) -> set[str]:
-    """Return the identifiers of these modules, and their string constants."""
+def _names_in(module: Module) -> set[str]:
+    """Return the identifiers of a module, and its string constants."""
     found: set[str] = set()
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
-                found.add(node.name)
-            elif isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
+            found.add(node.name)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
     return found
 
 
