@@ -67,7 +67,7 @@ class Attestation:
         self._on_fall = on_fall
         self._lock = threading.Lock()
         self._bindings: dict[Link, bytes] = {}
-        self._quiet = RateLimitedLog(_log)
+        self._limited_log = RateLimitedLog(_log)
         self._asked: dict[Link, _Asked] = {}
         # Challenges that were sent while the member held a stage of a plan that is over.
         self._owing: dict[Link, _Asked] = {}
@@ -133,7 +133,7 @@ class Attestation:
         with self._lock:
             asked = self._asked.pop(link, None)
         if asked is None:
-            self._quiet.warning("evidence", f"{link.peer} sent evidence without a challenge")
+            self._limited_log.warning("evidence", f"{link.peer} sent evidence without a challenge")
             return
         asked.evidence = evidence
         asked.done.set()
@@ -293,7 +293,7 @@ class Attestation:
                 evidence = self.evidence_maker.prove(self._me(), binding, challenge)
                 # Post without waiting: a member that asks and reads nothing must not block the others.
                 if not link.post(evidence):
-                    self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
+                    self._limited_log.warning("no room", f"{link.peer} asks for evidence and takes none")
             except ConvoyError as error:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 

@@ -104,9 +104,9 @@ class Head:
         )
         self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
         verifier, weights = self.peers.verifier, self._weights
-        pace = StepTimes(self.peers, options.member).step_s
+        step_s = StepTimes(self.peers, options.member).step_s
         self.planner = Planner(
-            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=pace
+            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=step_s
         )
         self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
         self.handlers = self._make_handlers()
@@ -406,7 +406,7 @@ class Head:
         ranks = RankHandlers(lambda: self._ranks, self._to_plan)
         connected = [
             on(Fetch, self._weights.handle_fetch),
-            on(Piece, sources.fetches.handle_piece),
+            on(Piece, sources.part_client.handle_piece),
             on(Held, sources.handle_held),
             on(Prepared, self._preparations.handle_prepared),
             *on_frame(Progress, handle=self._handle_progress),

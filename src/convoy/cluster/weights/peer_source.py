@@ -66,7 +66,7 @@ class PeerWeightSource:
         waited for again.
         """
         self._answer_s = answer_s
-        self.fetches = PartClient(STALL_S)
+        self.part_client = PartClient(STALL_S)
         self._present = present
         self._changed = threading.Condition()
         self._said: dict[Link, _Said] = {}
@@ -86,7 +86,7 @@ class PeerWeightSource:
 
     def ended(self, link: Link) -> None:
         """Forget a link that ended."""
-        self.fetches.ended(link)
+        self.part_client.ended(link)
         with self._changed:
             self._said.pop(link, None)
             self._changed.notify_all()
@@ -251,7 +251,7 @@ class PeerReader:
             raise NobodyHas(": ".join([f"no connected member has {place.name}", *reasons[:1]]))
         source = min(usable, key=lambda link: (self._failures[link.peer], link.peer))
         wants = pieces_of(digest, place.name, start, place.num_bytes)
-        pulled = self._sources.fetches.pull(source, manifest.digest, wants, self._watch)
+        pulled = self._sources.part_client.pull(source, manifest.digest, wants, self._watch)
         return _At(digest, start, source, ChunkBuffer(piece.data for _, piece in pulled))
 
     def _fail(self, digest: str, source: Link, why: str) -> None:
