@@ -28,9 +28,9 @@ from convoy.wire.codec import encode_message
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages.control import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
-from support.door import client_hello
 from support.link_parts import go_on_writing, replace_sending_stream, sending_stream, stop_writing
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
+from support.listener_process import client_hello
 from support.members import make_local_members, membership_of
 from support.relay import Relay
 from support.waiting import wait_until
@@ -167,7 +167,7 @@ def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
     here.link.close()
 
 
-def test_who_is_busy_itself_blames_nobody_for_silence(members: tuple[LocalMember, ...]) -> None:
+def test_a_busy_member_suspects_no_peer_of_silence(members: tuple[LocalMember, ...]) -> None:
     mine, theirs = memory_link_pair(*members[:2])
     inside, go_on = threading.Event(), threading.Event()
 

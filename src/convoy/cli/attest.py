@@ -179,7 +179,7 @@ def show(
     options = replace(member_options(settings), policy=demands)
     attestation = Attestation.of(lambda: me, options, lambda _link, _verdict: None)
     verdict = attestation.check_self()
-    claims = attestation.attester.claims
+    claims = attestation.evidence_maker.claims
     facts: dict[str, object] = {
         "member": me.name,
         "level": verdict.level.text,

@@ -115,7 +115,7 @@ class Engine:
         # Pass an empty step now, instead of when the next probe is due.
         self._woken = False
         self._replan: Replan | None = None
-        self._relapses = RepeatedFailures()
+        self._repeated_failures = RepeatedFailures()
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
@@ -391,17 +391,19 @@ class Engine:
             # The new stages hold no K/V, so every sequence starts again from its known tokens.
             self._scheduler.reset(recovered.limits)
             over = []
-            if recovered.relapse and not isinstance(cause, Replan):
+            if recovered.without_loss and not isinstance(cause, Replan):
                 # No member was lost, so a request in flight may make the stages fail: end those that fail
                 # again and again.
-                over = self._relapses.hopeless(self._live, ran, cause, recovered.failed_at)
+                over = self._repeated_failures.hopeless(self._live, ran, cause, recovered.failed_at)
             # The new stages may hold fewer tokens than some sequences have already.
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pools))
             for group, reason in over:
                 self._live.end_group(group, reason)
-            if recovered.relapse:
+            if recovered.without_loss:
                 # Suspects run one at a time, so that the next failure tells which one causes it.
-                self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
+                self._scheduler.try_apart(
+                    one for one in self._repeated_failures.suspects if one in self._live
+                )
             if not recovered.same_bits:
                 self._live.mark_replayed_inexact()
             self._progress.recoveries += not isinstance(cause, Replan)

@@ -230,10 +230,10 @@ def test_a_model_is_claimed_while_a_stage_is_held() -> None:
         minimum=Level.SELF_SIGNED, interval_s=0.5, software=(SoftwareRule("model", ("ef" * 32,)),)
     )
     with two_sides(policy) as (alpha, beta):
-        beta.attestation.attester.model = "ef" * 32
+        beta.attestation.evidence_maker.model = "ef" * 32
         assert alpha.attestation.check([alpha.link], holds_stage=True)["beta"].level is Level.SELF_SIGNED
         alpha.attestation.watch([alpha.link], hold_stages=True)
-        beta.attestation.attester.model = "dd" * 32
+        beta.attestation.evidence_maker.model = "dd" * 32
         assert "model" in alpha.fallen.get(timeout=WAIT_S).why
 
 
@@ -272,7 +272,7 @@ def test_an_answer_from_between_two_plans_is_neither_kept_nor_held_against_its_m
         alpha.attestation.watch([alpha.link], hold_stages=True)
         assert hardware.begun.wait(WAIT_S)  # the claims were made, without a model
         alpha.attestation.watch((), hold_stages=False)
-        beta.attestation.attester.model = model
+        beta.attestation.evidence_maker.model = model
         alpha.attestation.watch([alpha.link], hold_stages=True)
         hardware.slow.set()
         wait_until(lambda: alpha.attestation.verdicts)
@@ -363,8 +363,8 @@ def members_of(
 
 def drifted(peer: PeerThread) -> None:
     """This member's files are others from now on."""
-    attester = peer.peer.attestation.attester
-    attester.__dict__["software"] = CLAIMS
+    evidence_maker = peer.peer.attestation.evidence_maker
+    evidence_maker.__dict__["software"] = CLAIMS
 
 
 def test_without_a_policy_levels_are_reported_and_nothing_is_demanded() -> None:
@@ -423,7 +423,7 @@ def test_a_member_that_drifted_long_ago_falls_at_the_next_plan() -> None:
         drifted(peers[0])
         peers[1].stop()
         wait_until(lambda: {stage.member for stage in cluster.status().stages} == {"alpha"})
-        wait_until(lambda: "beta" in cluster.head.vetting.excluded)
+        wait_until(lambda: "beta" in cluster.head.verifier.excluded)
         cluster.close()
 
 

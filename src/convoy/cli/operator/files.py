@@ -42,13 +42,13 @@ class OperatorFiles:
     def open(cls, config: Path, operator: Path, passphrase_file: Path | None) -> OperatorFiles:
         settings = load_config(config)
         key = load_operator(operator, passphrase_file)
-        desk = cls(key, settings, operator / "invites", operator_log(operator, key))
-        if desk.newest().operator != desk.key.public_key:
+        files = cls(key, settings, operator / "invites", operator_log(operator, key))
+        if files.newest().operator != files.key.public_key:
             raise ConfigError(
-                f"the operator key in {operator} is not the one that signed {desk.roster_file}",
+                f"the operator key in {operator} is not the one that signed {files.roster_file}",
                 hint="name the key's directory with --operator",
             )
-        return desk
+        return files
 
     @property
     def roster_file(self) -> Path:
