@@ -10,6 +10,8 @@ from convoy.errors import ConfigError
 
 _REMEDY = "is it the right file? check the path"
 
+# The longest PEM file: hundreds of certificates.
+MAX_PEM_BYTES = 1 << 20
 WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves one in .convoy"
 
 

@@ -37,10 +37,12 @@ from convoy.trust.roster.text import (
     parse_body,
     parse_toml,
 )
+from convoy.wire.messages.control import MAX_ROSTER_BYTES
 
 _COPY = "copy the roster's file again from the operator's machine"
 
 __all__ = [
+    "MAX_ROSTER_BYTES",
     "Member",
     "Roster",
     "SignedRoster",
@@ -54,7 +56,6 @@ __all__ = [
     "sign_roster",
 ]
 
-MAX_ROSTER_BYTES = 1024 * 1024
 _MAX_TAIL_BYTES = 16 * 1024
 DEFAULT_LIFETIME = datetime.timedelta(days=30)
 
