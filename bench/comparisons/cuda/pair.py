@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
+from comparisons.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.stage import CudaStage

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_machine
+from comparisons.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_machine
 from convoy.engine.ranks.load import load_member_stage
 from convoy.model.backends.cuda.kernels.sums import DeviceRanks, DeviceSums
 from convoy.model.backends.cuda.options import KERNEL

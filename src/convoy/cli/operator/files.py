@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log
-from convoy.cli.operator.first_machine import MAX_ROSTER_FILE_BYTES
 from convoy.cli.operator.roster_change import load_operator
 from convoy.cli.show.output import one_line, print_note
 from convoy.config.files import read_bytes
@@ -64,9 +63,9 @@ class OperatorFiles:
         another process may have signed a new one.
         """
         from convoy.trust.roster.accepted import AcceptedFile
-        from convoy.trust.roster.roster import verify_roster
+        from convoy.trust.roster.roster import MAX_ROSTER_BYTES, verify_roster
 
-        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_FILE_BYTES)
+        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_BYTES)
         newest = verify_roster(data, operator_key=self.settings.require_operator_key())
         identity = self.settings.cluster.identity
         accepted = AcceptedFile(identity).load() if identity is not None else None

@@ -72,6 +72,8 @@ HubCommitName = Annotated[
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40})?\Z"
     ),
 ]
+# The longest roster file, and so the longest roster in a frame.
+MAX_ROSTER_BYTES = 1024 * 1024
 # No member has this much memory, so a larger offer is malformed.
 MAX_OFFER_BYTES = 16 << 40
 # An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
@@ -505,7 +507,7 @@ class RosterUpdate(Message, frozen=True):
     parsed.
     """
 
-    frame = FrameRow(FrameType.ROSTER, 1024 * 1024 + 64, Sender.LINK)
+    frame = FrameRow(FrameType.ROSTER, MAX_ROSTER_BYTES + 64, Sender.LINK)
 
     signed: bytes
 
