@@ -63,11 +63,11 @@ $(STAMP): pyproject.toml $(LOCKS) Makefile
 demo: setup
 	@$(BIN)/convoy demo
 
-# Two at a time: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
+# Three at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
 # Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
 # one worker would wait for the other. A worker that is killed is not replaced: its test has failed by name, and with
 # a new one pytest-xdist would wait for ever.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # `make check` runs the tests of the architecture.
 test: setup

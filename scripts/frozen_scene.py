@@ -233,13 +233,13 @@ def _answers(url: str, who: str) -> Facts:
     """Return status, headers and body of one request of each kind, good ones and bad ones."""
     chat = {"model": _MODEL, "messages": _QUESTION, "temperature": 0, "max_tokens": 8}
     text = {"model": _MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
-    drawn = {**chat, "temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
+    sampled = {**chat, "temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     posts: dict[str, tuple[str, Any]] = {
         "chat": ("/v1/chat/completions", chat),
-        "chat drawn": ("/v1/chat/completions", drawn),
+        "chat sampled": ("/v1/chat/completions", sampled),
         "chat stream": ("/v1/chat/completions", {**chat, **stream}),
-        "chat stream drawn": ("/v1/chat/completions", {**drawn, **stream}),
+        "chat stream sampled": ("/v1/chat/completions", {**sampled, **stream}),
         "text": ("/v1/completions", text),
         "text echo": ("/v1/completions", {**text, "echo": True, "logprobs": 2}),
         "text prompt logprobs": ("/v1/completions", {**text, "prompt_logprobs": 1}),
@@ -304,13 +304,13 @@ def _fleet(folder: Path, stack: ExitStack, upstream: str, ports: list[int], metr
     facts: Facts = {}
     with httpx.Client(
         base_url=f"http://127.0.0.1:{admin}", headers=headers, trust_env=False, timeout=60
-    ) as door:
+    ) as endpoint:
         facts["admin accounts"] = _answer(
-            door.post("/accounts", json={"name": "ann", "credit_micro": 10**12})
+            endpoint.post("/accounts", json={"name": "ann", "credit_micro": 10**12})
         )
-        made = door.post("/keys", json={"scope": "consumer", "account": "ann"})
+        made = endpoint.post("/keys", json={"scope": "consumer", "account": "ann"})
         facts["admin keys"] = _answer(made)
-        scope = door.post("/keys", json={"scope": "metrics", "label": "prometheus"})
+        scope = endpoint.post("/keys", json={"scope": "metrics", "label": "prometheus"})
         facts["admin metrics key"] = _answer(scope)
         (folder / "fleet.key").write_text(made.json()["key"] + "\n", encoding="utf-8")
         (folder / "fleet.key").chmod(0o600)
@@ -320,10 +320,10 @@ def _fleet(folder: Path, stack: ExitStack, upstream: str, ports: list[int], metr
         wait_for(lambda: re.search(_PUBLIC_KEY, log.read_text(encoding="utf-8")) is not None, folder)
         identity = re.findall(_PUBLIC_KEY, log.read_text(encoding="utf-8"))[0]
         facts["admin providers"] = _answer(
-            door.post("/providers", json={"identity": identity, "name": "one"})
+            endpoint.post("/providers", json={"identity": identity, "name": "one"})
         )
-        wait_for(lambda: bool(door.get("/status").json()["providers"]), folder)
-        facts["admin status"] = shape(door.get("/status").json(), values=False)
+        wait_for(lambda: bool(endpoint.get("/status").json()["providers"]), folder)
+        facts["admin status"] = shape(endpoint.get("/status").json(), values=False)
         consumer = {"authorization": f"Bearer {made.json()['key']}"}
         facts |= _asked(f"http://127.0.0.1:{public}", "coordinator", consumer)
         trust = ["--trust-provider", identity, "--api-key-file", "fleet.key", "--port", str(blind), "--json"]
@@ -331,7 +331,7 @@ def _fleet(folder: Path, stack: ExitStack, upstream: str, ports: list[int], metr
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{blind}/health", trust_env=False) is not None, folder)
         facts |= _asked(f"http://127.0.0.1:{blind}", "proxy", {})
         scrape = {"authorization": f"Bearer {scope.json()['key']}"}
-        metrics |= scraped(door.get("/metrics", headers=scrape).text, "coordinator")
+        metrics |= scraped(endpoint.get("/metrics", headers=scrape).text, "coordinator")
         metrics |= scraped(get(f"http://127.0.0.1:{blind}/metrics").text, "proxy")
     return facts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture import imports, interfaces, rows, shape
+from architecture import imports, interfaces, references, rows, shape
 from architecture.source import Module, load_modules, load_scripts
 from convoy.config.kernels import KERNELS, QUANTIZED
 from convoy.plan.spec.registry import FAMILIES
@@ -50,6 +50,8 @@ def listed(violations: list[str]) -> str:
         shape.crowded_packages,
         shape.silent_packages,
         shape.stale_package_names,
+        references.stale_module_names,
+        references.stale_package_members,
         shape.repeated_class_names,
         shape.asking_methods,
         shape.stray_frame_types,
@@ -93,6 +95,14 @@ def test_no_text_names_a_path_of_some_machine() -> None:
     files += [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
     text_files = [path for path in files if "__pycache__" not in path.parts and path.name != ".venv.log"]
     violations = shape.machine_paths(text_files, ROOT)
+    assert not violations, listed(violations)
+
+
+def test_every_module_and_file_that_a_text_names_exists(modules: list[Module]) -> None:
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    violations = references.stale_paths_of_modules(modules, ROOT)
+    for page in [*pages, ROOT / "bench/METHODOLOGY.md"]:
+        violations += references.stale_long_names(page, modules) + references.stale_paths_of_page(page, ROOT)
     assert not violations, listed(violations)
 
 

@@ -100,8 +100,8 @@ class TimedExecutor:
         return self._executor.oldest
 
     @property
-    def blamed(self) -> tuple[str, ...]:
-        return self._executor.blamed
+    def suspects(self) -> tuple[str, ...]:
+        return self._executor.suspects
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self._submitted.append((time.monotonic(), step))

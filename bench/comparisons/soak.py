@@ -129,11 +129,11 @@ class Bodies:
         self._max_tokens = max_tokens
 
     def of(self, number: int) -> dict[str, Any]:
-        drawn = random.Random(number)  # noqa: S311 - not a secret
-        length = drawn.randint(*(_LONG if number % _ONE_LONG_IN == 0 else _SHORT))
+        rng = random.Random(number)  # noqa: S311 - not a secret
+        length = rng.randint(*(_LONG if number % _ONE_LONG_IN == 0 else _SHORT))
         return {
             "model": self._model_name,
-            "prompt": [drawn.randrange(self._vocab_size) for _ in range(length)],
+            "prompt": [rng.randrange(self._vocab_size) for _ in range(length)],
             "max_tokens": self._max_tokens,
             "ignore_eos": True,
             "temperature": 0.8 * (number % 2),

@@ -24,7 +24,7 @@ BODIES = {
         b'{"prompt": "a", "temperature": NaN}',
     ],
     "nesting without end": [b'{"prompt": ' + b"[" * 100_000, b'{"x": ' + b'{"a":' * 100_000],
-    "rules that leave nothing to draw": [
+    "rules that leave nothing to sample": [
         b'{"prompt": "a", "allowed_token_ids": [256], "min_tokens": 5}',
         b'{"prompt": "a", "allowed_token_ids": [65], "bad_words": ["A"]}',
         b'{"prompt": "a", "allowed_token_ids": []}',

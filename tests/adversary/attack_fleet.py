@@ -137,7 +137,7 @@ def test_an_engine_gets_no_field_that_reaches_beyond_an_answer(row: Row, what: s
     row.tried(type(caught.value).__name__)
 
 
-@pytest.mark.attack("a page of another site at the providers' door", layer="fleet")
+@pytest.mark.attack("a page of another site at the providers' listener", layer="fleet")
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:8780"])
 def test_a_page_gets_no_challenge(
     fleet: FleetUnderTest, authority: TestAuthority, row: Row, origin: str

@@ -18,7 +18,7 @@ from convoy.crypto.identity import Identity
 from convoy.transport.link.establish import TO_DIALLER, TO_LISTENER
 from convoy.wire.frame import HEADER_BYTES, encode_handshake
 from convoy.wire.messages.control import FrameType
-from support.door import Crowd
+from support.listener_process import Crowd
 
 REFUSALS = {"HandshakeError", "Incompatible", "FrameError", "FrameTooLong", "PeerUnreachable", "PeerBusy"}
 STRANGERS = [f"127.0.{i}.{j}" for i in range(1, 5) for j in range(1, 51)]

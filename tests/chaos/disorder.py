@@ -23,7 +23,7 @@ class Disorder:
 
     cluster: ServedCluster
     load: Load
-    drawn: random.Random
+    rng: random.Random
     dealt: Counter[str] = field(default_factory=Counter)
     num_stages: Counter[int] = field(default_factory=Counter)  # of the ring, when it was hit
     told: list[str] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Disorder:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             self._gather()
-            time.sleep(self.drawn.uniform(*_REST_S))
-            peers = self.drawn.sample(list(self.cluster.peers), 2)
-            chosen = peers if self.drawn.random() < _BOTH else peers[:1]
-            kinds = [self.drawn.choice(_KINDS) for _ in chosen]
+            time.sleep(self.rng.uniform(*_REST_S))
+            peers = self.rng.sample(list(self.cluster.peers), 2)
+            chosen = peers if self.rng.random() < _BOTH else peers[:1]
+            kinds = [self.rng.choice(_KINDS) for _ in chosen]
             for peer, kind in zip(chosen, kinds, strict=True):
                 self._deal(peer, kind)
             for peer, kind in zip(chosen, kinds, strict=True):
-                time.sleep(self.drawn.uniform(*_AWAY_S[kind]))
+                time.sleep(self.rng.uniform(*_AWAY_S[kind]))
                 self._undo(peer, kind)
 
     def _gather(self) -> None:
         """Who came back gets a stage once nothing runs: without a lull there is soon nobody to lose."""
-        if len(self._stages()) > 1 and self.drawn.random() > _LULL:
+        if len(self._stages()) > 1 and self.rng.random() > _LULL:
             return
         end_s = time.monotonic() + _LULL_S
         with self.load.lull():

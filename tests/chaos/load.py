@@ -26,13 +26,13 @@ class Question:
 
 def make_questions(cluster: ServedCluster, model: str, vocab_size: int, count: int) -> list[Question]:
     """Short and long prompts and answers, greedy and seeded; answered while nothing disturbs."""
-    drawn = random.Random(5)
+    rng = random.Random(5)
     questions = []
     for number in range(count):
         body = {
             "model": model,
-            "prompt": prompt_of(drawn.choice((5, 40, 170, 400)), vocab_size, number),
-            "max_tokens": drawn.choice((12, 48, 120)),
+            "prompt": prompt_of(rng.choice((5, 40, 170, 400)), vocab_size, number),
+            "max_tokens": rng.choice((12, 48, 120)),
             "ignore_eos": True,
             "temperature": 0.9 * (number % 2),
             "seed": number,
@@ -82,11 +82,11 @@ class Load:
         hanging = sum(thread.is_alive() for thread in self._threads)
         return [*self.failures, *([f"{hanging} streams never ended"] if hanging else [])]
 
-    def _run(self, drawn: random.Random) -> None:
+    def _run(self, rng: random.Random) -> None:
         while not self._stopping.is_set():
             self._going_on.wait()
-            number = drawn.randrange(len(self.questions))
-            hang_up_after = drawn.randrange(1, 8) if drawn.randrange(_HUNG_UP) == 0 else None
+            number = rng.randrange(len(self.questions))
+            hang_up_after = rng.randrange(1, 8) if rng.randrange(_HUNG_UP) == 0 else None
             failure = self._ask(self.questions[number], hang_up_after)
             if failure is not None:
                 with self._lock:

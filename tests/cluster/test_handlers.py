@@ -39,7 +39,7 @@ def send(link: Link, kind: FrameType) -> None:
     message = sample(MESSAGE_TYPES[kind])
     if isinstance(message, RankStep):
         # Sampling is rank 0's own work.
-        message = replace(message, step=replace(message.step, draws=[]))
+        message = replace(message, step=replace(message.step, samples=[]))
     link.send(message, plan_id=1, step=1)
 
 

@@ -83,7 +83,7 @@ def test_hosts_and_devices_share_one_route(
     assert made[0].waited_on == {f"leave {holder}"}
 
 
-def test_the_last_member_may_draw_on_its_device(made: list[FakeDeviceStage], expected: list[int]) -> None:
+def test_the_last_member_may_sample_on_its_device(made: list[FakeDeviceStage], expected: list[int]) -> None:
     with cluster_on(("cpu", "cuda"), {"alpha": "0:2", "beta": "3:output"}) as (cluster, _):
         assert tokens_of(cluster) == expected
     assert len(made) == 1

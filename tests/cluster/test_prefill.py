@@ -58,9 +58,9 @@ def test_chunks_of_one_prompt_are_on_several_stages_at_once(
     most = 0
     real = PipelineExecutor.submit
 
-    def submit(self: PipelineExecutor, step: Step, draws: object) -> None:
+    def submit(self: PipelineExecutor, step: Step, samples: object) -> None:
         nonlocal most
-        real(self, step, draws)  # type: ignore[arg-type]
+        real(self, step, samples)  # type: ignore[arg-type]
         chunks = [one.step for one in self._in_flight if one.step.rows]
         most = max(most, len(chunks))
         assert len(self._in_flight) <= self.depth

@@ -50,8 +50,8 @@ class Liar:
         self._real = real
         self._lie = lie
 
-    def send(self, drawn: SampleReplies, *, plan_id: int, step: int) -> None:
-        said = self._lie(drawn)
+    def send(self, sampled: SampleReplies, *, plan_id: int, step: int) -> None:
+        said = self._lie(sampled)
         if isinstance(said, WireTensor):
             self._real.send_tensor(said, plan_id=plan_id, step=step, boundary=4)
         else:
@@ -59,8 +59,10 @@ class Liar:
 
 
 def changed(**changes: object) -> Callable[[SampleReplies], SampleReplies]:
-    def lie(drawn: SampleReplies) -> SampleReplies:
-        return SampleReplies(drawn.number, [msgspec.structs.replace(one, **changes) for one in drawn.answers])
+    def lie(sampled: SampleReplies) -> SampleReplies:
+        return SampleReplies(
+            sampled.number, [msgspec.structs.replace(one, **changes) for one in sampled.answers]
+        )
 
     return lie
 
@@ -71,13 +73,13 @@ ONE = SampleReply(5, 0.0, [], b"", "", 0)
 @pytest.mark.parametrize(
     ("lie", "told"),
     [
-        (lambda drawn: SampleReplies(drawn.number, [*drawn.answers, ONE]), "draws, expected"),
-        (lambda drawn: SampleReplies(drawn.number, []), "came back with 0 draws, expected 1"),
+        (lambda sampled: SampleReplies(sampled.number, [*sampled.answers, ONE]), "samples, expected"),
+        (lambda sampled: SampleReplies(sampled.number, []), "came back with 0 samples, expected 1"),
         (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
         (changed(top=[(1, 0.5)] * 20), "came back malformed: an answer has 20 alternatives, expected 0"),
-        (lambda drawn: SampleReplies(drawn.number + 7, drawn.answers), "the end of step"),
+        (lambda sampled: SampleReplies(sampled.number + 7, sampled.answers), "the end of step"),
         (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
     ],
 )
@@ -99,7 +101,7 @@ def test_a_lie_of_the_owner_of_the_output_ends_the_plan_and_is_named(
     assert cluster.engine.stats().recoveries == 1
 
 
-def test_logits_that_the_owner_of_the_output_cannot_draw_from_end_one_request(
+def test_logits_that_the_owner_of_the_output_cannot_sample_from_end_one_request(
     parties: tuple[RunningCluster, PeerThread],
 ) -> None:
     cluster, peer = parties
@@ -108,7 +110,7 @@ def test_logits_that_the_owner_of_the_output_cannot_draw_from_end_one_request(
     assert loaded.loop is not None
     real = loaded.loop.successor
     loaded.loop.successor = Liar(real, changed(error="so it is"))  # type: ignore[assignment]
-    with pytest.raises(Exception, match="the owner of the output could not draw from its logits"):
+    with pytest.raises(Exception, match="the owner of the output could not sample from its logits"):
         ask(cluster)
     loaded.loop.successor = real
     assert ask(cluster) == "17"
@@ -132,9 +134,9 @@ def test_the_owner_of_the_output_sees_prompts_only_as_far_as_a_penalty_looks_bac
     loaded.loop.accept_step = accept  # type: ignore[method-assign]
     ask(cluster)
     assert all(step.tokens == b"" for step in seen), "it does not own the embedding"
-    assert not any(draw.prompt or draw.generated for step in seen for draw in step.draws)
+    assert not any(sample.prompt or sample.generated for step in seen for sample in step.samples)
     seen.clear()
     ask(cluster, SamplingParams(temperature=0.0, repetition_penalty=1.0001))
-    first = next(draw for step in seen for draw in step.draws)
+    first = next(sample for step in seen for sample in step.samples)
     ids = np.frombuffer(first.prompt, dtype="<u4").tolist()
     assert ids == sorted(set(ids)), "not even its order"

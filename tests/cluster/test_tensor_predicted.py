@@ -5,7 +5,6 @@ goes on with whole layers, and says so.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -69,13 +68,11 @@ def test_a_rank_that_says_nothing_until_the_deadline_leaves_a_pipeline(
     released = threading.Event()
     monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     break_joining(monkeypatch, say_nothing(released))
-    began_s = time.monotonic()
     with scene(2, **AUTO) as s:
         released.set()
         assert s.mode == "pipeline"
         assert "did not find together within 0.5 s" in s.cluster.status().parallel.reason
         assert len(s.start().result()) == 60
-    assert time.monotonic() - began_s < 15
 
 
 def test_a_link_that_fails_as_ranks_begin_leaves_whole_layers_and_no_request_fails(

@@ -129,14 +129,14 @@ def test_members_with_wrong_addresses_in_the_roster_meet_by_discovery_alone(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     files = write_members(tmp_path, "0.0.0.0")  # noqa: S104
-    patient = files["alpha"].read_text()
+    text = files["alpha"].read_text()
     with running(machines[1], *join(files)) as said:
         wait_for_event(said, "listening")
-        files["alpha"].write_text(patient.replace("wait_s = 40", "wait_s = 2"))
+        files["alpha"].write_text(text.replace("wait_s = 40", "wait_s = 2"))
         with running(machines[0], *serve(files)) as printed:
             # It can hold the model, so it starts without the peer that it cannot reach.
             assert [stage["member"] for stage in first_value(printed)["status"]["stages"]] == ["alpha"]
-        files["alpha"].write_text(patient)
+        files["alpha"].write_text(text)
         with running(machines[0], *serve(files, "--discover")) as printed:
             assert_both_hold_stages(first_value(printed))
 

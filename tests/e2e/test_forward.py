@@ -1,4 +1,4 @@
-"""The forward layout as a client meets it: the last peer draws every token, in a process of its own."""
+"""The forward layout as a client meets it: the last peer samples every token, in a process of its own."""
 
 from __future__ import annotations
 

@@ -103,15 +103,15 @@ class World:
         tokens = deque(outcome.sampled.token_id for outcome in self.executor.collect().outcomes)
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         for row, sequence, drafts in parts:
-            drawn = [tokens.popleft() for _ in range(row.num_outputs)]
+            sampled = [tokens.popleft() for _ in range(row.num_outputs)]
             if sequence.state is not SequenceState.FINISHED:
-                self._advance(sequence, row.start + row.num_tokens - len(drafts), list(drafts), drawn)
+                self._advance(sequence, row.start + row.num_tokens - len(drafts), list(drafts), sampled)
 
-    def _advance(self, sequence: Sequence, known: int, drafts: list[int], drawn: list[int]) -> None:
-        if known < len(sequence.tokens) or not drawn:
+    def _advance(self, sequence: Sequence, known: int, drafts: list[int], sampled: list[int]) -> None:
+        if known < len(sequence.tokens) or not sampled:
             return
         num_accepted = 0
-        for token, draft in zip(drawn[-len(drafts) - 1 :], [*drafts, None], strict=True):
+        for token, draft in zip(sampled[-len(drafts) - 1 :], [*drafts, None], strict=True):
             sequence.tokens.append(token)
             if sequence.num_generated == sequence.max_tokens or token != draft:
                 break

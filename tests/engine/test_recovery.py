@@ -372,8 +372,8 @@ def test_a_loss_while_nothing_runs_is_looked_for_when_somebody_says_so() -> None
 
 
 def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
-    relapses = [replace(recovered(fail_at=0), relapse=True) for _ in range(MAX_FAILURES)]
-    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*relapses, recovered()]))
+    failures = [replace(recovered(fail_at=0), without_loss=True) for _ in range(MAX_FAILURES)]
+    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*failures, recovered()]))
     with pytest.raises(StageLost, match=f"failed at the request {MAX_FAILURES} times in a row"):
         generate(engine, request([1, 2, 3], 20))
     assert list(generate(engine, request([4], 20)).token_ids) == expected([4], 20)
@@ -390,8 +390,10 @@ class PoisonedExecutor(FakeExecutor):
 
 
 def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
-    relapses = [NewStages(PoisonedExecutor(), LIMITS, 128, relapse=True) for _ in range(4 * MAX_FAILURES)]
-    engine = start(PoisonedExecutor(), FakeRecovery([*relapses]))
+    failures = [
+        NewStages(PoisonedExecutor(), LIMITS, 128, without_loss=True) for _ in range(4 * MAX_FAILURES)
+    ]
+    engine = start(PoisonedExecutor(), FakeRecovery([*failures]))
     prompts = [[3, 4, 5], [4, 5], [6, 1, 6], [7], [8, 9]]
     streams: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in prompts]
 
@@ -410,19 +412,19 @@ def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
 
 def test_what_fails_by_itself_at_one_member_after_another_ends_before_the_next() -> None:
     where = ["beta", "beta", "beta", "gamma", "gamma", "delta"]
-    relapses = [NewStages(PoisonedExecutor(), LIMITS, 128, relapse=True, failed_at=one) for one in where]
-    recovery = FakeRecovery([*relapses])
+    failures = [NewStages(PoisonedExecutor(), LIMITS, 128, without_loss=True, failed_at=one) for one in where]
+    recovery = FakeRecovery([*failures])
     engine = start(PoisonedExecutor(), recovery)
     with pytest.raises(StageLost, match="failed at the request 5 times in a row, at beta and at gamma"):
         generate(engine, request([6, 1, 6], 20))
-    assert [answer for answer in recovery.answers if isinstance(answer, NewStages)] == relapses[5:]
+    assert [answer for answer in recovery.answers if isinstance(answer, NewStages)] == failures[5:]
     engine.close()
 
 
 def test_what_fails_once_beside_a_member_that_fails_always_goes_on() -> None:
-    relapses = [replace(recovered(fail_at=0), relapse=True, failed_at="beta") for _ in range(3)]
-    last = replace(recovered(), relapse=True, failed_at="gamma")
-    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*relapses, last]))
+    failures = [replace(recovered(fail_at=0), without_loss=True, failed_at="beta") for _ in range(3)]
+    last = replace(recovered(), without_loss=True, failed_at="gamma")
+    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*failures, last]))
     assert list(generate(engine, request([2, 3], 20)).token_ids) == expected([2, 3], 20)
     engine.close()
 

@@ -61,18 +61,18 @@ class Stages:
         self._held: dict[Slot, tuple[int, ...]] = {}
 
     def take(self, scheduled: Scheduled) -> list[int]:
-        """Check that each row finds what it looks back on. Returns the tokens that are drawn."""
+        """Check that each row finds what it looks back on. Returns the tokens that are sampled."""
         staged = self.tables.stage(scheduled.step)
         self.tables.commit(staged)
-        drawn = []
+        sampled = []
         parts = zip(staged.rows, scheduled.sequences, scheduled.drafts, strict=True)
         for (row, table), sequence, drafts in parts:
             tokens = [*sequence.tokens, *drafts][: row.start + row.num_tokens]
             for group, blocks in enumerate(table.blocks):
                 self._run(group, blocks, row, tokens)
             ends = range(len(tokens) - row.num_outputs, len(tokens))
-            drawn += [next_token(tokens[: end + 1]) for end in ends]
-        return drawn
+            sampled += [next_token(tokens[: end + 1]) for end in ends]
+        return sampled
 
     def _run(self, group: int, blocks: list[int], row: Row, tokens: list[int]) -> None:
         window = self._groups[group].window
@@ -117,14 +117,14 @@ class World:
         for row, sequence, drafts in zip(
             scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True
         ):
-            drawn, tokens = tokens[: row.num_outputs], tokens[row.num_outputs :]
+            sampled, tokens = tokens[: row.num_outputs], tokens[row.num_outputs :]
             known = row.start + row.num_tokens - len(drafts)
-            if sequence.state is not SequenceState.FINISHED and drawn and known == len(sequence.tokens):
-                self._advance(sequence, list(drafts), drawn)
+            if sequence.state is not SequenceState.FINISHED and sampled and known == len(sequence.tokens):
+                self._advance(sequence, list(drafts), sampled)
 
-    def _advance(self, sequence: Sequence, drafts: list[int], drawn: list[int]) -> None:
+    def _advance(self, sequence: Sequence, drafts: list[int], sampled: list[int]) -> None:
         num_accepted = 0
-        for token, draft in zip(drawn, [*drafts, None], strict=True):
+        for token, draft in zip(sampled, [*drafts, None], strict=True):
             sequence.tokens.append(token)
             if sequence.num_generated == sequence.max_tokens or token != draft:
                 break

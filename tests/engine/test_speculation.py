@@ -149,7 +149,7 @@ params = st.builds(
 
 
 def with_rules(request: GenerationRequest, **rules: Any) -> GenerationRequest:
-    """Of rules that leave nothing to draw, or ask for more than fits, none."""
+    """Of rules that leave nothing to sample, or ask for more than fits, none."""
     ruled = replace(request, **{**rules, "min_tokens": min(rules["min_tokens"], request.max_tokens)})
     try:
         check_restrictions(ruled, FakeTokenizer.eos_ids, VOCAB)
@@ -310,7 +310,7 @@ def test_guesses_cost_nobody_blocks() -> None:
 
 def test_no_more_is_guessed_than_may_be_said() -> None:
     rows = scheduled_rows(decoding(replace(LIMITS, max_step_tokens=64), 1, max_tokens=4))
-    assert rows == [(3, 3)], "one token was said, three more may be, and the last of them is drawn"
+    assert rows == [(3, 3)], "one token was said, three more may be, and the last of them is sampled"
 
 
 def test_nothing_is_guessed_behind_the_room_that_a_loss_has_left() -> None:

@@ -96,7 +96,7 @@ def test_without_rounding_ranks_are_one_device_but_for_the_order_of_sums(loaded:
     assert (logits[0][1] - logits[1][1]).abs().max() <= 1e-4
 
 
-def test_draws_on_the_device_are_those_of_its_logits(loaded: Loaded) -> None:
+def test_samples_on_the_device_are_those_of_its_logits(loaded: Loaded) -> None:
     both = loaded["even", "cuda:0+cuda:1"]
     logits = Chain([both]).run((0, PROMPT))[0]
     hidden = torch.randn(3, both.hidden_size).bfloat16()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("width", [3000, 20000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_logits_the_lowest_token_is_drawn(
+def test_of_equal_logits_the_lowest_token_is_sampled(
     width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     logits = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -44,10 +44,10 @@ def test_a_row_that_is_not_finite_is_counted_and_no_rows_give_none(device: torch
 
 def test_restricted_tokens_are_those_of_the_host(device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("draws are copied by streams of a device")
+        pytest.skip("samples are copied by streams of a device")
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
     greedy, best = SamplingParams(temperature=0.0), [int(row.argmax()) for row in logits]
-    draws = [
+    jobs = [
         SampleJob(greedy, 0, 1),
         SampleJob(greedy, 0, 2, banned=[best[1]]),
         SampleJob(greedy, 0, 3, allowed=[7, 8, 2999]),
@@ -56,8 +56,8 @@ def test_restricted_tokens_are_those_of_the_host(device: torch.device) -> None:
         SampleJob(greedy, 0, 6, score=best[5]),
     ]
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    found = start_sampling(logits.to(device), draws, copies, Staging(device)).outcomes()
-    expected = sample_all(logits.numpy(), draws)
+    found = start_sampling(logits.to(device), jobs, copies, Staging(device)).outcomes()
+    expected = sample_all(logits.numpy(), jobs)
     assert [one.sampled.token_id for one in found] == [one.sampled.token_id for one in expected]
     assert found[1].sampled.token_id != best[1]
     assert found[2].sampled.token_id in {7, 8, 2999}

@@ -225,15 +225,15 @@ def test_what_is_left_for_blocks_is_measured_and_true(directories: Directories) 
     assert before - torch.cuda.mem_get_info()[0] <= 1.05 * (offered - stage.weight_bytes)
 
 
-def test_greedy_rows_are_drawn_on_the_device_and_others_from_their_logits(directories: Directories) -> None:
+def test_greedy_rows_are_sampled_on_the_device_and_others_from_their_logits(directories: Directories) -> None:
     one = chain(directories["odd"])
     stage = device_stage(one.stages[0])
     hidden = torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(3))
     warm = SamplingParams(temperature=0.8, seed=7)
-    draws = [GREEDY, SampleJob(warm, 0, 9), GREEDY, SampleJob(warm, 1, 9, score=4), GREEDY]
-    found = stage.sample(hidden, draws)
+    jobs = [GREEDY, SampleJob(warm, 0, 9), GREEDY, SampleJob(warm, 1, 9, score=4), GREEDY]
+    found = stage.sample(hidden, jobs)
     assert found.greedy == (0, 2, 4)
-    assert found.outcomes() == sample_all(stage.output(hidden).numpy(), draws)
+    assert found.outcomes() == sample_all(stage.output(hidden).numpy(), jobs)
     broken = hidden.clone()
     broken[2] = float("nan")
     errors = [outcome.error for outcome in stage.sample(broken, [GREEDY] * 5).outcomes()]

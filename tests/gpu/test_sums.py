@@ -31,7 +31,7 @@ def run(
     table = torch.tensor([box.data_ptr() for box in boxes], device=own.device)
     sum_kernel[-(-len(words) // 64),](
         into, words, table, count, 2, len(words), ROOM=ROOM, RANK=1, WORLD=2, BLOCK=64, PACKED=packed,
-        ADDS=adds, PATIENCE=3, num_warps=1,
+        ADDS=adds, MAX_POLLS=3, num_warps=1,
     )  # fmt: skip
     return [*boxes, count]
 

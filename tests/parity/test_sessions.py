@@ -112,7 +112,7 @@ def test_a_session_that_goes_on_back_and_apart_equals_the_whole(
         assert_at(session, oracle)
 
 
-def test_a_session_draws_what_a_request_with_its_seed_draws(demo: ModelSource) -> None:
+def test_a_session_samples_the_tokens_of_a_request_with_its_seed(demo: ModelSource) -> None:
     prompt = some_tokens(demo, 20)
     params = replace(SEEDED, repetition_penalty=1.3, presence_penalty=0.5)
     with running(demo, "default") as cluster, cluster.session(params) as session:
@@ -143,15 +143,15 @@ def test_a_saved_session_goes_on_under_another_split_as_if_it_had_never_stopped(
         session.eval(session.sample().token_id)
         session.save(path, key if loaded == "three" else None)
         expected = session.tokens
-        drawn = session.sample()
+        sampled = session.sample()
     with running(demo, loaded, **changes) as cluster, cluster.session() as session:
         size = changes.get("block_size", 16)
         assert session.load(path, key if loaded == "three" else None) == 64 // size * size
         assert session.tokens == expected
-        assert session.sample() == drawn
+        assert session.sample() == sampled
         assert session.num_run == 76 - 64 // size * size, "only what is behind the file's blocks is run"
         assert_at(session, oracle)
-        session.eval(drawn.token_id)
+        session.eval(sampled.token_id)
         assert_at(session, oracle)
 
 

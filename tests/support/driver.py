@@ -12,7 +12,7 @@ import numpy.typing as npt
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.model.sampling.output_rows import GREEDY as GREEDY_DRAW
+from convoy.model.sampling.output_rows import GREEDY as GREEDY_JOB
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 
@@ -55,7 +55,7 @@ class Driver:
         while in_flight or any(s.state is not SequenceState.FINISHED for s in runs):
             scheduled = self._scheduler.schedule()
             if scheduled is not None:
-                self._executor.submit(scheduled.step, _draws(scheduled, runs))
+                self._executor.submit(scheduled.step, _samples(scheduled, runs))
                 in_flight.append(scheduled)
             if scheduled is None or len(in_flight) >= self._executor.depth:
                 self._commit(in_flight.popleft(), runs)
@@ -81,14 +81,14 @@ class Driver:
                 self._scheduler.finish(sequence)
 
 
-def _draws(scheduled: Scheduled, runs: dict[Sequence, Run]) -> list[SampleJob]:
-    draws = []
+def _samples(scheduled: Scheduled, runs: dict[Sequence, Run]) -> list[SampleJob]:
+    samples = []
     for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
         run = runs[sequence]
         history = (run.prompt, list(run.tokens))
         last = SampleJob(run.params, 0, len(sequence.tokens), *history, wants_logits=True)
-        draws.extend([GREEDY_DRAW] * (row.num_outputs - 1) + [last] * bool(row.num_outputs))
-    return draws
+        samples.extend([GREEDY_JOB] * (row.num_outputs - 1) + [last] * bool(row.num_outputs))
+    return samples
 
 
 def assert_equal_to_the_bit(expected: SequenceOf[Run], found: SequenceOf[Run]) -> None:

@@ -51,7 +51,7 @@ class FakeExecutor:
         return self.steps[-len(self.results)].number if self.results else None
 
     @property
-    def blamed(self) -> tuple[str, ...]:
+    def suspects(self) -> tuple[str, ...]:
         return ()
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:

@@ -184,7 +184,7 @@ class FleetUnderTest:
 
         def run() -> None:
             run_coordinator(
-                *(self.options, self._doors(public), store, self.identity),
+                *(self.options, self._listen_options(public), store, self.identity),
                 on_ready=on_ready,
                 stop=stop,
             )
@@ -193,7 +193,7 @@ class FleetUnderTest:
         self.coordinator = Running(run, stop.request)
         assert ready.wait(30), self.coordinator.error
 
-    def _doors(self, public: ServeOptions) -> ListenOptions:
+    def _listen_options(self, public: ServeOptions) -> ListenOptions:
         return ListenOptions(
             *(public, LOCAL, self.tls, self.public_certificate is not None),
             public_certificate=self.public_certificate,

@@ -19,6 +19,7 @@ from convoy.engine.ranks.follower import FollowerLoop, Order
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
+from convoy.model.collective import Collective
 from convoy.model.stage import RankSlice
 from convoy.testing.links import memory_link_pair
 from convoy.transport.link.link import Link, Received, ReceivedTensor
@@ -71,7 +72,11 @@ class RankPair:
 
 @contextmanager
 def rank_pair(
-    stages: Sequence[RankSlice], *, num_kv_heads: int, num_blocks: int = 32, deadline_s: float = WAIT_S
+    stages: Sequence[RankSlice[Collective]],
+    *,
+    num_kv_heads: int,
+    num_blocks: int = 32,
+    deadline_s: float = WAIT_S,
 ) -> Iterator[RankPair]:
     """Join two stages, rank 0's and rank 1's, which may be joined again later. No follower runs yet."""
     links = memory_link_pair(*make_local_members(["alpha", "beta"]))

@@ -1,4 +1,4 @@
-"""Places at a listener's door, with a clock that the test moves."""
+"""Places of a listener, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now_s
 
 
-class Door:
+class AdmissionUnderTest:
     """An admission, and the connections that had to give way."""
 
     def __init__(self, limits: AdmissionLimits = LIMITS, max_half_open: int = 64) -> None:
@@ -52,42 +52,42 @@ class Door:
 
 
 def test_an_address_has_a_burst_and_then_its_rate() -> None:
-    door = Door()
-    assert [door.pass_by("192.0.2.1") for _ in range(25)] == [True] * 20 + [False] * 5
-    assert door.knock("192.0.2.1") is LinkRefusal.ADDRESS_RATE
-    door.clock.now_s += 0.5
-    assert [door.pass_by("192.0.2.1") for _ in range(7)] == [True] * 5 + [False] * 2
+    under_test = AdmissionUnderTest()
+    assert [under_test.pass_by("192.0.2.1") for _ in range(25)] == [True] * 20 + [False] * 5
+    assert under_test.knock("192.0.2.1") is LinkRefusal.ADDRESS_RATE
+    under_test.clock.now_s += 0.5
+    assert [under_test.pass_by("192.0.2.1") for _ in range(7)] == [True] * 5 + [False] * 2
 
 
 def test_one_address_that_floods_takes_nothing_from_another() -> None:
-    door = Door()
-    while door.pass_by("192.0.2.1"):
+    under_test = AdmissionUnderTest()
+    while under_test.pass_by("192.0.2.1"):
         pass
-    assert door.pass_by("192.0.2.2")
+    assert under_test.pass_by("192.0.2.2")
 
 
 def test_strangers_together_have_a_rate_and_members_are_not_in_it() -> None:
-    door = Door()
-    door.admission.list_addresses(["198.51.100.1", "beta.example"])
-    passed = sum(door.pass_by(f"192.0.2.{i % 40}") for i in range(400))
+    under_test = AdmissionUnderTest()
+    under_test.admission.list_addresses(["198.51.100.1", "beta.example"])
+    passed = sum(under_test.pass_by(f"192.0.2.{i % 40}") for i in range(400))
     assert passed == LIMITS.strangers_burst
-    assert door.knock("203.0.113.9") is LinkRefusal.RATE
-    assert all(door.pass_by("198.51.100.1") for _ in range(60))
+    assert under_test.knock("203.0.113.9") is LinkRefusal.RATE
+    assert all(under_test.pass_by("198.51.100.1") for _ in range(60))
 
 
 def test_an_address_that_a_member_came_from_is_no_stranger() -> None:
-    door = Door()
-    door.admission.welcome("203.0.113.9")
+    under_test = AdmissionUnderTest()
+    under_test.admission.welcome("203.0.113.9")
     for i in range(400):
-        door.pass_by(f"192.0.2.{i % 40}")
-    assert door.pass_by("203.0.113.9")
+        under_test.pass_by(f"192.0.2.{i % 40}")
+    assert under_test.pass_by("203.0.113.9")
 
 
 def test_an_ipv6_host_is_counted_by_its_network() -> None:
-    door = Door()
-    passed = sum(door.pass_by(f"2001:db8:1:2::{i:x}") for i in range(1, 40))
+    under_test = AdmissionUnderTest()
+    passed = sum(under_test.pass_by(f"2001:db8:1:2::{i:x}") for i in range(1, 40))
     assert passed == LIMITS.address_burst
-    assert door.pass_by("2001:db8:1:3::1")
+    assert under_test.pass_by("2001:db8:1:3::1")
 
 
 @pytest.mark.parametrize(
@@ -104,73 +104,73 @@ def test_what_a_limit_counts_by(host: str, place: str | None) -> None:
 
 
 def test_the_tables_of_addresses_are_bounded() -> None:
-    door = Door()
+    under_test = AdmissionUnderTest()
     for i in range(1000):
         host = f"10.0.{i // 250}.{i % 250}"
-        door.admission.welcome(host)
-        door.knock(host)
-    assert door.admission.num_addresses <= 2 * LIMITS.max_addresses
-    assert door.admission.num_half_open <= 64
+        under_test.admission.welcome(host)
+        under_test.knock(host)
+    assert under_test.admission.num_addresses <= 2 * LIMITS.max_addresses
+    assert under_test.admission.num_half_open <= 64
 
 
 def test_one_address_cannot_hold_every_place() -> None:
-    door = Door()
+    under_test = AdmissionUnderTest()
     for i in range(20):
-        door.enter("192.0.2.1", f"silent {i}")
-    assert door.admission.num_half_open == LIMITS.max_half_open_per_address
-    assert door.cut == [f"silent {i}" for i in range(12)]  # the oldest give way
+        under_test.enter("192.0.2.1", f"silent {i}")
+    assert under_test.admission.num_half_open == LIMITS.max_half_open_per_address
+    assert under_test.cut == [f"silent {i}" for i in range(12)]  # the oldest give way
 
 
 def test_strangers_cannot_hold_every_place() -> None:
-    door = Door(max_half_open=16)
-    door.admission.list_addresses(["198.51.100.1"])
+    under_test = AdmissionUnderTest(max_half_open=16)
+    under_test.admission.list_addresses(["198.51.100.1"])
     for i in range(40):
-        door.enter(f"192.0.2.{i}")
-    assert door.admission.num_half_open == 12
-    cut = len(door.cut)
+        under_test.enter(f"192.0.2.{i}")
+    assert under_test.admission.num_half_open == 12
+    cut = len(under_test.cut)
     for _ in range(4):
-        door.enter("198.51.100.1")
-    assert len(door.cut) == cut
+        under_test.enter("198.51.100.1")
+    assert len(under_test.cut) == cut
 
 
 def test_a_stranger_never_displaces_a_known_address() -> None:
-    door = Door(max_half_open=4)
-    door.admission.list_addresses(["198.51.100.1"])
+    under_test = AdmissionUnderTest(max_half_open=4)
+    under_test.admission.list_addresses(["198.51.100.1"])
     for _ in range(4):
-        door.enter("198.51.100.1", "known")
-    assert door.knock("192.0.2.1") is LinkRefusal.FULL
-    assert door.cut == []
+        under_test.enter("198.51.100.1", "known")
+    assert under_test.knock("192.0.2.1") is LinkRefusal.FULL
+    assert under_test.cut == []
 
 
 def test_who_showed_a_members_certificate_does_not_give_way() -> None:
-    door = Door(max_half_open=4)
-    tickets = [door.enter("192.0.2.1", f"first {i}") for i in range(3)]
+    under_test = AdmissionUnderTest(max_half_open=4)
+    tickets = [under_test.enter("192.0.2.1", f"first {i}") for i in range(3)]
     assert all(ticket.prove("alpha") for ticket in tickets)
-    assert door.knock("192.0.2.2") is LinkRefusal.FULL
+    assert under_test.knock("192.0.2.2") is LinkRefusal.FULL
     tickets[0].release()
-    door.enter("192.0.2.2")
-    assert door.cut == []
+    under_test.enter("192.0.2.2")
+    assert under_test.cut == []
 
 
 def test_the_fullest_address_gives_way_first() -> None:
-    door = Door(max_half_open=8)
-    door.enter("192.0.2.1", "honest and slow")
+    under_test = AdmissionUnderTest(max_half_open=8)
+    under_test.enter("192.0.2.1", "honest and slow")
     for i in range(6):
-        door.enter("192.0.2.66", f"flood {i}")
-    assert door.cut == ["flood 0"]
+        under_test.enter("192.0.2.66", f"flood {i}")
+    assert under_test.cut == ["flood 0"]
 
 
 def test_one_member_has_only_so_many_handshakes_under_way() -> None:
-    door = Door()
-    tickets = [door.enter("192.0.2.1") for _ in range(5)]
+    under_test = AdmissionUnderTest()
+    tickets = [under_test.enter("192.0.2.1") for _ in range(5)]
     assert [ticket.prove("alpha") for ticket in tickets] == [True, True, True, False, False]
-    assert door.enter("192.0.2.1").prove("beta")
+    assert under_test.enter("192.0.2.1").prove("beta")
     tickets[0].release()
     assert tickets[3].prove("alpha")
 
 
 def test_the_standing_limits_let_a_local_cluster_of_64_start_at_once() -> None:
     limits = AdmissionLimits()
-    door = Door(limits)
-    door.admission.list_addresses(["127.0.0.1"])
-    assert all(door.pass_by("127.0.0.1") for _ in range(2 * 64))
+    under_test = AdmissionUnderTest(limits)
+    under_test.admission.list_addresses(["127.0.0.1"])
+    assert all(under_test.pass_by("127.0.0.1") for _ in range(2 * 64))

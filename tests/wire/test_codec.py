@@ -157,15 +157,15 @@ def test_a_list_that_claims_billions_of_entries_is_refused() -> None:
         decode_message(FrameType.STEP, step)
 
 
-def test_what_a_peer_drew_is_bounded_before_it_is_built() -> None:
+def test_the_replies_of_a_peer_are_bounded_before_they_are_built() -> None:
     """A frame of 64 MiB would hold millions of empty entries, and more than a gigabyte of them."""
     most = SampleReplies(5, [SampleReply(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "", 0)])
-    assert decode_message(FrameType.DRAWN, encode_message(most)) == most
+    assert decode_message(FrameType.SAMPLED, encode_message(most)) == most
     alternatives = SampleReplies(5, [SampleReply(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "", 0)])
     answers = SampleReplies(5, [SampleReply(0, 0.0, [], b"", "", 0)] * (64 * 1024 + 1))
     for message in (alternatives, answers):
         with pytest.raises(FrameError):
-            decode_message(FrameType.DRAWN, encode_message(message))
+            decode_message(FrameType.SAMPLED, encode_message(message))
 
 
 @pytest.mark.parametrize("claimed", [-1, MAX_OFFER_BYTES + 1, 10**15])
@@ -188,7 +188,7 @@ def test_there_is_a_number_for_each_cache_group_and_there_are_sixteen_at_most() 
 
 
 def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
-    def draw(num_biases: int) -> Step:
+    def sample(num_biases: int) -> Step:
         request = SampleRequest(
             9,
             0,
@@ -211,16 +211,16 @@ def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
         )
         return Step(5, [], [], [Row(2, 5, 1, 1)], b"", [request])
 
-    assert decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS))) == draw(MAX_LOGIT_BIAS)
+    assert decode_message(FrameType.STEP, encode_message(sample(MAX_LOGIT_BIAS))) == sample(MAX_LOGIT_BIAS)
     with pytest.raises(FrameError):
-        decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS + 1)))
+        decode_message(FrameType.STEP, encode_message(sample(MAX_LOGIT_BIAS + 1)))
 
 
-def bias_step(num_draws: int, num_biases: int) -> Step:
+def bias_step(num_samples: int, num_biases: int) -> Step:
     request = SampleRequest(
         9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b"", b"", b""
     )
-    return Step(5, [], [], [], b"", [request] * num_draws)
+    return Step(5, [], [], [], b"", [request] * num_samples)
 
 
 def grant_step(num_grants: int, num_blocks: int) -> Step:
@@ -241,7 +241,7 @@ def grant_step(num_grants: int, num_blocks: int) -> Step:
             Step(5, [], [], [Row(2, 5, 1, 1)] * 16_385, b""),
         ),
     ],
-    ids=["biases", "biases of many draws", "blocks", "blocks of two grants", "released", "draws", "rows"],
+    ids=["biases", "biases of many samples", "blocks", "blocks of two grants", "released", "samples", "rows"],
 )
 def test_a_whole_step_is_bounded_and_not_only_each_of_its_lists(most: Step, more: Step) -> None:
     assert decode_message(FrameType.STEP, encode_message(most)) == most
@@ -251,15 +251,15 @@ def test_a_whole_step_is_bounded_and_not_only_each_of_its_lists(most: Step, more
 
 def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
     """It would take 29 times its bytes: 3 for a bias on the wire, and 88 of objects and lists."""
-    draw = (
+    sample = (
         b"\xdc\x00\x12"
         + b"\x00" * 10
         + b"\xdc\x04\x00"
         + b"\x92\x01\x01" * 1024
         + b"\x00\x00\xc2\xc4\x00\xc4\x00\xc4\x00\xc4\x00"
     )
-    payload = b"\x96\x05\x90\x90\x90\xc4\x00\xdc" + (2000).to_bytes(2, "big") + draw * 2000
-    decode_message(FrameType.STEP, payload[:8] + (1).to_bytes(2, "big") + draw)  # well-formed
+    payload = b"\x96\x05\x90\x90\x90\xc4\x00\xdc" + (2000).to_bytes(2, "big") + sample * 2000
+    decode_message(FrameType.STEP, payload[:8] + (1).to_bytes(2, "big") + sample)  # well-formed
     tracemalloc.start()
     with pytest.raises(FrameError, match="more than 327680 blocks or biases in all"):
         decode_message(FrameType.STEP, payload)
@@ -268,12 +268,12 @@ def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
     assert peak < 40 * 1024 * 1024  # 180 MB, if all were built
 
 
-def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
-    """Vectors of `docs/protocol.md`, "Who draws": fields in order, token ids as little-endian uint32."""
-    draw = SampleRequest(
+def test_samples_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
+    """Vectors of `docs/protocol.md`, "Sampling": fields in order, token ids as little-endian uint32."""
+    sample = SampleRequest(
         6, 0, 77, 0.5, 3, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.5)], 2, -1, False, b"", b"", b"", b"\2\1\0\0"
     )
-    sent = encode_message(Step(5, [], [], [], b"", [draw]))
+    sent = encode_message(Step(5, [], [], [], b"", [sample]))
     assert sent.hex() == (
         "96059090"
         "90c40091dc0012"
@@ -287,16 +287,16 @@ def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
 
 
 @pytest.mark.parametrize("field", ["allowed", "banned"])
-def test_a_draw_restricts_at_most_1024_tokens(field: str) -> None:
+def test_a_sample_request_restricts_at_most_1024_tokens(field: str) -> None:
     def step(num_bytes: int) -> Step:
-        return Step(5, [], [], [], b"", [msgspec.structs.replace(DRAW, **{field: bytes(num_bytes)})])
+        return Step(5, [], [], [], b"", [msgspec.structs.replace(SAMPLE, **{field: bytes(num_bytes)})])
 
     assert decode_message(FrameType.STEP, encode_message(step(4096))) == step(4096)
     with pytest.raises(FrameError):
         decode_message(FrameType.STEP, encode_message(step(4097)))
 
 
-def test_a_step_for_a_rank_is_bounded_as_a_step_is_and_has_no_draws() -> None:
+def test_a_step_for_a_rank_is_bounded_as_a_step_is_and_has_no_samples() -> None:
     most = RankStep(grant_step(2, MAX_STEP_BLOCKS // 2), hidden=False, output=False)
     assert decode_message(FrameType.RANK_STEP, encode_message(most)) == most
     for step in (grant_step(2, MAX_STEP_BLOCKS // 2 + 1), bias_step(1, 1), bias_step(MAX_STEP_TOKENS, 20)):
@@ -340,7 +340,7 @@ def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: byte
 
 TOKEN, LOGPROB = 54_321, -0.8125
 TOKENS = TOKEN.to_bytes(4, "little") * 3
-DRAW = SampleRequest(
+SAMPLE = SampleRequest(
     6, 0, 77, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(TOKEN, 1.5)], 2, TOKEN, True, TOKENS, TOKENS, TOKENS, TOKENS
 )
 ANSWER = SampleReply(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 1)
@@ -349,13 +349,13 @@ ANSWER = SampleReply(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 
 @pytest.mark.parametrize(
     "value",
     [
-        DRAW,
+        SAMPLE,
         ANSWER,
-        Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW]),
+        Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [SAMPLE]),
         SampleReplies(5, [ANSWER]),
-        ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW])),
+        ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [SAMPLE])),
         ReceivedMessage(1, 4, SampleReplies(5, [ANSWER])),
-        message_frame(Step(4, [], [], [], TOKENS, [DRAW]), 1, 4),
+        message_frame(Step(4, [], [], [], TOKENS, [SAMPLE]), 1, 4),
         WireTensor("float32", (3,), TOKENS),
         OutgoingFrame(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
     ],

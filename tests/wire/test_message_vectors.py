@@ -24,6 +24,6 @@ def test_a_vector_decodes_to_the_message_that_it_was_made_of() -> None:
     for kind, message in MESSAGE_TYPES.items():
         data = bytes.fromhex(VECTORS["links"][f"0x{int(kind):02x}"]["all"])
         assert msgspec.msgpack.decode(data, type=message) == sample(message)
-        # STEPs within a RANK_STEP have no draws, which a sample of all fields has
+        # STEPs within a RANK_STEP have no samples, which a sample of all fields has
         if kind.name != "RANK_STEP":
             assert encode_message(decode_message(kind, data)) == data

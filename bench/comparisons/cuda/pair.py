@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
+from comparisons.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.stage import CudaStage
@@ -87,10 +87,10 @@ class CudaPair:
         for first in range(0, len(sequences), 4):
             chosen = sequences[first : first + 4]
             grants = [BlockGrant(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen]
-            ids = self._draw(CONTEXT * len(chosen), generator)
+            ids = self._random_tokens(CONTEXT * len(chosen), generator)
             step = self._step(grants, [Row(s, 0, CONTEXT, 1) for s in chosen])
             self._stages[1].run(step, self._stages[0].run(step, None, ids), None)
-        return [self._draw(self._batch, generator) for _ in range(self._num_micro_batches)]
+        return [self._random_tokens(self._batch, generator) for _ in range(self._num_micro_batches)]
 
     def decode(self, tokens: Sequence[torch.Tensor], num_steps: int) -> float:
         """Return the seconds for ``num_steps`` tokens of every sequence. The first few steps do not count."""
@@ -140,7 +140,7 @@ class CudaPair:
         self._number += 1
         return Step(self._number, [], grants, rows, b"")
 
-    def _draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+    def _random_tokens(self, count: int, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(0, self._stages[0].vocab_size, (count,), generator=generator)
 
 

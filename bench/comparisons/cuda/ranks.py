@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_machine
+from comparisons.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_machine
 from convoy.engine.ranks.load import load_member_stage
 from convoy.model.backends.cuda.kernels.sums import DeviceRanks, DeviceSums
 from convoy.model.backends.cuda.options import KERNEL
@@ -50,7 +50,7 @@ def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
     """
     blocks = -(-(CONTEXT + _STEPS + _WARM_STEPS) // BLOCK_SIZE)
     stage.make_pools(batch * blocks)
-    drawn = torch.Generator().manual_seed(batch)
+    generator = torch.Generator().manual_seed(batch)
     number = 0
 
     def run(grants: list[BlockGrant], rows: list[Row], tokens: torch.Tensor) -> torch.Tensor:
@@ -65,11 +65,11 @@ def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
         chosen = range(first, min(first + _ROWS, batch))
         grants = [BlockGrant(s, 0, [s * blocks + b for b in range(blocks)]) for s in chosen]
         rows = [Row(s, 0, CONTEXT, 1) for s in chosen]
-        ids = torch.randint(0, stage.vocab_size, (CONTEXT * len(chosen),), generator=drawn)
+        ids = torch.randint(0, stage.vocab_size, (CONTEXT * len(chosen),), generator=generator)
         started_s = time.perf_counter()
         run(grants, rows, ids)
         read.append(1000 * (time.perf_counter() - started_s))
-    tokens = torch.randint(0, stage.vocab_size, (batch,), generator=drawn)
+    tokens = torch.randint(0, stage.vocab_size, (batch,), generator=generator)
     found = []
     for length in range(CONTEXT, CONTEXT + _STEPS + _WARM_STEPS):
         rows = [Row(s, length, 1, 1) for s in range(batch)]

@@ -2,8 +2,8 @@
 
 Linears have the shapes of Llama 3 8B. Several copies of each take turns, so that no weight is in a cache.
 They are captured, and compared with the library's in bfloat16 and torch's own 4-bit product.
-`bench.cuda.single` measures whole steps with ``--kernel cuda-int8``. `support.format_errors`, of the tests,
-measures the effect of rounding on logits.
+`comparisons.cuda.single` measures whole steps with ``--kernel cuda-int8``. `support.format_errors`, of the
+tests, measures the effect of rounding on logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from convoy.bench.cuda.single import Findings, measure_machine, replayed_ms
+from comparisons.cuda.single import Findings, measure_machine, replayed_ms
 from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES
 from convoy.model.backends.cuda.kernels.linears import multiply
 from convoy.model.backends.cuda.kernels.rounded import round_matrix

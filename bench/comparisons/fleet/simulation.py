@@ -155,7 +155,7 @@ class FleetSimulation:
         self._providers = self._make_providers()
         self._events: list[tuple[float, int, str, object]] = []
         self._count = 0
-        self._tally = SimulationCounts()
+        self._counts = SimulationCounts()
         self._outputs: dict[int, int] = {}
         self._now_s = 0.0
 
@@ -170,11 +170,11 @@ class FleetSimulation:
             self._handle(kind, what)
             if not self._count % _LOOK_EVERY:
                 deadline.left_s()
-        return self._tally
+        return self._counts
 
     @property
     def _over(self) -> int:
-        return len(self._tally.finish_s) + self._tally.refused
+        return len(self._counts.finish_s) + self._counts.refused
 
     def _make_providers(self) -> dict[str, SimulatedProvider]:
         shares, kinds = zip(*machines(), strict=True)
@@ -227,14 +227,14 @@ class FleetSimulation:
                 pass
 
     def _submit(self, ask: RouteRequest) -> None:
-        self._tally.asked.add(ask.account)
+        self._counts.asked.add(ask.account)
         began = time.perf_counter()
         try:
             assignment = self._dispatcher.submit(ask, self._now_s)
         except QueueFull:
-            self._tally.refused += 1
+            self._counts.refused += 1
             return
-        self._tally.decide_us.append(1e6 * (time.perf_counter() - began))
+        self._counts.decide_us.append(1e6 * (time.perf_counter() - began))
         self._place([assignment] if assignment is not None else [])
 
     def _place(self, assignments: list[Assignment]) -> None:
@@ -261,11 +261,11 @@ class FleetSimulation:
         self._wait_for(provider)
 
     def _finish(self, work: SimulatedWork) -> None:
-        tally, ask = self._tally, work.ask
-        tally.wait_s.append(work.began_s - ask.arrived_s)
-        tally.first_s.append(work.first_s - ask.arrived_s)
-        tally.finish_s.append(self._now_s - ask.arrived_s)
-        tally.served[ask.account] += 1
+        counts, ask = self._counts, work.ask
+        counts.wait_s.append(work.began_s - ask.arrived_s)
+        counts.first_s.append(work.first_s - ask.arrived_s)
+        counts.finish_s.append(self._now_s - ask.arrived_s)
+        counts.served[ask.account] += 1
         freed = self._dispatcher.finished(
             *(ask.number, self._now_s),
             first_s=work.first_s - work.began_s,
@@ -275,7 +275,7 @@ class FleetSimulation:
         self._place(freed)
 
     def _refused(self, assignment: Assignment) -> None:
-        self._tally.retried += 1
+        self._counts.retried += 1
         ask, freed = self._dispatcher.failed(assignment.ask.number, self._now_s)
         assert ask is not None, "an assigned request is under way"
         again = self._dispatcher.again(ask, self._now_s)
@@ -286,7 +286,7 @@ class FleetSimulation:
 
 def measure_fleet(options: SimOptions, policy: str, deadline: Deadline) -> SimRow:
     """Simulate ``policy``, one of `policies`. Raises ConvoyError at the deadline."""
-    tally = FleetSimulation(options, policies(options.seed)[policy]).run(deadline)
+    counts = FleetSimulation(options, policies(options.seed)[policy]).run(deadline)
 
     def at(values: list[float], percent: float, digits: int = 3) -> float:
         return round(percentile(values, percent), digits)
@@ -295,19 +295,19 @@ def measure_fleet(options: SimOptions, policy: str, deadline: Deadline) -> SimRo
         policy=policy,
         providers=options.num_providers,
         requests=options.num_requests,
-        served=len(tally.finish_s),
-        refused=tally.refused,
-        retried=tally.retried,
-        decide_p50_us=at(tally.decide_us, 50, 1),
-        decide_p95_us=at(tally.decide_us, 95, 1),
-        decide_p99_us=at(tally.decide_us, 99, 1),
-        wait_p95_s=at(tally.wait_s, 95),
-        wait_max_s=at(tally.wait_s, 100),
-        first_p50_s=at(tally.first_s, 50),
-        first_p95_s=at(tally.first_s, 95),
-        finish_mean_s=round(sum(tally.finish_s) / len(tally.finish_s), 3),
-        finish_p95_s=at(tally.finish_s, 95),
-        unserved_accounts=len(tally.asked - tally.served.keys()),
+        served=len(counts.finish_s),
+        refused=counts.refused,
+        retried=counts.retried,
+        decide_p50_us=at(counts.decide_us, 50, 1),
+        decide_p95_us=at(counts.decide_us, 95, 1),
+        decide_p99_us=at(counts.decide_us, 99, 1),
+        wait_p95_s=at(counts.wait_s, 95),
+        wait_max_s=at(counts.wait_s, 100),
+        first_p50_s=at(counts.first_s, 50),
+        first_p95_s=at(counts.first_s, 95),
+        finish_mean_s=round(sum(counts.finish_s) / len(counts.finish_s), 3),
+        finish_p95_s=at(counts.finish_s, 95),
+        unserved_accounts=len(counts.asked - counts.served.keys()),
     )
 
 

@@ -25,11 +25,6 @@ from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 
-PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"),
-    *("/health", "/status", "/metrics"),
-)
-
 
 def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
     """Return the ASGI application. Call it on the event loop's thread.
@@ -42,7 +37,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
     completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
     about = _About(service, life)
-    counts, failed = HttpCounts(PATHS), FailedKeys()
+    counts, failed = HttpCounts(), FailedKeys()
     sources = (*service.metrics, counts.families, failed.families)
     metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [
@@ -54,7 +49,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/status", about.status),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed))
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed), routes)
 
 
 class _About:

@@ -72,12 +72,12 @@ class Exchange:
         """Send a complete answer with ``body`` as JSON."""
         data = _encoder.encode(body)
         sent = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
-        await self.send(_start(status, sent))
+        await self.send(answer_start(status, sent))
         await self.send({"type": "http.response.body", "body": data})
 
     async def send_empty(self, status: int) -> None:
         """Send a complete answer without a body."""
-        await self.send(_start(status, {}))
+        await self.send(answer_start(status, {}))
         await self.send({"type": "http.response.body", "body": b""})
 
     async def start_events(self) -> None:
@@ -85,7 +85,7 @@ class Exchange:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
         # Without this header nginx buffers the stream and holds tokens back.
         headers["x-accel-buffering"] = "no"
-        await self.send(_start(200, headers))
+        await self.send(answer_start(200, headers))
 
     async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
         """Send some events in one write, and ``tail`` after them."""
@@ -122,6 +122,7 @@ class Exchange:
             await asyncio.Event().wait()
 
 
-def _start(status: int, headers: Mapping[str, str]) -> Message:
+def answer_start(status: int, headers: Mapping[str, str]) -> Message:
+    """Return ASGI's first message of an answer."""
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": status, "headers": encoded}

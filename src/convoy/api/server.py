@@ -308,12 +308,12 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self.places.expire()
-        self._log.quiet.flush()
+        self._log.limited.flush()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        self._log.quiet.flush(everything=True)
+        self._log.limited.flush(everything=True)
 
     def _accept_on(self, listener: socket.socket) -> Acceptor:
         return Acceptor(

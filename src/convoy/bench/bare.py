@@ -115,8 +115,8 @@ class BareDecode:
 
     def read(self, num_tokens: int) -> None:
         """Run the prompt, in chunks. Its last token gives the first token of the answer."""
-        drawn = random.Random(1)  # noqa: S311 - not a secret
-        prompt = [drawn.randrange(self._vocab_size) for _ in range(num_tokens)]
+        rng = random.Random(1)  # noqa: S311 - not a secret
+        prompt = [rng.randrange(self._vocab_size) for _ in range(num_tokens)]
         for start in range(0, num_tokens, _CHUNK):
             chunk = prompt[start : start + _CHUNK]
             self._run(chunk, num_outputs=int(start + len(chunk) == num_tokens))

@@ -115,9 +115,9 @@ class Decodes:
 
     def read(self, num_tokens: int) -> None:
         """Run a random prompt for every sequence, one after the other."""
-        drawn = torch.Generator().manual_seed(1)
+        rng = torch.Generator().manual_seed(1)
         for sequence in range(len(self._tokens)):
-            prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=drawn)
+            prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=rng)
             self._run([sequence], prompt, num_tokens)
 
     def step(self, count: int) -> None:

@@ -15,7 +15,7 @@ from convoy.cli.operator.passphrase import PassphraseFlag
 from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator, require_signer
 from convoy.cli.running.member import load_member
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
-from convoy.config.files import read_bytes, read_text, replace_file
+from convoy.config.files import MAX_PEM_BYTES, read_bytes, read_text, replace_file
 from convoy.config.settings import Config, load_config
 from convoy.errors import AttestationError, UsageError
 from convoy.sdk.options import load_policy, member_options
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from convoy.trust.roster.roster import SignedRoster
 
 app = typer.Typer(help="Show this machine's evidence; enrol its TPM.", rich_markup_mode=None)
-_MAX_PEM_BYTES = 1 << 20
-_MAX_ROSTER_BYTES = 2 << 20
 
 ConfigFlag = Annotated[
     Path | None, typer.Option(help="This member's convoy.toml.  [default: .convoy/convoy.toml]")
@@ -179,7 +177,7 @@ def show(
     options = replace(member_options(settings), policy=demands)
     attestation = Attestation.of(lambda: me, options, lambda _link, _verdict: None)
     verdict = attestation.check_self()
-    claims = attestation.attester.claims
+    claims = attestation.evidence_maker.claims
     facts: dict[str, object] = {
         "member": me.name,
         "level": verdict.level.text,
@@ -217,10 +215,10 @@ def _tpm(settings: Config) -> Tpm:
 def _open_roster(
     roster: Path, operator: Path, passphrase_file: Path | None
 ) -> tuple[SignedRoster, OperatorKey]:
-    from convoy.trust.roster.roster import open_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
     key = load_operator(operator, passphrase_file)
-    data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
+    data = read_bytes(roster, max_bytes=MAX_ROSTER_BYTES)
     signed = open_roster(data, operator_key=key.public_key)
     require_signer(signed, key)
     return signed, key
@@ -231,7 +229,7 @@ def _authorities(policy: Policy, folder: Path) -> list[bytes]:
 
     found: list[bytes] = []
     for name in policy.authorities:
-        pem = read_bytes(folder / name, max_bytes=_MAX_PEM_BYTES)
+        pem = read_bytes(folder / name, max_bytes=MAX_PEM_BYTES)
         found += read_authorities(pem, str(folder / name))
     return found
 

@@ -139,8 +139,8 @@ def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], 
         begins_line = not answer.text or answer.text.endswith("\n")
         print_note(f"{'' if begins_line else chr(10)}(the cluster is recovering: {one_line(reason)})")
 
-    with StallNotice(lambda: _recovering(endpoint), tell) as patience:
-        for piece in _stream(endpoint, messages, options, answer, patience.came):
+    with StallNotice(lambda: _recovering(endpoint), tell) as notice:
+        for piece in _stream(endpoint, messages, options, answer, notice.came):
             print(printable(piece), end="", flush=True)
 
 

@@ -23,9 +23,9 @@ from convoy.cli.running.coordinator import (
     ConfigFlag,
     DatabaseFileFlag,
     DatabaseFlag,
-    DoorFlags,
     HostFlag,
     InstanceFlag,
+    ListenFlags,
     PortFlag,
     PublicCertificateFlag,
     TlsKeyFlag,
@@ -87,14 +87,14 @@ def coordinator(
         )
     database = database_url(database, database_file)
     known = tuple(authority or ())
-    doors = DoorFlags(
+    listen = ListenFlags(
         *(host, port, admin_port, tls_certificate, tls_key),
         *(behind_tls_proxy, known, public_certificate),
     )
     options = load_fleet_config(config, instance, known)
     with tracing(traces or load_telemetry(config).traces, "convoy-coordinator") as on:
         options = replace(options, traces=on)
-        run_here(options, doors, Home(directory), database, as_json=as_json)
+        run_here(options, listen, Home(directory), database, as_json=as_json)
 
 
 def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
@@ -221,7 +221,7 @@ def keys(
     as_json: JsonFlag = False,
 ) -> None:
     """List, make or revoke API keys; add to balances."""
-    door = _admin(url, key_file, directory)
+    endpoint = _admin(url, key_file, directory)
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already", hint="name a new file with --out")
     scopes = {"consumer": add is not None, "metrics": metrics, "admin": admin}
@@ -234,15 +234,15 @@ def keys(
         "spend_limit_micro": spend_limit,
     }
     if revoke is not None:
-        _revoke(door, *revoke, as_json=as_json)
+        _revoke(endpoint, *revoke, as_json=as_json)
     elif not chosen:
-        _list_keys(door, as_json=as_json)
+        _list_keys(endpoint, as_json=as_json)
     else:
-        _make_key(door, chosen, add, credit, {"label": label, **terms}, out, as_json=as_json)
+        _make_key(endpoint, chosen, add, credit, {"label": label, **terms}, out, as_json=as_json)
 
 
-def _revoke(door: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
-    done = _object(door.post("/keys/revoke", {"account": account or None, "hint": hint}))
+def _revoke(admin: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
+    done = _object(admin.post("/keys/revoke", {"account": account or None, "hint": hint}))
     if not done["revoked"]:
         raise UsageError(
             f"no key of {account or 'no account'} that is good begins with {hint}",
@@ -251,8 +251,8 @@ def _revoke(door: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
     _show(done, as_json=as_json)
 
 
-def _list_keys(door: Endpoint, *, as_json: bool) -> None:
-    rows = door.get("/keys")
+def _list_keys(admin: Endpoint, *, as_json: bool) -> None:
+    rows = admin.get("/keys")
     if as_json:
         print_json(rows)
     else:
@@ -260,7 +260,7 @@ def _list_keys(door: Endpoint, *, as_json: bool) -> None:
 
 
 def _make_key(
-    door: Endpoint,
+    admin: Endpoint,
     scopes: list[str],
     account: str | None,
     credit: int | None,
@@ -278,15 +278,15 @@ def _make_key(
             hint="run this command once for each key",
         )
     if account is not None:
-        _open(door, account, credit)
+        _open(admin, account, credit)
     given = {name: value for name, value in facts.items() if value is not None}
-    made = _object(door.post("/keys", {"scope": scopes[0], "account": account, **given}))
+    made = _object(admin.post("/keys", {"scope": scopes[0], "account": account, **given}))
     if out is not None:
         write_private(out, f"{made.pop('key')}\n".encode())
         made["file"] = str(out)
     _show(made, as_json=as_json)
     if not as_json:
-        _explain(door, account, shown=out is None)
+        _explain(admin, account, shown=out is None)
 
 
 def _open(admin: Endpoint, account: str, credit: int | None) -> None:

@@ -78,18 +78,18 @@ def _checks(path: Path | None) -> Iterator[Check]:
         yield Check("speed", partial(check_speed, folder=default_cache()), "measuring this machine ...")
         yield from _extra_checks(Config())
         return
-    patient = DoctorSubject(path)
-    yield Check("config", patient.read_config)
-    if patient.config is None:
+    subject = DoctorSubject(path)
+    yield Check("config", subject.read_config)
+    if subject.config is None:
         return
-    given = patient.config.model
+    given = subject.config.model
     folder = given.cache or default_cache()
     own = partial(check_speed, given.kernel, given.num_threads, given.device, folder)
     yield Check("speed", own, "measuring this machine ...")
-    yield from _extra_checks(patient.config)
-    yield from _member_checks(patient, patient.config)
-    yield from _network_checks(patient, patient.config)
-    yield Check("model", patient.look_at_model, "reading the model's headers ...")
+    yield from _extra_checks(subject.config)
+    yield from _member_checks(subject, subject.config)
+    yield from _network_checks(subject, subject.config)
+    yield Check("model", subject.look_at_model, "reading the model's headers ...")
 
 
 def _machine_checks() -> Iterator[Check]:
@@ -114,32 +114,32 @@ def _extra_checks(config: Config) -> Iterator[Check]:
     yield Check("tpm", lambda: machine.check_tpm(config.cluster.tpm))
 
 
-def _member_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
+def _member_checks(subject: DoctorSubject, config: Config) -> Iterator[Check]:
     from convoy.cluster.checkup import machine, member
     from convoy.cluster.checkup.finding import Check
 
     if config.model.memory_gb:
         yield Check("memory", lambda: machine.check_memory(int(config.model.memory_gb * 10**9)))
     yield Check("keys", lambda: member.check_keys(config.require_identity()))
-    yield Check("roster", patient.read_roster)
+    yield Check("roster", subject.read_roster)
     policy = config.cluster.policy
     if policy is not None:
-        yield Check("policy", lambda: patient.read_policy(policy))
-    roster, identity = patient.roster, patient.load_identity()
+        yield Check("policy", lambda: subject.read_policy(policy))
+    roster, identity = subject.roster, subject.load_identity()
     if roster is None:
         return
     now = datetime.datetime.now(datetime.UTC)
-    yield Check("clock", lambda: member.check_clock(roster, patient.files(), now))
+    yield Check("clock", lambda: member.check_clock(roster, subject.files(), now))
     if identity is not None:
         yield Check("listed", lambda: member.check_listed(roster, config.require_name(), identity))
     yield Check("plan", lambda: member.check_granted(config.plan.layers, roster))
 
 
-def _network_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
+def _network_checks(subject: DoctorSubject, config: Config) -> Iterator[Check]:
     from convoy.cluster.checkup import network
     from convoy.cluster.checkup.finding import Check
 
-    roster, me = patient.roster, patient.membership()
+    roster, me = subject.roster, subject.membership()
     if roster is None:
         return
     name = config.cluster.name or ""

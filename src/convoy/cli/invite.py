@@ -90,20 +90,20 @@ def invite(
     if config is None and not home.config.exists():
         first = address[0] if address else None
         make_first_machine(home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file)
-    desk = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
+    files = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
     screen = _Screen(as_json, auto_approve, out)
-    with desk.in_use():
-        _invite(desk, screen, address, port, minutes)
+    with files.in_use():
+        _invite(files, screen, address, port, minutes)
 
 
 def _invite(
-    desk: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+    files: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> None:
-    token, newcomer = _meet(desk, screen, address, port, minutes)
-    consumption = desk.consumption(token)
+    token, newcomer = _meet(files, screen, address, port, minutes)
+    consumption = files.consumption(token)
     who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
     # From here on the token is used up, whatever the operator answers.
-    desk.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
+    files.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
     name = one_line(newcomer.card.name)
     with screen.ending(f"{name} was not let in, and the invitation is used up"):
         approved = screen.approves(newcomer)
@@ -111,19 +111,19 @@ def _invite(
         from convoy.trust.consumption import DECLINED
         from convoy.wire.messages.enrolment import Refusal
 
-        desk.audit.append("decline newcomer", who)
+        files.audit.append("decline newcomer", who)
         newcomer.refuse(Refusal.DECLINED)
         consumption.end(DECLINED)
         raise InviteError(
             f"{newcomer.card.name} was not let in, and the invitation is used up",
             hint="make a new one with `convoy invite`",
         )
-    roster, member = _let_in(desk, newcomer, consumption)
-    screen.enrolled(roster, member, desk.roster_file)
+    roster, member = _let_in(files, newcomer, consumption)
+    screen.enrolled(roster, member, files.roster_file)
 
 
 def _meet(
-    desk: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+    files: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
     """Return the token and the first newcomer that proves it. Then close the listener.
 
@@ -139,18 +139,18 @@ def _meet(
     places = [parse_place(text, bound) for text in (address or local_addresses()[:MAX_ADDRESSES])]
     certificate = OneTimeCertificate.generate()
     token = Token(
-        desk.roster().cluster_id,
-        desk.key.public_key,
+        files.roster().cluster_id,
+        files.key.public_key,
         certificate_fingerprint(certificate.certificate_der),
         tuple((host, given or bound) for host, given in places),
         expires=int(time.time()) + 60 * minutes,
         lifetime_s=60 * minutes,
         secret=os.urandom(SECRET_BYTES),
     )
-    enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
+    enrolment = Enrolment(sock, certificate, token, consumption=files.consumption(token), judge=files.judge)
     lost = "no machine was let in, and the token is no longer valid: make a new one with `convoy invite`"
     try:
-        with _open_in_log(desk, token, screen.auto_approve), screen.ending(lost):
+        with _open_in_log(files, token, screen.auto_approve), screen.ending(lost):
             screen.invited(token, bound)
             return token, enrolment.wait()
     finally:
@@ -158,15 +158,15 @@ def _meet(
 
 
 @contextlib.contextmanager
-def _open_in_log(desk: OperatorFiles, token: Token, auto_approve: bool) -> Iterator[None]:
+def _open_in_log(files: OperatorFiles, token: Token, auto_approve: bool) -> Iterator[None]:
     """Log that an invitation is made, and that it is withdrawn if the block ends with an error."""
     facts = {"id": token.id, "minutes": token.lifetime_s // 60, "auto_approve": auto_approve}
-    desk.audit.append("make invitation", facts)
+    files.audit.append("make invitation", facts)
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(AuditError):
-            desk.audit.append("withdraw invitation", {"id": token.id, "why": type(error).__name__})
+            files.audit.append("withdraw invitation", {"id": token.id, "why": type(error).__name__})
         raise
 
 
@@ -196,7 +196,7 @@ def _listen(port: int | None) -> socket.socket:
         return listen_everywhere(None, 0)
 
 
-def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
+def _let_in(files: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
     """Sign the next roster, write it, and hand it over; return it with the new member.
 
     The order matters: the newcomer never has a roster that is not on disk. A newcomer that hung up while the
@@ -211,14 +211,14 @@ def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -
     except InviteError:
         consumption.end(GONE)
         raise
-    with desk.signing():
+    with files.signing():
         # Read the roster under the lock: another invitation may have signed one meanwhile.
-        before = desk.newest()
+        before = files.newest()
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
-        signed = sign_roster(roster, desk.key, before.handovers)
-        subject = roster_subject(verify_roster(signed, operator_key=desk.key.public_key), desk.roster_file)
-        with desk.audit.doing("sign roster", {**subject, "invitation": consumption.invitation_id}):
-            replace_file(desk.roster_file, signed)
+        signed = sign_roster(roster, files.key, before.handovers)
+        subject = roster_subject(verify_roster(signed, operator_key=files.key.public_key), files.roster_file)
+        with files.audit.doing("sign roster", {**subject, "invitation": consumption.invitation_id}):
+            replace_file(files.roster_file, signed)
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
     try:
         newcomer.accept(signed)

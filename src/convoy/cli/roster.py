@@ -29,7 +29,6 @@ _REMEDY = "give the card of that member too, or name another head"
 _REMEDY_2 = "`convoy roster new` writes a roster"
 
 app = typer.Typer(help="Sign, change, show or verify the list of members.", rich_markup_mode=None)
-_MAX_FILE_BYTES = 2 << 20
 _CARD = "`convoy identity new NAME` writes NAME.card.toml, on the machine that is to be a member"
 _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 
@@ -184,10 +183,10 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show a roster and the operator key that it names. `verify` checks that the key is your operator's."""
-    from convoy.trust.roster.roster import open_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
     file = roster_file(file)
-    data = read_bytes(file, max_bytes=_MAX_FILE_BYTES, hint=WHENCE_ROSTER)
+    data = read_bytes(file, max_bytes=MAX_ROSTER_BYTES, hint=WHENCE_ROSTER)
     key, valid_at = _claims(data, file)
     _print_roster(file, open_roster(data, operator_key=key, now=valid_at), key, as_json=as_json)
 
@@ -209,7 +208,7 @@ def verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a roster as a member does. Exit 78 if signature, time, cluster or member do not hold."""
-    from convoy.trust.roster.roster import open_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
     lacking = file is None or operator_key is None
     config = config_file(config) if lacking else config
@@ -225,7 +224,7 @@ def verify(
         if operator_key is None
         else decode_public_key(operator_key, "--operator-key")
     )
-    data = read_bytes(path, max_bytes=_MAX_FILE_BYTES, hint=WHENCE_ROSTER)
+    data = read_bytes(path, max_bytes=MAX_ROSTER_BYTES, hint=WHENCE_ROSTER)
     signed = open_roster(data, operator_key=key, cluster_id=cluster)
     wanted = member or settings.cluster.name
     if wanted is not None:
@@ -245,11 +244,11 @@ def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:
     """Return the roster that ``out`` holds, or None. The new epoch must follow it: members refuse an older
     one.
     """
-    from convoy.trust.roster.roster import open_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
     if not out.exists():
         return None
-    data = read_bytes(out, max_bytes=_MAX_FILE_BYTES)
+    data = read_bytes(out, max_bytes=MAX_ROSTER_BYTES)
     _, valid_at = _claims(data, out)
     old = open_roster(data, operator_key=key.public_key, cluster_id=cluster, now=valid_at)
     require_signer(old, key)

@@ -364,7 +364,7 @@ def start_cluster(
             own=opened.own,
         )
     _say_why_not_exact(settings, cluster, verbose=verbose)
-    for name, verdict in cluster.head.vetting.excluded.items():
+    for name, verdict in cluster.head.verifier.excluded.items():
         print_note(f"{name} gets no stage: it has level {verdict.level.text}; {verdict.why}")
     return cluster
 

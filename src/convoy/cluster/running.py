@@ -117,7 +117,7 @@ class RunningCluster:
 
     def level(self) -> str:
         """Return the cluster's evidence level: that of its weakest member."""
-        return weakest(verdict.level for verdict in self.head.vetting.in_use()).text
+        return weakest(verdict.level for verdict in self.head.verifier.in_use()).text
 
     def status(self) -> ClusterStatus:
         """Return the whole picture now.
@@ -153,8 +153,8 @@ class RunningCluster:
             why_kernel=self.head.peers.why_kernel,
             other_bits=other_bits(self.head.hellos(), self.head.name, active.plan.kernel),
             level=self.level(),
-            minimum_level=self.head.vetting.attestation.policy.minimum.text,
-            verdicts=self.head.vetting.report(),
+            minimum_level=self.head.verifier.attestation.policy.minimum.text,
+            verdicts=self.head.verifier.report(),
             standbys=self.head.standbys(),
             parallel=ParallelStatus(active.placement.mode, active.placement.reason),
             absent=self.head.peers.missing(),

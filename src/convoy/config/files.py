@@ -10,6 +10,9 @@ from convoy.errors import ConfigError
 
 _REMEDY = "is it the right file? check the path"
 
+# The longest PEM file: hundreds of certificates.
+MAX_PEM_BYTES = 1 << 20
+FOLDER_HINT = "check the folder: its owner, its mode and its free space"
 WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves one in .convoy"
 
 
@@ -61,7 +64,7 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {(error.strerror or 'unwritable').lower()}",
-            hint="check the folder: its owner, its mode and its free space",
+            hint=FOLDER_HINT,
         ) from None
 
 

@@ -7,9 +7,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from convoy.config.files import FOLDER_HINT
 from convoy.errors import IdentityError
-
-_FOLDER_HINT = "check the folder: its owner, its mode and its free space"
 
 MAX_KEYFILE_BYTES = 16 * 1024
 
@@ -19,7 +18,7 @@ def make_private_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise IdentityError(f"cannot make directory {path}: {error.strerror}", hint=_FOLDER_HINT) from error
+        raise IdentityError(f"cannot make directory {path}: {error.strerror}", hint=FOLDER_HINT) from error
     check_private_directory(path)
 
 
@@ -49,7 +48,7 @@ def write_private(path: Path, data: bytes) -> None:
             f"{path} exists already", hint="choose another directory, or move the old key away yourself"
         ) from None
     except OSError as error:
-        raise IdentityError(f"cannot write {path}: {error.strerror}", hint=_FOLDER_HINT) from error
+        raise IdentityError(f"cannot write {path}: {error.strerror}", hint=FOLDER_HINT) from error
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         file.flush()
@@ -68,7 +67,7 @@ def replace_private(path: Path, data: bytes) -> None:
         beside.replace(path)
         sync_directory(path.parent)
     except OSError as error:
-        raise IdentityError(f"cannot write {path}: {error.strerror}", hint=_FOLDER_HINT) from error
+        raise IdentityError(f"cannot write {path}: {error.strerror}", hint=FOLDER_HINT) from error
     finally:
         beside.unlink(missing_ok=True)
 

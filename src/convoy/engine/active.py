@@ -16,8 +16,7 @@ from convoy.engine.recovery import Replan
 from convoy.engine.requests.near_tie import NEAR_TIE
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler
-from convoy.engine.sequence import Sequence
-from convoy.engine.sequence_owner import SequenceOwner
+from convoy.engine.sequence import Sequence, SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from convoy.config.table import ENGINE
 from convoy.engine.active import ActiveSequences, Between, PausedWork
 from convoy.engine.kv.prefix import PrefixTags
-from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.recovery import NewStages, Recovery, RepeatedFailures, Replan
 from convoy.engine.requests.admission import check_request, check_tokens, fitted, room_for, unfit
@@ -27,13 +27,27 @@ from convoy.engine.requests.choice import Choice, make_choices
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import Executor, StepResult
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
-from convoy.engine.sequence import SequenceState
-from convoy.engine.sequence_owner import SequenceOwner
-from convoy.engine.stats import EngineProgress
+from convoy.engine.sequence import SequenceOwner, SequenceState
+from convoy.engine.stats import EngineProgress, EngineStats
 from convoy.errors import ConvoyError, Draining, NotReady, StageLost, Unavailable
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Hold the options of an engine.
+
+    An idle engine sends an empty step round the ring every ``probe_s`` seconds. It is ready while the last
+    step is at most ``ready_s`` seconds old. With ``share_across_keys``, requests share the K/V of a common
+    prefix whatever their salt: response times then tell one client which prompts another has sent.
+    """
+
+    max_context: int
+    probe_s: float = 5.0
+    ready_s: float = 15.0
+    share_across_keys: bool = ENGINE.share_across_keys
 
 
 class RequestHandle:
@@ -101,7 +115,7 @@ class Engine:
         # Pass an empty step now, instead of when the next probe is due.
         self._woken = False
         self._replan: Replan | None = None
-        self._relapses = RepeatedFailures()
+        self._repeated_failures = RepeatedFailures()
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
@@ -377,17 +391,19 @@ class Engine:
             # The new stages hold no K/V, so every sequence starts again from its known tokens.
             self._scheduler.reset(recovered.limits)
             over = []
-            if recovered.relapse and not isinstance(cause, Replan):
+            if recovered.without_loss and not isinstance(cause, Replan):
                 # No member was lost, so a request in flight may make the stages fail: end those that fail
                 # again and again.
-                over = self._relapses.hopeless(self._live, ran, cause, recovered.failed_at)
+                over = self._repeated_failures.hopeless(self._live, ran, cause, recovered.failed_at)
             # The new stages may hold fewer tokens than some sequences have already.
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pools))
             for group, reason in over:
                 self._live.end_group(group, reason)
-            if recovered.relapse:
+            if recovered.without_loss:
                 # Suspects run one at a time, so that the next failure tells which one causes it.
-                self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
+                self._scheduler.try_apart(
+                    one for one in self._repeated_failures.suspects if one in self._live
+                )
             if not recovered.same_bits:
                 self._live.mark_replayed_inexact()
             self._progress.recoveries += not isinstance(cause, Replan)

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import SchedulerLimits
-from convoy.engine.sequence import Sequence
-from convoy.engine.sequence_owner import SequenceOwner
+from convoy.engine.sequence import Sequence, SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 
 MAX_FAILURES = 8
@@ -60,7 +59,7 @@ class RepeatedFailures:
         sequences = [sequence for sequence in dict.fromkeys(in_flight) if sequence in live]
         self._seen = {sequence: self._once_more(sequence) for sequence in sequences}
         if len(sequences) == 1 and member is not None:
-            # Only a sequence that ran alone can be blamed for a failure at one member.
+            # Only a sequence that ran alone can be suspected of a failure at one member.
             self._seen[sequences[0]].at[member] += 1
         return [
             (live[sequence].group, _hopeless(failures, error))
@@ -89,7 +88,8 @@ def _hopeless(failures: _Failures, error: StageLost) -> StageLost:
 class NewStages:
     """Hold the stages that replace lost ones; they know no sequence yet.
 
-    With ``relapse``, no member was lost and yet the stages failed, so a request in flight may be the cause.
+    With ``without_loss``, the stages failed although no member was lost, so a request in flight may be the
+    cause.
     ``failed_at`` is the member of the failed stage; it is None if unknown, or if one of two may have failed.
     With ``same_bits``, they compute the same bits as the previous stages.
     """
@@ -97,7 +97,7 @@ class NewStages:
     executor: Executor
     limits: SchedulerLimits
     max_context: int
-    relapse: bool = False
+    without_loss: bool = False
     failed_at: str | None = None
     same_bits: bool = True
 

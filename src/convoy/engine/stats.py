@@ -203,3 +203,39 @@ class ChoiceMeter:
         if why in {"stop", "length"}:
             counts.whole.observe(counts.clock() - self._arrived_s)
             counts.queued.observe(self._queued_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Hold a snapshot for people and metrics."""
+
+    running: int
+    waiting: int
+    num_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    # Tokens that sessions asked to run, replayed ones included.
+    session_tokens: int
+    preempted: int
+    # Positions that did not run, because their K/V was there.
+    cached_tokens: int
+    # Guesses that ran.
+    drafted_tokens: int
+    # Guesses that were right, and so became generated tokens.
+    accepted_tokens: int
+    # How long the last empty step took to pass every stage, in seconds.
+    ring_s: float | None
+    # How often other stages took over after a loss.
+    recoveries: int
+    # The owned share of the fullest cache group's blocks, from 0 to 1.
+    kv_usage: float
+    # Tokens looked up in the prefix cache at first admissions, and those that it had.
+    queried_tokens: int
+    hit_tokens: int
+    requests: RequestSums
+    # Of steps with rows, from submission to collection.
+    step_s: HistogramCounts
+    # Tokens after a replay where another token was as likely; see `engine.requests.near_tie`.
+    near_ties: int = 0

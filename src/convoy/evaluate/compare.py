@@ -16,7 +16,7 @@ _AS_FAR = 2
 
 
 class Expected:
-    """Hold each prompt's drawn tokens, and the logits of every position, from the unsplit stage and the
+    """Hold each prompt's sampled tokens, and the logits of every position, from the unsplit stage and the
     library.
     """
 
@@ -62,14 +62,14 @@ class Expected:
 
     @property
     def texts(self) -> list[list[int]]:
-        """Return each prompt with the tokens drawn after it but the last, which no step has run."""
-        return [[*prompt, *drawn[:-1]] for prompt, drawn in zip(self._prompts, self.tokens, strict=True)]
+        """Return each prompt with the tokens sampled after it but the last, which no step has run."""
+        return [[*prompt, *sampled[:-1]] for prompt, sampled in zip(self._prompts, self.tokens, strict=True)]
 
     def num_near_ties(self, limits: ErrorBounds) -> tuple[int, int]:
-        """Return how many drawn tokens the library would not draw: (near ties, others)."""
+        """Return how many sampled tokens the library would not sample: (near ties, others)."""
         near = wrong = 0
-        for prompt, drawn, logits in zip(self._prompts, self.tokens, self.library, strict=True):
-            for place, token in enumerate(drawn, start=len(prompt) - 1):
+        for prompt, sampled, logits in zip(self._prompts, self.tokens, self.library, strict=True):
+            for place, token in enumerate(sampled, start=len(prompt) - 1):
                 row = logits[place]
                 if int(row.argmax()) == token:
                     continue
@@ -80,7 +80,7 @@ class Expected:
         return near, wrong
 
     def others_than_unsplit(self, run: Run, limits: ErrorBounds) -> tuple[int, int]:
-        """Return how many tokens of ``run`` the unsplit stage did not draw: (near ties, others)."""
+        """Return how many tokens of ``run`` the unsplit stage did not sample: (near ties, others)."""
         near = wrong = 0
         expected, prompt = self.tokens[run.prompt], self._prompts[run.prompt]
         for place, (token, other) in enumerate(zip(run.tokens, expected, strict=False), len(prompt) - 1):
@@ -110,7 +110,7 @@ class Comparison:
         self._own_errors = expected.own_errors()
 
     def add(self, run: Run) -> None:
-        """Add a run. If it draws tokens, they must be the expected ones."""
+        """Add a run. If it samples tokens, they must be the expected ones."""
         places = slice(run.start, run.start + len(run.logits))
         unsplit = _distances(run.logits, self._expected.unsplit[run.prompt][places])
         self.from_unsplit[run.way] = max(self.from_unsplit[run.way], _greatest(unsplit))

@@ -23,15 +23,15 @@ class Run:
     prompt: int
     start: int
     logits: torch.Tensor
-    # The drawn tokens, if this way draws any.
+    # The sampled tokens, if this way samples any.
     tokens: tuple[int, ...] = ()
 
 
 def alone(chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | None = None) -> Iterator[Run]:
-    """Run each prompt by itself in one row, and then draw ``num_tokens`` greedy tokens, one a step.
+    """Run each prompt by itself in one row, and then sample ``num_tokens`` greedy tokens, one a step.
 
-    ``told`` holds the tokens to continue with after each prompt, whatever is drawn. So one near tie does not
-    cause further differences.
+    ``told`` holds the tokens to continue with after each prompt, whatever is sampled. So one near tie does
+    not cause further differences.
     """
     for index, prompt in enumerate(prompts):
         (logits,) = chain.run([(index, prompt)], len(prompt))
@@ -64,10 +64,10 @@ def batched(
     that of `alone`.
     """
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
-    drawn: list[list[int]] = [[] for _ in prompts]
+    sampled: list[list[int]] = [[] for _ in prompts]
     waiting = [list(prompt) for prompt in prompts]
     joined, longest = 0, max(map(len, prompts))
-    while any(len(tokens) < num_tokens for tokens in drawn):
+    while any(len(tokens) < num_tokens for tokens in sampled):
         joined = min(joined + 1, len(prompts))
         rows = []
         for index in range(joined):
@@ -75,16 +75,16 @@ def batched(
                 size = _EARLY_CHUNK if index % 2 else len(waiting[index])
                 rows.append((index, waiting[index][:size]))
                 del waiting[index][:size]
-            elif len(drawn[index]) < num_tokens:
-                said = drawn[index] if told is None else told[index]
-                rows.append((index, [said[len(drawn[index]) - 1]]))
+            elif len(sampled[index]) < num_tokens:
+                said = sampled[index] if told is None else told[index]
+                rows.append((index, [said[len(sampled[index]) - 1]]))
         for (index, _), logits in zip(rows, chain.run(rows, longest), strict=True):
             found[index].append(logits)
             if not waiting[index]:
-                drawn[index].append(_best(logits))
+                sampled[index].append(_best(logits))
     for index, parts in enumerate(found):
         chain.release(index)
-        yield Run("batch", index, 0, torch.cat(parts), tuple(drawn[index]))
+        yield Run("batch", index, 0, torch.cat(parts), tuple(sampled[index]))
 
 
 def _best(logits: torch.Tensor) -> int:

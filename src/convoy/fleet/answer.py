@@ -43,9 +43,3 @@ def is_too_long(refusal: bytes) -> bool:
         return bool(error["code"] == CONTEXT_ERROR)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
         return False
-
-
-def start(status: int, headers: dict[str, str]) -> dict[str, object]:
-    """Return ASGI's first message of an answer."""
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": encoded}

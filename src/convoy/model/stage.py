@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from convoy.config.kernels import EXACT
 from convoy.config.table import ENGINE
+from convoy.model.collective import Collective
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment, Step
+
+# The collective that a backend's slices join.
+CollectiveT_contra = TypeVar("CollectiveT_contra", bound=Collective, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class LoadedStage(Stage, Protocol):
         """End this stage and free its memory."""
 
 
-class RankSlice(LoadedStage, Protocol):
+class RankSlice(LoadedStage, Protocol[CollectiveT_contra]):
     """Describe one rank's slice of every layer of a stage.
 
     It runs after `join` has connected it to the other ranks. All ranks call `output`: rank 0 gets all
@@ -222,9 +226,8 @@ class RankSlice(LoadedStage, Protocol):
     def weight_share(self) -> float:
         """Return this slice's share of the weights of the whole stage."""
 
-    def join(self, collective: Any) -> None:
+    def join(self, collective: CollectiveT_contra) -> None:
         """Connect this slice to the other ranks, before `run`.
 
-        ``collective`` is a `Collective`, or the sums between devices of this slice's backend. Raises
-        ModelError for another rank's collective.
+        Raises ModelError for another rank's collective.
         """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from convoy.config.files import read_bytes
 from convoy.config.settings import Config
 from convoy.errors import ConvoyError
-from convoy.sdk.options import MAX_ROSTER_BYTES, Note
+from convoy.sdk.options import Note
 
 if TYPE_CHECKING:
     from convoy.api.service import Service
@@ -52,7 +52,7 @@ def _older(config: Config, me: Membership) -> bytes | None:
     """Return the roster file's bytes if an epoch accepted before counts in its place. `load_member` reported
     that.
     """
-    from convoy.trust.roster.roster import verify_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, verify_roster
 
     try:
         signed = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)

@@ -97,11 +97,11 @@ class LocalOptions:
     def check(self, spec: ModelSpec) -> None:
         """Check spans and flags before anything is started.
 
-        Raises the errors of `plan.placement.ways.choose_way` for the spans, and those of `HeadOptions.check`
-        for the flags of the engine.
+        Raises the errors of `plan.placement.modes.choose_placement` for the spans, and those of
+        `HeadOptions.check` for the flags of the engine.
         """
         from convoy.plan.offer import MemberOffer
-        from convoy.plan.placement.ways import choose_way, find_ways
+        from convoy.plan.placement.modes import choose_placement, find_placements
 
         plan = override(PlanConfig(), **self.sharing)
         asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
@@ -109,7 +109,7 @@ class LocalOptions:
         asked.check_context(spec)
         # Memory does not count here: this check is for the spans and flags alone.
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
-        choose_way(asked.parallel, find_ways(spec, offers, self.spans, ranks=asked.ranks))
+        choose_placement(asked.parallel, find_placements(spec, offers, self.spans, ranks=asked.ranks))
         # Raises UsageError for a device that this machine lacks. Last, because torch takes seconds to load.
         self.devices  # noqa: B018
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.files import WHENCE_ROSTER, default_cache, read_bytes
+from convoy.config.files import MAX_PEM_BYTES, WHENCE_ROSTER, default_cache, read_bytes
 from convoy.config.settings import Config
 from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConfigError, RosterError
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Told a line for a person.
 Note = Callable[[str], None]
-MAX_ROSTER_BYTES = 2 << 20
-_MAX_PEM_BYTES = 1 << 20
 
 
 def unheard(_text: str) -> None:
@@ -36,6 +34,7 @@ def load_member(config: Config, note: Note = unheard) -> Membership:
     from convoy.crypto.identity import Identity
     from convoy.trust.roster.accepted import AcceptedFile
     from convoy.trust.roster.authority import open_membership
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES
 
     name = config.require_name()
     directory = config.require_identity()
@@ -197,4 +196,4 @@ def _names_of(certificate: str) -> tuple[str, ...]:
     """Return the names in a certificate, because the server answers to them."""
     from convoy.crypto.certificate import certificate_names
 
-    return certificate_names(read_bytes(Path(certificate), max_bytes=_MAX_PEM_BYTES))
+    return certificate_names(read_bytes(Path(certificate), max_bytes=MAX_PEM_BYTES))

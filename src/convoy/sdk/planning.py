@@ -20,8 +20,8 @@ from convoy.sdk.speeds import Here, links_of, speeds_of
 if TYPE_CHECKING:
     from convoy.plan.memory.blocks import BlockDemand
     from convoy.plan.offer import MemberOffer
+    from convoy.plan.placement.modes import ModePlacements
     from convoy.plan.placement.placement import Placement
-    from convoy.plan.placement.ways import Ways
     from convoy.plan.rates.compare import Compared
     from convoy.plan.rates.rates import Links, Workload
     from convoy.plan.report import ExcludedReport, PlanReport, RuleReport
@@ -127,8 +127,8 @@ def make_plan(question: PlanQuestion) -> PlanReport:
     here = Here.of(settings, question.members, offers, device, question.threads)
     paces = _Paces(settings, offers, here, question.context, question.speeds, question.round_trips, note)
     predict = paces.step_s if question.measured else None
-    ways, placement = _choose(question, spec, offers, spans, demands, predict=predict)
-    compared = paces.compare(ways) if question.measured else None
+    modes, placement = _choose(question, spec, offers, spans, demands, predict=predict)
+    compared = paces.compare(modes) if question.measured else None
     return _report(settings, placement, left_out, standbys, compared)
 
 
@@ -140,14 +140,14 @@ def _choose(
     demands: Policy,
     *,
     predict: Callable[[Placement], float] | None,
-) -> tuple[Ways, Placement]:
-    from convoy.plan.placement.ways import choose_way, find_ways
+) -> tuple[ModePlacements, Placement]:
+    from convoy.plan.placement.modes import choose_placement, find_placements
     from convoy.plan.report import rule_reports
 
     sharing = question.settings.plan
     try:
-        ways = find_ways(spec, offers, spans, demands.placement, ranks=sharing.ranks)
-        return ways, choose_way(sharing.parallel, ways, predict=predict)
+        modes = find_placements(spec, offers, spans, demands.placement, ranks=sharing.ranks)
+        return modes, choose_placement(sharing.parallel, modes, predict=predict)
     except (PlanError, SpanError):
         question.on_refused(rule_reports(spec, offers, demands.placement))
         raise
@@ -206,10 +206,10 @@ class _Paces:
 
         return predict(placement, self.speeds, self.links, self._workload(placement.spec)).decode.step_s
 
-    def compare(self, ways: Ways) -> Compared:
+    def compare(self, modes: ModePlacements) -> Compared:
         from convoy.plan.rates.compare import compare
 
-        return compare(ways, self.speeds, self.links, self._workload(ways.spec))
+        return compare(modes, self.speeds, self.links, self._workload(modes.spec))
 
     def _workload(self, spec: ModelSpec) -> Workload:
         from convoy.plan.rates.rates import Workload

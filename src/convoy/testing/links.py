@@ -33,7 +33,7 @@ def memory_link_pair(
 
     ``faults`` apply to the writes of ``me``: write 0 is M1, 1 is M3, and sealed frames follow from 2 on.
     ``record`` collects the bytes that (``me``, ``other``) hand to their streams, which the outer layer
-    would get. Connections that replace worn ones have no faults.
+    would get. Connections that replace used-up ones have no faults.
     """
     options = options or LinkOptions()
     link, standing = _pair(me, other, faults=faults, record=record, options=options, replaces=replaces)

@@ -13,7 +13,7 @@ _OTHER = "other causes"
 
 
 @dataclass(slots=True)
-class _Tally:
+class _LogCount:
     """Count the lines of one cause in the interval that began at ``since_s``."""
 
     since_s: float
@@ -41,12 +41,12 @@ class RateLimitedLog:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._tallies: dict[str, _Tally] = {}
+        self._counts: dict[str, _LogCount] = {}
 
     @property
     def num_causes(self) -> int:
         """Return how many causes are told apart now."""
-        return len(self._tallies)
+        return len(self._counts)
 
     def warning(self, cause: str, text: str, *, with_trace: bool = False) -> None:
         """Log ``text`` unless its cause has used up its lines.
@@ -56,13 +56,13 @@ class RateLimitedLog:
         """
         self.flush()
         with self._lock:
-            if cause not in self._tallies and len(self._tallies) >= _MAX_CAUSES:
+            if cause not in self._counts and len(self._counts) >= _MAX_CAUSES:
                 cause = _OTHER
-            tally = self._tallies.setdefault(cause, _Tally(self._clock()))
-            if tally.written >= self._max_lines:
-                tally.left_out += 1
+            count = self._counts.setdefault(cause, _LogCount(self._clock()))
+            if count.written >= self._max_lines:
+                count.left_out += 1
                 return
-            tally.written += 1
+            count.written += 1
         self._log.warning("%s", text, exc_info=with_trace)
 
     def flush(self, *, everything: bool = False) -> None:
@@ -70,17 +70,17 @@ class RateLimitedLog:
         now_s = self._clock()
         with self._lock:
             over = [
-                (cause, tally)
-                for cause, tally in self._tallies.items()
-                if everything or now_s - tally.since_s >= self._interval_s
+                (cause, count)
+                for cause, count in self._counts.items()
+                if everything or now_s - count.since_s >= self._interval_s
             ]
             for cause, _ in over:
-                del self._tallies[cause]
-        for cause, tally in over:
-            if tally.left_out:
+                del self._counts[cause]
+        for cause, count in over:
+            if count.left_out:
                 self._log.warning(
                     "%d more were refused within %.0f s, not logged one by one: %s",
-                    tally.left_out,
-                    max(1.0, now_s - tally.since_s),
+                    count.left_out,
+                    max(1.0, now_s - count.since_s),
                     cause,
                 )

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from convoy.config.files import FOLDER_HINT
 from convoy.crypto.keyfile import make_private_directory, sync_directory, write_private
 from convoy.errors import IdentityError, InviteError
 
@@ -46,7 +47,7 @@ class Consumption:
             # The disk may be full. The file counts if it is there, and no newcomer gets in.
             raise IdentityError(
                 f"cannot write to {self.directory}: {error.strerror}",
-                hint="check the folder: its owner, its mode and its free space",
+                hint=FOLDER_HINT,
             ) from error
         except IdentityError as error:
             if not self.used:

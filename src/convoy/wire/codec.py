@@ -58,7 +58,7 @@ class _StepParts(Message, frozen=True):
     grants: Annotated[list[msgspec.Raw], Entries]
     rows: Annotated[list[Row], Entries]
     tokens: bytes
-    draws: Annotated[list[msgspec.Raw], Entries] = msgspec.field(default_factory=list)
+    samples: Annotated[list[msgspec.Raw], Entries] = msgspec.field(default_factory=list)
 
 
 class _RankStepParts(Message, frozen=True):
@@ -73,7 +73,7 @@ _step = msgspec.msgpack.Decoder(Step)
 _rank_step_parts = msgspec.msgpack.Decoder(_RankStepParts)
 _step_parts = msgspec.msgpack.Decoder(_StepParts)
 _grant = msgspec.msgpack.Decoder(BlockGrant)
-_draw = msgspec.msgpack.Decoder(SampleRequest)
+_sample_request = msgspec.msgpack.Decoder(SampleRequest)
 
 
 def _decode_step(payload: Payload) -> Step:
@@ -87,16 +87,18 @@ def _decode_long_step(payload: Payload) -> Step:
     """
     parts = _step_parts.decode(payload)
     grants = _decode_each(parts.grants, _grant, lambda grant: len(grant.blocks), MAX_STEP_BLOCKS)
-    draws = _decode_each(parts.draws, _draw, lambda draw: len(draw.logit_bias), MAX_STEP_BIASES)
-    return Step(parts.number, parts.released, grants, parts.rows, parts.tokens, draws)
+    samples = _decode_each(
+        parts.samples, _sample_request, lambda sample: len(sample.logit_bias), MAX_STEP_BIASES
+    )
+    return Step(parts.number, parts.released, grants, parts.rows, parts.tokens, samples)
 
 
 def _decode_rank_step(payload: Payload) -> RankStep:
     parts = _rank_step_parts.decode(payload)
     is_long = len(payload) > RECORD_BYTES
     step = _decode_long_step(memoryview(parts.step)) if is_long else _step.decode(parts.step)
-    if step.draws:
-        raise FrameError(f"a RANK_STEP has {len(step.draws)} draws, which are rank 0's")
+    if step.samples:
+        raise FrameError(f"a RANK_STEP has {len(step.samples)} samples, which are rank 0's")
     return RankStep(step, parts.hidden, parts.output)
 
 

@@ -22,7 +22,7 @@ from convoy.cli.operator.home import Home
 from convoy.cli.running.coordinator import (
     ADMIN_KEY,
     ADMIN_URL,
-    DoorFlags,
+    ListenFlags,
     admin_url_of,
     database_url,
     ensure_admin_key,
@@ -38,9 +38,9 @@ from convoy.trust.audit import AuditLog, verify_log
 from support.tls_files import make_tls_files
 
 
-def flags(**changes: object) -> DoorFlags:
+def flags(**changes: object) -> ListenFlags:
     made: dict[str, object] = {"host": "127.0.0.1", "port": 0, "admin_port": 0, "tls_certificate": None}
-    return DoorFlags(**{**made, "tls_key": None, "behind_tls_proxy": False, **changes})  # type: ignore[arg-type]
+    return ListenFlags(**{**made, "tls_key": None, "behind_tls_proxy": False, **changes})  # type: ignore[arg-type]
 
 
 def test_a_key_with_a_passphrase_is_refused_before_anything_listens(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_key_with_a_passphrase_is_refused_before_anything_listens(tmp_path: Pa
     sealed = opened.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     key.write_bytes(sealed)
     with pytest.raises(ConfigError, match=r"tls\.key are no certificate and its key") as caught:
-        flags(tls_certificate=certificate, tls_key=key).doors()
+        flags(tls_certificate=certificate, tls_key=key).listen_options()
     assert "no passphrase" in str(caught.value.hint)
 
 
@@ -90,12 +90,12 @@ def test_behind_a_proxy_the_name_must_be_said_and_is_a_host_that_is_answered() -
         flags(behind_tls_proxy=True).names()
     said = flags(behind_tls_proxy=True, authorities=("coordinator.example:443",))
     assert said.names() == ()
-    assert said.doors().public.allowed_hosts == ("coordinator.example",)
+    assert said.listen_options().public.allowed_hosts == ("coordinator.example",)
 
 
 def test_off_loopback_the_names_of_the_certificate_are_hosts_that_are_answered(certificate: Path) -> None:
     listens = flags(host="0.0.0.0", tls_certificate=certificate, tls_key=certificate)  # noqa: S104 - not bound
-    assert listens.doors().public.allowed_hosts == ("coordinator.example", "192.0.2.1")
+    assert listens.listen_options().public.allowed_hosts == ("coordinator.example", "192.0.2.1")
 
 
 def test_a_new_database_gets_an_administrators_key_though_a_file_is_there(tmp_path: Path) -> None:

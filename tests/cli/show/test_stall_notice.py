@@ -37,14 +37,14 @@ def test_each_recovery_is_told_once_and_health_not_at_all() -> None:
 
 def test_a_recovery_after_a_piece_of_the_answer_is_another_one() -> None:
     cluster = Cluster("beta is gone")
-    with StallNotice(cluster.reason, cluster.told.put, SOON_S) as patience:
+    with StallNotice(cluster.reason, cluster.told.put, SOON_S) as notice:
         assert cluster.told.get(timeout=30) == "beta is gone"
-        patience.came()
+        notice.came()
         assert cluster.told.get(timeout=30) == "beta is gone"
 
 
 def test_nothing_is_asked_where_the_answer_comes_in_time() -> None:
     cluster = Cluster("never asked")
-    with StallNotice(cluster.reason, cluster.told.put, quiet_s=3600.0) as patience:
-        patience.came()
+    with StallNotice(cluster.reason, cluster.told.put, quiet_s=3600.0) as notice:
+        notice.came()
     assert not cluster.asked.acquire(blocking=False)

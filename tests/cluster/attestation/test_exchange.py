@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -181,9 +181,7 @@ def test_evidence_of_an_earlier_challenge_or_another_link_does_not_count() -> No
 
 def test_a_member_that_does_not_answer_in_time_is_none() -> None:
     with two_sides(Policy(deadline_s=0.5), answer=False) as (alpha, _beta):
-        started = time.monotonic()
         verdict = alpha.attestation.check([alpha.link])["beta"]
-        assert time.monotonic() - started < 5
     assert verdict.level is Level.NONE
     assert verdict.why == "beta sent no evidence within 0.5 s"
 
@@ -230,10 +228,10 @@ def test_a_model_is_claimed_while_a_stage_is_held() -> None:
         minimum=Level.SELF_SIGNED, interval_s=0.5, software=(SoftwareRule("model", ("ef" * 32,)),)
     )
     with two_sides(policy) as (alpha, beta):
-        beta.attestation.attester.model = "ef" * 32
+        beta.attestation.evidence_maker.model = "ef" * 32
         assert alpha.attestation.check([alpha.link], holds_stage=True)["beta"].level is Level.SELF_SIGNED
         alpha.attestation.watch([alpha.link], hold_stages=True)
-        beta.attestation.attester.model = "dd" * 32
+        beta.attestation.evidence_maker.model = "dd" * 32
         assert "model" in alpha.fallen.get(timeout=WAIT_S).why
 
 
@@ -272,7 +270,7 @@ def test_an_answer_from_between_two_plans_is_neither_kept_nor_held_against_its_m
         alpha.attestation.watch([alpha.link], hold_stages=True)
         assert hardware.begun.wait(WAIT_S)  # the claims were made, without a model
         alpha.attestation.watch((), hold_stages=False)
-        beta.attestation.attester.model = model
+        beta.attestation.evidence_maker.model = model
         alpha.attestation.watch([alpha.link], hold_stages=True)
         hardware.slow.set()
         wait_until(lambda: alpha.attestation.verdicts)
@@ -363,8 +361,8 @@ def members_of(
 
 def drifted(peer: PeerThread) -> None:
     """This member's files are others from now on."""
-    attester = peer.peer.attestation.attester
-    attester.__dict__["software"] = CLAIMS
+    evidence_maker = peer.peer.attestation.evidence_maker
+    evidence_maker.__dict__["software"] = CLAIMS
 
 
 def test_without_a_policy_levels_are_reported_and_nothing_is_demanded() -> None:
@@ -423,7 +421,7 @@ def test_a_member_that_drifted_long_ago_falls_at_the_next_plan() -> None:
         drifted(peers[0])
         peers[1].stop()
         wait_until(lambda: {stage.member for stage in cluster.status().stages} == {"alpha"})
-        wait_until(lambda: "beta" in cluster.head.vetting.excluded)
+        wait_until(lambda: "beta" in cluster.head.verifier.excluded)
         cluster.close()
 
 
@@ -431,7 +429,19 @@ def test_a_peer_lets_no_head_plan_that_is_below_its_own_minimum() -> None:
     with members_of(Policy(minimum=Level.HARDWARE)) as (peers, start):
         with pytest.raises((PeerRefused, LinkBroken, StageLost, PlanError), match="hardware"):
             start(Policy())
-        assert "alpha has level self_signed" in peers[0].wait_for("refused").text
+        assert "alpha has level self_signed" in first_refusal(peers)
+
+
+def first_refusal(peers: list[PeerThread]) -> str:
+    """Wait until one of the peers has refused its head. The head may give up before it reaches the others."""
+    until_s = time.monotonic() + 30
+    while time.monotonic() < until_s:
+        for peer in peers:
+            with suppress(queue.Empty):
+                while (event := peer.events.get(timeout=0.01)).kind != "refused":
+                    pass
+                return event.text
+    raise AssertionError("no peer refused the head")
 
 
 def test_what_still_waits_of_a_head_that_was_refused_is_not_loaded() -> None:

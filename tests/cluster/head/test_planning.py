@@ -11,9 +11,9 @@ from convoy.cluster.options import HeadOptions, MemberOptions
 from convoy.errors import Incompatible, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import stage_bytes
+from convoy.plan.placement.modes import Predict
 from convoy.plan.placement.parallel import Asked
 from convoy.plan.placement.placement import Placement
-from convoy.plan.placement.ways import Predict
 from convoy.plan.span import Span
 from convoy.wire.messages.control import Hello
 from support.members import make_local_members, membership_of
@@ -251,8 +251,8 @@ def test_a_standby_of_another_kind_preloads_with_its_own_kernel() -> None:
 def together(asked: Asked = "auto", predict: Predict | None = None, ranks: int | None = None) -> Planner:
     members = make_local_members(NAMES)
     options = HeadOptions(MemberOptions(), parallel=asked, ranks=ranks)
-    vetting = MemberVerifier(lambda: members[0], MemberOptions())
-    return Planner(membership_of(members[0]), SOURCE, options, vetting, predict=predict)
+    verifier = MemberVerifier(lambda: members[0], MemberOptions())
+    return Planner(membership_of(members[0]), SOURCE, options, verifier, predict=predict)
 
 
 def faster_as_ranks(placement: Placement) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cluster.presence.first_dial import FirstDial, Mustered
+from convoy.cluster.presence.first_dial import DialResults, FirstDial
 from convoy.errors import HandshakeError, HandshakeLate
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
@@ -27,7 +27,7 @@ class Failing(MemoryNetwork):
         return super().dial(me, peer, timeout_s)
 
 
-def dial_all(network: Failing, wait_s: float) -> Mustered:
+def dial_all(network: Failing, wait_s: float) -> DialResults:
     """Of beta, by alpha."""
     alpha, beta = make_local_members(("alpha", "beta"))
     came: list[Link] = []
@@ -52,7 +52,7 @@ def test_one_whose_handshakes_all_break_off_is_absent_and_the_reason_is_said() -
     assert "did not answer within 0.05 s: the handshake with beta broke" in found.absent["beta"].message
 
 
-def test_one_that_proves_to_be_somebody_else_ends_the_muster_at_once() -> None:
+def test_one_that_proves_to_be_somebody_else_ends_the_first_dial_at_once() -> None:
     network = Failing(HandshakeError("beta proved to be somebody else"), times=1)
     with pytest.raises(HandshakeError, match="somebody else"):
         dial_all(network, wait_s=600)

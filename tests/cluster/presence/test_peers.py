@@ -61,7 +61,7 @@ def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
     policy = Policy(offers=(OfferRule(10**9 // 2),))
     network.listen(membership_of(beta), beta.member.address, greet)
     peers = peers_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
-    monkeypatch.setattr(peers.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
+    monkeypatch.setattr(peers.verifier, "admit", lambda *_: None)  # and no member is asked for evidence
     peers.seek()
     assert joined.wait(30)
     assert peers.hellos["beta"].memory_bytes == 10**9 // 2
@@ -92,7 +92,7 @@ def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
     company_has = threading.Event()
     network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
     peers = peers_of(alpha, network, company_has)
-    monkeypatch.setattr(peers.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
+    monkeypatch.setattr(peers.verifier, "admit", lambda *_: None)  # and no member is asked for evidence
     peers.seek()
     assert twice.wait(20)
     threading.Event().wait(1.0)  # the time in which it would dial a hundred times

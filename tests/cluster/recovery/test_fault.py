@@ -14,40 +14,40 @@ class Clock:
 
 
 def test_a_member_that_fails_by_itself_is_named_from_the_third_time_on() -> None:
-    blame = FaultTracker()
-    assert [blame.note(["beta"]) for _ in range(4)] == [[], [], ["beta"], ["beta"]]
+    tracker = FaultTracker()
+    assert [tracker.note(["beta"]) for _ in range(4)] == [[], [], ["beta"], ["beta"]]
 
 
 def test_of_two_that_may_have_been_it_the_accused_comes_first() -> None:
-    blame = FaultTracker()
-    assert [blame.note(["beta", "gamma"]) for _ in range(3)] == [[], [], ["beta", "gamma"]]
+    tracker = FaultTracker()
+    assert [tracker.note(["beta", "gamma"]) for _ in range(3)] == [[], [], ["beta", "gamma"]]
 
 
 def test_who_accuses_one_member_after_another_is_the_likeliest() -> None:
-    blame = FaultTracker()
+    tracker = FaultTracker()
     for _ in range(3):
-        blame.note(["beta", "gamma"])
-    assert blame.note(["delta", "gamma"]) == ["gamma"]
-    blame.note(["delta", "gamma"])
-    assert blame.note(["delta", "gamma"]) == ["gamma", "delta"]
+        tracker.note(["beta", "gamma"])
+    assert tracker.note(["delta", "gamma"]) == ["gamma"]
+    tracker.note(["delta", "gamma"])
+    assert tracker.note(["delta", "gamma"]) == ["gamma", "delta"]
 
 
 def test_a_failure_after_a_calm_minute_is_a_new_one() -> None:
     clock = Clock()
-    blame = FaultTracker(clock)
-    blame.note(["beta"])
-    blame.note(["beta"])
+    tracker = FaultTracker(clock)
+    tracker.note(["beta"])
+    tracker.note(["beta"])
     clock.now_s = 50.0
-    blame.recovered()
+    tracker.recovered()
     clock.now_s = 109.0
-    assert blame.note(["beta"]) == ["beta"]
+    assert tracker.note(["beta"]) == ["beta"]
     clock.now_s = 170.0
-    assert blame.note(["beta"]) == []
+    assert tracker.note(["beta"]) == []
 
 
 def test_each_wait_is_longer_until_something_else_happens() -> None:
-    blame = FaultTracker()
-    waits_s = [blame.wait_s() for _ in range(5)]
+    tracker = FaultTracker()
+    waits_s = [tracker.wait_s() for _ in range(5)]
     assert waits_s[4] > waits_s[0]
-    blame.forget()
-    assert blame.wait_s() < waits_s[4]
+    tracker.forget()
+    assert tracker.wait_s() < waits_s[4]

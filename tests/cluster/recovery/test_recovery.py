@@ -234,11 +234,13 @@ def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
         gone.stop()
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         back = Peer(membership_of(s.members["gamma"]), PeerOptions(MEMBER), network=s.network)
-        attester = back.attestation.attester
-        attester.__dict__["software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
+        evidence_maker = back.attestation.evidence_maker
+        evidence_maker.__dict__["software"] = msgspec.structs.replace(
+            evidence_maker.claims, package="ab" * 32
+        )
         running = threading.Thread(target=back.run, args=(s.members["gamma"].member.address,), daemon=True)
         running.start()
-        wait_until(lambda: "gamma" in cluster.head.vetting.excluded)
+        wait_until(lambda: "gamma" in cluster.head.verifier.excluded)
         assert stages(cluster) == ["alpha", "beta"]
         assert ask(cluster) == ANSWER
         back.stop()

@@ -35,7 +35,7 @@ class Ends:
 
     def __init__(self, weights: HeadWeightServer | None) -> None:
         head, peer = make_local_members(("alpha", "beta"))
-        self.fetches = PartClient()
+        self.part_client = PartClient()
         to_peer, self.to_head = memory_link_pair(head, peer)
         self.asked: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
@@ -50,19 +50,19 @@ class Ends:
                 weights.handle_fetch(link, received.message)
 
         def end(_link: Link, error: ConvoyError) -> None:
-            self.fetches.ended(_link)
+            self.part_client.ended(_link)
             self.ended.put(error)
 
         def take(link: Link, received: Received) -> None:
             assert isinstance(received, ReceivedMessage)
             assert isinstance(received.message, Piece)
-            self.fetches.handle_piece(link, received.message)
+            self.part_client.handle_piece(link, received.message)
 
         to_peer.start(answer, lambda *_: None, frames_from(Sender.PEER))
         self.to_head.start(take, end, frames_from(Sender.HEAD))
 
     def pull(self, manifest: str, *wants: Want) -> Iterator[tuple[Want, Piece]]:
-        return self.fetches.pull(self.to_head, manifest, wants, lambda: None)
+        return self.part_client.pull(self.to_head, manifest, wants, lambda: None)
 
     def close(self) -> None:
         self.to_head.close()

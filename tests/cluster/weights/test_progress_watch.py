@@ -11,24 +11,24 @@ def fetched(done: int, total: int) -> Progress:
 
 
 def test_only_more_than_ever_is_further() -> None:
-    advance = ProgressWatch()
+    watch = ProgressWatch()
     steps = [(0, 9), (4, 9), (4, 9), (3, 9), (9, 9)]
-    assert [advance.is_further("beta", fetched(*step)) for step in steps] == [True, True, False, False, True]
+    assert [watch.is_further("beta", fetched(*step)) for step in steps] == [True, True, False, False, True]
 
 
 def test_another_pass_begins_anew() -> None:
-    advance = ProgressWatch()
-    assert advance.is_further("beta", fetched(900, 900))
-    assert advance.is_further("beta", fetched(1, 5000))
-    assert advance.is_further("beta", Progress(1, 1, 900, "check"))
+    watch = ProgressWatch()
+    assert watch.is_further("beta", fetched(900, 900))
+    assert watch.is_further("beta", fetched(1, 5000))
+    assert watch.is_further("beta", Progress(1, 1, 900, "check"))
 
 
 def test_one_member_says_nothing_of_another() -> None:
-    advance = ProgressWatch()
-    assert advance.is_further("beta", fetched(9, 9))
-    assert advance.is_further("gamma", fetched(1, 9))
+    watch = ProgressWatch()
+    assert watch.is_further("beta", fetched(9, 9))
+    assert watch.is_further("gamma", fetched(1, 9))
 
 
 def test_passes_without_end_are_not_waited_for() -> None:
-    advance = ProgressWatch()
-    assert sum(advance.is_further("beta", fetched(0, total)) for total in range(1000)) == 32
+    watch = ProgressWatch()
+    assert sum(watch.is_further("beta", fetched(0, total)) for total in range(1000)) == 32

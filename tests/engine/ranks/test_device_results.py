@@ -25,7 +25,7 @@ class Devices:
             raise CollectiveError("a rank did not come to a sum")
 
 
-def drawn(*, failed: bool) -> SampleTask:
+def sampled(*, failed: bool) -> SampleTask:
     error = StepError("3 of 8 logits are not finite, expected none") if failed else None
     return SampleTask((SampleResult(Sampled(1)), SampleResult(Sampled(0), error=error)))
 
@@ -39,7 +39,7 @@ def hidden(value: float) -> Computed:
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_devices_are_not_asked_while_all_are_numbers(gave_up: bool) -> None:
     devices = Devices(gave_up)
-    assert len(WatchedSamples(drawn(failed=False), devices.check).outcomes()) == 2
+    assert len(WatchedSamples(sampled(failed=False), devices.check).outcomes()) == 2
     assert WatchedResult(hidden(1.0), devices.check).wait().shape == (3, 1024)
     assert devices.asked == 0
 
@@ -47,13 +47,13 @@ def test_devices_are_not_asked_while_all_are_numbers(gave_up: bool) -> None:
 def test_what_is_no_number_for_want_of_a_rank_loses_the_stage() -> None:
     devices = Devices(gave_up=True)
     with pytest.raises(CollectiveError):
-        WatchedSamples(drawn(failed=True), devices.check).outcomes()
+        WatchedSamples(sampled(failed=True), devices.check).outcomes()
     with pytest.raises(CollectiveError):
         WatchedResult(hidden(float("nan")), devices.check).wait()
 
 
 def test_what_is_no_number_by_itself_is_that_requests_misfortune() -> None:
     devices = Devices(gave_up=False)
-    assert WatchedSamples(drawn(failed=True), devices.check).outcomes()[1].error is not None
+    assert WatchedSamples(sampled(failed=True), devices.check).outcomes()[1].error is not None
     assert WatchedResult(hidden(float("inf")), devices.check).wait().isinf().any()
     assert devices.asked == 2

@@ -145,7 +145,7 @@ def test_a_follower_that_cannot_run_an_order_says_why_and_who_waits_for_it_wakes
         with pytest.raises(StageLost, match="beta could not run a step: no block of that number"):
             pair.executor.submit(step(), [GREEDY])
         assert time.monotonic() - began_s < WAIT_S / 2
-        assert pair.executor.blamed == ("beta",)
+        assert pair.executor.suspects == ("beta",)
         with pytest.raises(StageLost, match="no block of that number"):
             pair.executor.submit(step(2), [GREEDY])
         with pytest.raises(StageLost, match="no block of that number"):
@@ -166,7 +166,7 @@ def test_a_deadline_that_passes_ends_the_group_and_names_the_rank(stages: list[H
         with pytest.raises(CollectiveError, match=r"rank 1 sent nothing of operation 0.* within 0\.3 s"):
             pair.executor.submit(step(), [GREEDY])
         assert pair.leader.culprit == "beta"
-        assert pair.executor.blamed == ("beta",)
+        assert pair.executor.suspects == ("beta",)
         with pytest.raises(CollectiveError, match="rank 1 sent nothing"):
             pair.executor.submit(step(2), [GREEDY])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from convoy.engine.ranks.load import load_member_slice, load_member_stage
+from convoy.model.collective import Collective
 from convoy.model.stage import LoadedStage, RankSlice, Stage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from support.rank_pair import rank_pair
@@ -31,11 +32,11 @@ class TestLeaderStage(StageConformance):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def slices(cls) -> Sequence[RankSlice]:
+    def slices(cls) -> Sequence[RankSlice[Collective]]:
         return [load_member_slice(SOURCE, WHOLE, OPTIONS, Shard(rank, 2)) for rank in (0, 1)]
 
     @pytest.fixture
-    def stage(self, slices: Sequence[RankSlice]) -> Iterator[Stage]:
+    def stage(self, slices: Sequence[RankSlice[Collective]]) -> Iterator[Stage]:
         with rank_pair(slices, num_kv_heads=SOURCE.spec.cache_groups[0].num_kv_heads) as pair:
             pair.follow()
             yield pair.leader

@@ -1,4 +1,4 @@
-"""Which tokens a request may draw, token by token, and which requests are refused."""
+"""Which tokens a request may sample, token by token, and which requests are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_no_token_ends_the_answer_before_min_tokens() -> None:
         assert reason(found) == "stop"
 
 
-def test_end_of_text_is_not_drawn_before_min_tokens_even_where_it_ends_nothing() -> None:
+def test_end_of_text_is_not_sampled_before_min_tokens_even_where_it_ends_nothing() -> None:
     biased = replace(ASKED.params, logit_bias={EOS: 100.0})
     found = answer(replace(ASKED, params=biased, min_tokens=9, max_tokens=12, ignore_eos=True))
     assert EOS not in tokens(found)[:9]
@@ -102,7 +102,7 @@ def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     assert text(found) == chr(ord("0") + 20) * 6, "the one that counts begins before and ends after"
 
 
-def test_only_allowed_tokens_are_drawn() -> None:
+def test_only_allowed_tokens_are_sampled() -> None:
     found = answer(replace(ASKED, allowed_token_ids=(40, 30, 40, 50)))
     assert set(tokens(found)) == {30, 40, 50}
     assert reason(found) == "length"

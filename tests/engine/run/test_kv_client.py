@@ -39,7 +39,6 @@ TO_PEER = frozenset({FrameType.READ_BLOCKS, FrameType.WRITE_BLOCKS, FrameType.BL
 TO_HEAD = frozenset({FrameType.BLOCKS, FrameType.BLOCKS_DONE})
 TAGS = [bytes([i]) * 16 for i in range(NUM_BLOCKS)]
 SLOW_BYTES_PER_S = 400 * 1024
-SOON_S = 12.0  # on a machine that is busy; it was a minute
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,10 @@ class SlowStream:
 @contextmanager
 def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) -> Iterator[KvClient]:
     """A head's carrier over real links. ``answers`` False: the peer is stopped, as by SIGSTOP."""
-    guard = SendGuard(lambda: 60.0)
+    # No send is too long by itself: the guard goes by the sign of life alone.
+    guard = SendGuard(lambda: float("inf"))
     head = make_stage(source, STAGES[0])
-    carrier = KvClient(head, STAGES, "alpha", {"beta": mine}, plan_id=PLAN_ID, timeout_s=60.0, guard=guard)
+    carrier = KvClient(head, STAGES, "alpha", {"beta": mine}, plan_id=PLAN_ID, timeout_s=3600.0, guard=guard)
 
     def ended(_link: Link, error: ConvoyError) -> None:
         carrier.end(error)
@@ -114,23 +114,19 @@ def kv_of(num_blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return numbers.astype(np.float32)
 
 
-def test_a_peer_that_hangs_while_it_is_asked_is_lost_in_two_seconds(source: ModelSource) -> None:
+def test_a_peer_that_hangs_while_it_is_asked_is_lost_by_its_silence(source: ModelSource) -> None:
     links = memory_link_pair(*make_local_members(("alpha", "beta")))
-    with carrying(source, *links, answers=False) as carrier:
-        began_s = time.monotonic()
-        with pytest.raises(StageLost, match="beta hangs: nothing moves on its link"):
-            carrier.read(0, LAYERS, [0, 1])
-        assert time.monotonic() - began_s < SOON_S
+    hangs = pytest.raises(StageLost, match="beta hangs: nothing moves on its link")
+    with carrying(source, *links, answers=False) as carrier, hangs:
+        carrier.read(0, LAYERS, [0, 1])
 
 
 def test_a_peer_that_hangs_while_it_is_sent_much_holds_nobody_up(source: ModelSource) -> None:
     """More than what lies between the two ends holds: the send itself hangs."""
     links = memory_link_pair(*make_local_members(("alpha", "beta")))
-    with carrying(source, *links, answers=False) as carrier:
-        began_s = time.monotonic()
-        with pytest.raises(StageLost, match="could not be reached"):
-            carrier.write(0, range(NUM_BLOCKS), TAGS, kv_of(NUM_BLOCKS))
-        assert time.monotonic() - began_s < SOON_S
+    hangs = pytest.raises(StageLost, match=r"could not be reached: this side closed .* takes nothing")
+    with carrying(source, *links, answers=False) as carrier, hangs:
+        carrier.write(0, range(NUM_BLOCKS), TAGS, kv_of(NUM_BLOCKS))
 
 
 @pytest.mark.long

@@ -33,8 +33,8 @@ def test_a_short_prompt_is_on_both_stages_at_once_and_every_bit_is_as_in_one_pro
     chunks: list[tuple[int, int]] = []  # tokens of a chunk, and chunks in flight with it
     real = PipelineExecutor.submit
 
-    def submit(self: PipelineExecutor, step: Step, draws: object) -> None:
-        real(self, step, draws)  # type: ignore[arg-type]
+    def submit(self: PipelineExecutor, step: Step, samples: object) -> None:
+        real(self, step, samples)  # type: ignore[arg-type]
         num_tokens = sum(row.num_tokens for row in step.rows)
         if num_tokens > 1:
             chunks.append((num_tokens, sum(bool(one.step.rows) for one in self._in_flight)))

@@ -1,4 +1,4 @@
-"""What the owner of the output is asked and answers: the same draw on both sides, and no lie accepted."""
+"""What the owner of the output is asked and answers: the same sample on both sides, and no lie accepted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ params_of = st.builds(
     logprobs=st.sampled_from([None, 0, 4]),
 )
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-draws = st.builds(
+samples = st.builds(
     SampleJob,
     params_of,
     st.integers(0, 3),
@@ -62,7 +62,7 @@ def over_the_wire(asked: SampleJob, logits: np.ndarray[Any, Any]) -> SampleResul
     return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=SampleReply), asked, VOCAB)
 
 
-def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
+def test_a_step_whose_samples_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
     """One that does not would end the engine, and any client could ask for it."""
     limits = SchedulerLimits(groups=(GroupLimits(1),), block_size=16)
     params = SamplingParams(repetition_penalty=1.1)
@@ -72,8 +72,8 @@ def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() 
 
 
 @settings(derandomize=True, max_examples=400)
-@given(draws)
-def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: SampleJob) -> None:
+@given(samples)
+def test_a_peer_samples_the_token_that_the_head_would_have_sampled(asked: SampleJob) -> None:
     here, there = sample_row(LOGITS, asked), over_the_wire(asked, LOGITS)
     assert here.sampled.token_id == there.sampled.token_id
     assert here.sampled.top == there.sampled.top
@@ -94,7 +94,7 @@ def test_tokens_go_only_where_a_penalty_looks_back() -> None:
     assert (len(repeated.prompt), len(repeated.generated)) == (8, 8), "each token of the prompt once"
 
 
-def test_a_prompt_is_gone_through_once_for_a_request_however_often_is_drawn() -> None:
+def test_a_prompt_is_gone_through_once_for_a_request_however_many_tokens_it_samples() -> None:
     params = SamplingParams(repetition_penalty=1.3)
     asked = GenerationRequest((7, 3, 7, 9), params, max_tokens=9, num_choices=2)
     tokenizer = cast(Tokenizer, FakeTokenizer())
@@ -114,7 +114,7 @@ def test_a_prompt_is_gone_through_once_for_a_request_however_often_is_drawn() ->
     assert plain[0].prompt_seen == ()
 
 
-def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:
+def test_logits_that_give_no_token_fail_this_sample_alone() -> None:
     outcome = over_the_wire(SampleJob(SamplingParams(), 0, 5), np.full(VOCAB, np.nan, dtype=np.float32))
     assert isinstance(outcome.error, StepError)
 
@@ -135,7 +135,7 @@ def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:
         ({"logits": np.full(VOCAB, np.inf, dtype="<f4").tobytes()}, "logits that are not finite"),
     ],
 )
-def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], expected: str) -> None:
+def test_an_answer_that_no_such_sample_has_is_refused(changes: dict[str, Any], expected: str) -> None:
     asked = SampleJob(SamplingParams(logprobs=2), 0, 5, wants_logits=True)
     answer = answer_of(sample_row(LOGITS, asked))
     outcome_of(answer, asked, VOCAB)

@@ -59,11 +59,11 @@ def test_a_send_that_is_long_takes_its_time_while_the_peer_is_there() -> None:
             looked.release()
             return self.gone
 
-    guard, link, pulse = SendGuard(lambda: 0.0), FakeLink(), Beats()
-    guard.begin(cast(Link, link), cast(LivenessProbe, pulse))
+    guard, link, probe = SendGuard(lambda: 0.0), FakeLink(), Beats()
+    guard.begin(cast(Link, link), cast(LivenessProbe, probe))
     for _ in range(2):
         assert looked.acquire(timeout=WAIT_S)
     assert not link.dismissed.is_set()
-    pulse.gone = True
+    probe.gone = True
     assert link.dismissed.wait(WAIT_S)
     guard.close()

@@ -73,7 +73,7 @@ def expected(tokens: list[int], count: int) -> list[int]:
     return known[len(tokens) :]
 
 
-def draw(session: Session, count: int) -> list[int]:
+def sample_tokens(session: Session, count: int) -> list[int]:
     """Go on by what it says."""
     before = session.position
     for _ in range(count):
@@ -103,7 +103,7 @@ def test_the_whole_pool_is_not_looked_through_after_every_token(monkeypatch: pyt
     monkeypatch.setattr(engine.scheduler, "check", lambda: looks.append(engine.stats().steps))
     with Session(engine, MODEL) as session:
         session.sync([1, 2, 3])
-        draw(session, 20)
+        sample_tokens(session, 20)
     assert not looks, "each of its tokens left the engine idle"
     engine.close()
     assert len(looks) == 1, "and at the end it is"
@@ -112,7 +112,7 @@ def test_the_whole_pool_is_not_looked_through_after_every_token(monkeypatch: pyt
 def test_what_sessions_run_is_counted_beside_what_requests_do(engine: Engine) -> None:
     with Session(engine, MODEL) as session:
         session.sync(range(9))
-        draw(session, 3)
+        sample_tokens(session, 3)
     generate(engine, GenerationRequest((1, 2), GREEDY, max_tokens=4, ignore_eos=True))
     stats = engine.stats()
     assert (stats.session_tokens, stats.prompt_tokens, stats.generated_tokens) == (12, 2, 4)
@@ -122,10 +122,10 @@ def test_it_says_what_a_request_says(engine: Engine) -> None:
     prompt = [3, 1, 4, 1, 5]
     with Session(engine, MODEL) as session:
         session.sync(prompt)
-        assert draw(session, 20) == expected(prompt, 20)
+        assert sample_tokens(session, 20) == expected(prompt, 20)
         session.rewind(11)
-        assert draw(session, 14) == expected(prompt, 20)[6:]
-        assert session.sample() == session.sample(), "drawing moves nothing"
+        assert sample_tokens(session, 14) == expected(prompt, 20)[6:]
+        assert session.sample() == session.sample(), "sampling moves nothing"
 
 
 def test_forks_go_their_own_ways_and_share_what_is_whole(engine: Engine) -> None:
@@ -140,7 +140,7 @@ def test_forks_go_their_own_ways_and_share_what_is_whole(engine: Engine) -> None
             third.sync([*range(9), 8, 9])
             one.eval(5)
             for session in (one, other, third):
-                assert draw(session, 3) == expected(list(session.tokens[:-3]), 3)
+                assert sample_tokens(session, 3) == expected(list(session.tokens[:-3]), 3)
 
 
 def test_sessions_share_nothing_unless_they_are_told_to(engine: Engine) -> None:
@@ -159,7 +159,7 @@ def test_an_idle_session_gives_way_to_requests_and_goes_on_as_before(engine: Eng
         answer = generate(engine, request)
         assert list(answer.token_ids) == expected(list(range(40, 60)), 30)
         assert engine.stats().preempted == 1
-        assert draw(session, 4) == expected(list(range(30)), 4)
+        assert sample_tokens(session, 4) == expected(list(range(30)), 4)
 
 
 def test_many_sessions_hold_more_than_the_batch_and_than_the_blocks(engine: Engine) -> None:
@@ -168,7 +168,7 @@ def test_many_sessions_hold_more_than_the_batch_and_than_the_blocks(engine: Engi
         for index, session in enumerate(sessions):
             if not turn:
                 session.sync([index, *range(15)])
-            assert draw(session, 2) == expected(list(session.tokens[:-2]), 2)
+            assert sample_tokens(session, 2) == expected(list(session.tokens[:-2]), 2)
     for session in sessions:
         session.close()
 
@@ -189,7 +189,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(engine: Engine) -> N
         with pytest.raises(RequestError, match=error):
             cast(Any, call)()
         assert session.tokens == (1, 2, 3)
-    assert draw(session, 2) == expected([1, 2, 3], 2)
+    assert sample_tokens(session, 2) == expected([1, 2, 3], 2)
     session.close()
     session.close()
     with pytest.raises(RequestError, match="is closed"):
@@ -208,7 +208,7 @@ def test_a_wait_that_is_too_long_ends_and_leaves_the_session_as_it_was() -> None
     assert session.tokens == (1, 2, 3)
     again = Session(engine, MODEL)
     again.sync([9])
-    assert draw(session, 3) == expected([1, 2, 3], 3)
+    assert sample_tokens(session, 3) == expected([1, 2, 3], 3)
     session.close()
     again.close()
     assert engine.stats().free_blocks == engine.stats().num_blocks
@@ -295,21 +295,21 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
     params = SamplingParams(temperature=0.7, seed=5)
     with Session(engine, MODEL, params=params) as session:
         session.sync(range(30))
-        draw(session, 3)
+        sample_tokens(session, 3)
         session.choice = 2
         session.save(tmp_path / "chat", None)
-        tokens, drawn = session.tokens, session.sample()
+        tokens, sampled = session.tokens, session.sample()
     steps: list[tuple[int, int]] = []
     with Session(engine, MODEL) as session:
         assert session.load(tmp_path / "chat", progress=lambda done, total: steps.append((done, total))) == 32
         assert (session.tokens, session.params, session.choice) == (tokens, params, 2)
-        assert session.sample() == drawn
+        assert session.sample() == sampled
         assert session.num_run == 1
         assert steps == sorted(steps)
         assert {total for _, total in steps} == {2 * (tmp_path / "chat").stat().st_size}
         assert steps[-1][0] == steps[-1][1]
         with session.fork() as fork:
-            assert fork.sample() == drawn
+            assert fork.sample() == sampled
         with Session(engine, MODEL) as stranger:
             assert stranger.sync(tokens) == 33, "nobody else is told what a file says"
 
@@ -352,7 +352,7 @@ def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
         session.save(tmp_path / "chat", None)
         assert (tmp_path / "chat").stat().st_size < 2000
         assert session.load(tmp_path / "chat") == 0
-        assert draw(session, 3) == expected(list(range(30)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(30)), 3)
 
 
 def test_kv_of_another_kernel_is_not_used(engine: Engine, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_kv_of_another_kernel_is_not_used(engine: Engine, tmp_path: Path) -> Non
     with Session(engine, MODEL) as session:
         assert session.load(tmp_path / "chat") == 0
         assert session.tokens == tuple(range(30))
-        assert draw(session, 3) == expected(list(range(30)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(30)), 3)
 
 
 def test_a_load_that_fails_leaves_the_session_as_it_was(engine: Engine, tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_load_that_fails_leaves_the_session_as_it_was(engine: Engine, tmp_path
         session.sync(range(5))
         with pytest.raises(SessionError):
             session.load(tmp_path / "chat")
-        assert draw(session, 3) == expected(list(range(5)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(5)), 3)
 
 
 def test_a_load_whose_kv_is_wrong_leaves_the_session_as_it_was(engine: Engine, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_load_whose_kv_is_wrong_leaves_the_session_as_it_was(engine: Engine, t
             session.load(tmp_path / "chat")
         assert session.params.greedy
         assert session.tokens == tuple(range(5))
-        assert draw(session, 3) == expected(list(range(5)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(5)), 3)
 
 
 def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine
         generate(engine, request)
         session.save(tmp_path / "chat", None)
         assert session.load(tmp_path / "chat") == 36, "the last of 40 has to be run"
-        assert draw(session, 3) == expected(list(range(40)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(40)), 3)
 
 
 class Counted(FakeExecutor):
@@ -435,7 +435,7 @@ def save_and_load(engine: Engine, path: Path, carry: CarryLimits | None = None) 
         session.sync(range(50))
         session.save(path, None)
         assert session.load(path) == 48
-        assert draw(session, 3) == expected(list(range(50)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(50)), 3)
 
 
 @pytest.mark.parametrize("held_bytes", [0, 1 << 20], ids=["read twice", "kept"])
@@ -544,8 +544,8 @@ def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path
     with Session(engine, MODEL) as other, Session(engine, MODEL) as session:
         other.sync(range(40))
         assert session.load(tmp_path / "chat") == 24
-        assert draw(session, 3) == expected(list(range(44)), 3)
-        assert draw(other, 3) == expected(list(range(40)), 3)
+        assert sample_tokens(session, 3) == expected(list(range(44)), 3)
+        assert sample_tokens(other, 3) == expected(list(range(40)), 3)
 
 
 @pytest.mark.parametrize("seed", range(12))

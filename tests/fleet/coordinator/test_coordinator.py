@@ -307,7 +307,7 @@ def test_a_provider_that_is_none_is_not_put_out_in_silence(served: FleetUnderTes
         assert admin.post("/providers/revoke", json={"name": "early"}).json()["revoked"]
 
 
-def test_administrators_have_a_door_and_keys_of_their_own(served: FleetUnderTest) -> None:
+def test_administrators_have_a_listener_and_keys_of_their_own(served: FleetUnderTest) -> None:
     with served.admin() as admin, served.client() as client:
         status = admin.get("/status").json()
         assert status["providers"][0]["name"] == "one"

@@ -104,7 +104,7 @@ def test_administrators_keys_have_a_rate_and_are_made_on_the_command_line(
     assert "uses no tokens and no money" in refused.stderr
 
 
-def test_wrong_keys_are_counted_at_both_doors(fleet: FleetUnderTest) -> None:
+def test_wrong_keys_are_counted_at_both_listeners(fleet: FleetUnderTest) -> None:
     reader = fleet.directory.make_key(Scope.METRICS, None)
     assert ask(fleet, "convoy-nobody-has-this").status_code == 401
     wrong = {"authorization": "Bearer convoy-nobody-has-this"}

@@ -144,7 +144,7 @@ def test_a_key_that_scrapes_does_nothing_else_and_no_other_key_scrapes(scraped: 
     assert status(f"{fleet.admin_url}/metrics", fleet.admin_key) == 403
     assert status(f"{fleet.admin_url}/metrics", fleet.key) == 403
     assert status(f"{fleet.admin_url}/metrics", None) == 401
-    assert status(f"{fleet.url}/metrics", scraped.key) == 404  # nothing of it at the consumers' door
+    assert status(f"{fleet.url}/metrics", scraped.key) == 404  # nothing of it at the consumers' listener
 
 
 def test_a_key_for_scraping_is_made_and_revoked_on_the_command_line(scraped: Scraped, tmp_path: Path) -> None:

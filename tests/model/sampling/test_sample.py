@@ -19,7 +19,7 @@ from convoy.model.sampling.sample import Sampled, best_ids, prompt_logprob, samp
 Logits = npt.NDArray[np.float32]
 
 
-def draw(logits: Logits, *, choice: int = 0, position: int = 0, **params: Any) -> Sampled:
+def sample_with(logits: Logits, *, choice: int = 0, position: int = 0, **params: Any) -> Sampled:
     prompt = params.pop("prompt_ids", ())
     generated = params.pop("generated_ids", ())
     rules = {name: params.pop(name, ()) for name in ("allowed", "banned")}
@@ -75,21 +75,21 @@ def test_every_cut_equals_the_definition(
     # quarters make ties common: those must go to the lowest id
     values = (np.array(logits) / 4).astype(np.float32)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
-    drawn = sample(values, params, choice=1, position=position, prompt_ids=(), generated_ids=())
-    assert drawn.token_id == reference(values, params, uniform(9, 1, position))
+    sampled = sample(values, params, choice=1, position=position, prompt_ids=(), generated_ids=())
+    assert sampled.token_id == reference(values, params, uniform(9, 1, position))
 
 
 def test_top_p_over_a_wide_flat_vocabulary_equals_the_definition() -> None:
     logits = some_logits(3, 40_000) / np.float32(10)  # so flat that the first cuts hold too little
     params = SamplingParams(top_p=0.9, seed=4)
     for position in range(3):
-        drawn = sample(logits, params, choice=0, position=position, prompt_ids=(), generated_ids=())
-        assert drawn.token_id == reference(logits, params, uniform(4, 0, position))
+        sampled = sample(logits, params, choice=0, position=position, prompt_ids=(), generated_ids=())
+        assert sampled.token_id == reference(logits, params, uniform(4, 0, position))
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = np.array([1, 5, 2, 5, 5], dtype=np.float32)
-    assert draw(logits, temperature=0).token_id == 1
+    assert sample_with(logits, temperature=0).token_id == 1
 
 
 def test_the_random_number_is_that_of_the_published_recipe() -> None:
@@ -100,51 +100,51 @@ def test_the_random_number_is_that_of_the_published_recipe() -> None:
     assert len({uniform(s, c, p) for s in range(4) for c in range(4) for p in range(4)}) == 64
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_samples_follow_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], dtype=np.float32))
-    counts = np.bincount([draw(logits, position=p).token_id for p in range(4000)], minlength=4) / 4000
+    counts = np.bincount([sample_with(logits, position=p).token_id for p in range(4000)], minlength=4) / 4000
     assert np.abs(counts - [0.5, 0.25, 0.125, 0.125]).max() < 0.025
 
 
-def test_seed_choice_and_position_each_change_the_draw() -> None:
+def test_seed_choice_and_position_each_change_the_sample() -> None:
     logits = np.zeros(10_000, dtype=np.float32)
-    base = draw(logits, seed=1).token_id
-    assert base == draw(logits.copy(), seed=1).token_id
-    assert base != draw(logits, seed=2).token_id
-    assert base != draw(logits, seed=1, choice=1).token_id
-    assert base != draw(logits, seed=1, position=1).token_id
+    base = sample_with(logits, seed=1).token_id
+    assert base == sample_with(logits.copy(), seed=1).token_id
+    assert base != sample_with(logits, seed=2).token_id
+    assert base != sample_with(logits, seed=1, choice=1).token_id
+    assert base != sample_with(logits, seed=1, position=1).token_id
 
 
-def test_a_torch_view_and_a_row_of_a_batch_draw_the_same() -> None:
+def test_a_torch_view_and_a_row_of_a_batch_give_the_same_sample() -> None:
     logits = some_logits(1)
     batch = torch.zeros(3, 105)
     batch[1] = torch.from_numpy(logits)
     for position in range(20):
-        alone = draw(logits, position=position, top_p=0.9, logprobs=3)
-        assert alone == draw(batch.numpy()[1], position=position, top_p=0.9, logprobs=3)
+        alone = sample_with(logits, position=position, top_p=0.9, logprobs=3)
+        assert alone == sample_with(batch.numpy()[1], position=position, top_p=0.9, logprobs=3)
 
 
 def test_a_vanishing_temperature_is_greedy_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     logits = some_logits(2)
-    assert draw(logits, temperature=1e-300).token_id == int(logits.argmax())
+    assert sample_with(logits, temperature=1e-300).token_id == int(logits.argmax())
     assert not recwarn.list
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     logits = np.array([4.0, 3.0, -1.0], dtype=np.float32)
-    assert draw(logits, temperature=0, repetition_penalty=2.0, prompt_ids=[0]).token_id == 1
-    assert draw(logits, temperature=0, repetition_penalty=2.0, generated_ids=[0]).token_id == 1
+    assert sample_with(logits, temperature=0, repetition_penalty=2.0, prompt_ids=[0]).token_id == 1
+    assert sample_with(logits, temperature=0, repetition_penalty=2.0, generated_ids=[0]).token_id == 1
     logits = np.array([-1.0, -1.5], dtype=np.float32)
-    assert draw(logits, temperature=0, repetition_penalty=2.0, prompt_ids=[0, 0]).token_id == 1
+    assert sample_with(logits, temperature=0, repetition_penalty=2.0, prompt_ids=[0, 0]).token_id == 1
 
 
 def test_presence_and_frequency_penalties_see_generated_tokens_alone() -> None:
     logits = np.array([4.0, 3.0], dtype=np.float32)
-    assert draw(logits, temperature=0, presence_penalty=1.5, prompt_ids=[0] * 9).token_id == 0
-    assert draw(logits, temperature=0, presence_penalty=1.5, generated_ids=[0]).token_id == 1
-    assert draw(logits, temperature=0, presence_penalty=0.5, generated_ids=[0] * 9).token_id == 0
-    assert draw(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 2).token_id == 0
-    assert draw(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 3).token_id == 1
+    assert sample_with(logits, temperature=0, presence_penalty=1.5, prompt_ids=[0] * 9).token_id == 0
+    assert sample_with(logits, temperature=0, presence_penalty=1.5, generated_ids=[0]).token_id == 1
+    assert sample_with(logits, temperature=0, presence_penalty=0.5, generated_ids=[0] * 9).token_id == 0
+    assert sample_with(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 2).token_id == 0
+    assert sample_with(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 3).token_id == 1
 
 
 @pytest.mark.parametrize(
@@ -157,50 +157,52 @@ def test_presence_and_frequency_penalties_see_generated_tokens_alone() -> None:
         {"temperature": 0, "logit_bias": {3: 100.0, 4: 100.0}, "repetition_penalty": 1.4, "prompt_ids": [3]},
     ],
 )
-def test_no_token_is_drawn_that_is_banned_or_not_allowed(params: dict[str, Any]) -> None:
+def test_no_token_is_sampled_that_is_banned_or_not_allowed(params: dict[str, Any]) -> None:
     logits = some_logits(8)
     logits[[3, 4]] += 50
-    drawn = {draw(logits, position=i, banned=[3, 4], **params).token_id for i in range(200)}
-    assert not drawn & {3, 4}
+    sampled = {sample_with(logits, position=i, banned=[3, 4], **params).token_id for i in range(200)}
+    assert not sampled & {3, 4}
     allowed = [9, 7, 8, 3]
-    drawn = {draw(logits, position=i, allowed=allowed, banned=[3], **params).token_id for i in range(200)}
-    assert drawn <= {7, 8, 9}
+    sampled = {
+        sample_with(logits, position=i, allowed=allowed, banned=[3], **params).token_id for i in range(200)
+    }
+    assert sampled <= {7, 8, 9}
 
 
-def test_a_ban_changes_nothing_of_the_draw_but_the_token_that_is_banned() -> None:
+def test_a_ban_changes_nothing_of_the_sample_but_the_token_that_is_banned() -> None:
     logits = some_logits(9)
     removed = logits.copy()
     removed[[2, 50]] = -np.float32(3e38)
     for position in range(200):
-        banned = draw(logits, position=position, temperature=1.3, banned=[2, 50])
-        assert banned.token_id == draw(removed, position=position, temperature=1.3).token_id
+        banned = sample_with(logits, position=position, temperature=1.3, banned=[2, 50])
+        assert banned.token_id == sample_with(removed, position=position, temperature=1.3).token_id
     everything = list(range(len(logits)))
     assert (
-        draw(logits, position=7, allowed=everything)
-        == draw(logits, position=7)
-        == draw(logits, position=7, allowed=everything)
+        sample_with(logits, position=7, allowed=everything)
+        == sample_with(logits, position=7)
+        == sample_with(logits, position=7, allowed=everything)
     )
 
 
 def test_log_probabilities_are_of_all_tokens_whatever_is_banned() -> None:
     logits = some_logits(8)
     best = int(logits.argmax())
-    drawn = draw(logits, temperature=0, banned=[best], logprobs=2)
-    assert drawn.token_id != best
-    assert drawn.top[0][0] == best
-    assert drawn.top == draw(logits, temperature=0, logprobs=2).top
+    sampled = sample_with(logits, temperature=0, banned=[best], logprobs=2)
+    assert sampled.token_id != best
+    assert sampled.top[0][0] == best
+    assert sampled.top == sample_with(logits, temperature=0, logprobs=2).top
 
 
-def test_where_no_token_is_left_the_draw_fails() -> None:
+def test_where_no_token_is_left_the_sampler_fails() -> None:
     logits = some_logits(8)
     with pytest.raises(StepError, match="none of 105 tokens may be sampled"):
-        draw(logits, allowed=[3], banned=[3])
+        sample_with(logits, allowed=[3], banned=[3])
     with pytest.raises(StepError, match="none of 105 tokens"):
-        draw(logits, banned=range(105))
+        sample_with(logits, banned=range(105))
     with pytest.raises(StepError, match="outside the vocabulary of 105"):
-        draw(logits, allowed=[105])
+        sample_with(logits, allowed=[105])
     with pytest.raises(StepError, match="outside the vocabulary of 105"):
-        draw(logits, banned=[-1])
+        sample_with(logits, banned=[-1])
 
 
 def test_a_rank_is_the_place_among_the_best_first_with_ties_to_the_lower_id() -> None:
@@ -210,45 +212,45 @@ def test_a_rank_is_the_place_among_the_best_first_with_ties_to_the_lower_id() ->
     assert [prompt_logprob(logits, token, 0).rank for token in order] == list(range(1, 106))
     top = prompt_logprob(logits, 60, 3).top
     assert [token for token, _ in top] == [20, 40, 60]
-    assert draw(logits, logprobs=0).rank == 0
+    assert sample_with(logits, logprobs=0).rank == 0
 
 
 def test_logit_bias_can_force_and_ban_a_token() -> None:
     logits = some_logits(5)
     best = int(logits.argmax())
-    assert draw(logits, temperature=0, logit_bias={7: 100.0}).token_id == 7
-    assert draw(logits, temperature=0, logit_bias={best: -100.0}).token_id != best
+    assert sample_with(logits, temperature=0, logit_bias={7: 100.0}).token_id == 7
+    assert sample_with(logits, temperature=0, logit_bias={best: -100.0}).token_id != best
     with pytest.raises(RequestError, match="outside the vocabulary"):
-        draw(logits, logit_bias={105: 1.0})
+        sample_with(logits, logit_bias={105: 1.0})
 
 
 def test_the_given_logits_are_never_changed() -> None:
     logits = some_logits(6)
     before = logits.copy()
-    draw(
+    sample_with(
         logits, repetition_penalty=1.5, prompt_ids=[1, 2], logit_bias={3: 5}, top_p=0.5, min_p=0.1, logprobs=2
     )
     assert np.array_equal(logits, before)
 
 
-def test_logprobs_are_of_the_raw_distribution_whatever_shapes_the_draw() -> None:
+def test_logprobs_are_of_the_raw_distribution_whatever_reshapes_the_logits() -> None:
     logits = some_logits(7)
     exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
-    drawn = draw(logits, temperature=0.3, top_k=5, logit_bias={9: 100.0}, logprobs=4)
-    assert drawn.token_id == 9
-    assert drawn.logprob == pytest.approx(exact[9], abs=1e-5)
+    sampled = sample_with(logits, temperature=0.3, top_k=5, logit_bias={9: 100.0}, logprobs=4)
+    assert sampled.token_id == 9
+    assert sampled.logprob == pytest.approx(exact[9], abs=1e-5)
     best = np.argsort(-logits, kind="stable")[:4]
-    assert [token for token, _ in drawn.top] == best.tolist()
-    assert [value for _, value in drawn.top] == pytest.approx(exact[best].tolist(), abs=1e-5)
+    assert [token for token, _ in sampled.top] == best.tolist()
+    assert [value for _, value in sampled.top] == pytest.approx(exact[best].tolist(), abs=1e-5)
 
 
 def test_tied_alternatives_are_listed_by_id() -> None:
     logits = np.array([0, 2, 1, 2, 1, 1], dtype=np.float32)
-    assert [token for token, _ in draw(logits, logprobs=4).top] == [1, 3, 2, 4]
+    assert [token for token, _ in sample_with(logits, logprobs=4).top] == [1, 3, 2, 4]
     assert best_ids(logits, 4).tolist() == [1, 2, 3, 4]
 
 
-def test_a_prompts_token_is_scored_without_a_draw() -> None:
+def test_a_prompts_token_is_scored_without_a_sample() -> None:
     logits = some_logits(8)
     scored = prompt_logprob(logits, 11, 2)
     exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
@@ -263,9 +265,9 @@ def test_a_logit_that_is_not_finite_is_an_error_and_never_a_token(bad: float, te
     logits = some_logits(9)
     logits[[3, 50]] = bad
     with pytest.raises(StepError, match="2 of 105 logits are not finite"):
-        draw(logits, temperature=temperature)
+        sample_with(logits, temperature=temperature)
 
 
 def test_logits_whose_sum_overflows_are_still_honest() -> None:
     logits = np.full(105, 3e38, dtype=np.float32)
-    assert draw(logits, temperature=0).token_id == 0
+    assert sample_with(logits, temperature=0).token_id == 0

@@ -10,10 +10,10 @@ from convoy.errors import PlanError, SpanError
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.grouping import best_world_size, in_groups
+from convoy.plan.placement.modes import choose_placement, find_placements
 from convoy.plan.placement.parallel import PredictedSteps
 from convoy.plan.placement.placement import Placement, place
 from convoy.plan.placement.rules import satisfies
-from convoy.plan.placement.ways import choose_way, find_ways
 from convoy.plan.report import report
 from convoy.plan.span import Span, split_key
 from convoy.trust.evidence.policy import PlacementRule
@@ -40,24 +40,24 @@ def slower(placement: Placement) -> float:
 
 
 def test_two_members_make_one_stage_and_four_make_as_many_as_their_ranks_allow() -> None:
-    two = find_ways(SPEC, members(GB, GB)).of("tensor")
+    two = find_placements(SPEC, members(GB, GB)).of("tensor")
     assert stages(two) == [(["alpha", "beta"], 0, 12)]
     four = members(GB, GB, GB, GB)
-    assert stages(find_ways(SPEC, four).of("tensor")) == [(["alpha", "beta", "gamma", "delta"], 0, 12)]
-    pairs = find_ways(SPEC, four, ranks=2).of("tensor")
+    assert stages(find_placements(SPEC, four).of("tensor")) == [(["alpha", "beta", "gamma", "delta"], 0, 12)]
+    pairs = find_placements(SPEC, four, ranks=2).of("tensor")
     assert stages(pairs) == [(["alpha", "beta"], 0, 6), (["gamma", "delta"], 6, 12)]
     assert pairs.stages[0].embed
     assert pairs.stages[0].output
 
 
 def test_who_is_left_over_has_a_stage_alone() -> None:
-    three = find_ways(SPEC, members(GB, GB, GB)).of("tensor")  # four heads, which three cannot share
+    three = find_placements(SPEC, members(GB, GB, GB)).of("tensor")  # four heads, which three cannot share
     assert [holders for holders, _, _ in stages(three)] == [["alpha", "beta"], ["gamma"]]
     assert three.route.text.startswith("alpha+beta 0:7,output -> gamma 8:11") or three.mode == "tensor"
 
 
 def test_the_head_is_the_first_rank_wherever_the_roster_lists_it() -> None:
-    found = find_ways(SPEC, members(GB, GB, GB, GB, head=2), ranks=2).of("tensor")
+    found = find_placements(SPEC, members(GB, GB, GB, GB, head=2), ranks=2).of("tensor")
     assert stages(found)[0][0] == ["gamma", "alpha"]
     with pytest.raises(SpanError, match="the head, alpha, is not the first of beta\\+alpha") as raised:
         place(SPEC, members(GB, GB), {"beta+alpha": "0:output"})
@@ -108,7 +108,7 @@ def test_ranks_of_a_stage_run_one_kernel() -> None:
 
 def test_members_on_cuda_hold_whole_layers() -> None:
     cards = [replace(member, kernel="cuda-bf16") for member in members(GB, GB)]
-    found = choose_way("auto", find_ways(SPEC, cards), predict=faster)
+    found = choose_placement("auto", find_placements(SPEC, cards), predict=faster)
     assert (found.mode, found.reason) == (
         "pipeline",
         "alpha runs cuda-bf16, and ranks of a stage compute on CPUs",
@@ -126,8 +126,8 @@ def test_as_many_ranks_as_can_be_and_never_more_than_were_asked_for() -> None:
         best_world_size(SPEC, 3, 3)
 
 
-def test_all_ranks_of_a_stage_that_embeds_or_draws_see_token_ids() -> None:
-    found = find_ways(SPEC, members(GB, GB, GB, GB), ranks=2).of("tensor")
+def test_all_ranks_of_a_stage_that_embeds_or_samples_see_token_ids() -> None:
+    found = find_placements(SPEC, members(GB, GB, GB, GB), ranks=2).of("tensor")
     assert found.route.token_id_members == ("alpha", "beta")
     assert found.route.without({"beta"}).missing == "layers 0-5 and the output"
 
@@ -142,13 +142,13 @@ def test_a_rule_binds_every_rank() -> None:
 
 
 def test_left_to_itself_the_faster_way_is_taken_with_its_reason() -> None:
-    ways = find_ways(SPEC, rounded(GB, GB))
-    taken = choose_way("auto", ways, predict=faster)
+    modes = find_placements(SPEC, rounded(GB, GB))
+    taken = choose_placement("auto", modes, predict=faster)
     assert (taken.mode, taken.reason[:16]) == ("tensor", "predicted faster")
-    assert choose_way("auto", ways, predict=slower).mode == "pipeline"
-    assert choose_way("auto", ways).mode == "pipeline"
-    assert choose_way("single", ways).mode == "single"
-    assert choose_way("tensor", ways, predict=slower).mode == "tensor"
+    assert choose_placement("auto", modes, predict=slower).mode == "pipeline"
+    assert choose_placement("auto", modes).mode == "pipeline"
+    assert choose_placement("single", modes).mode == "single"
+    assert choose_placement("tensor", modes, predict=slower).mode == "tensor"
 
 
 def test_nothing_is_predicted_where_it_does_not_decide() -> None:
@@ -156,34 +156,34 @@ def test_nothing_is_predicted_where_it_does_not_decide() -> None:
         raise AssertionError("asked for a prediction")
 
     exact = [replace(member, kernel="exact-f32") for member in members(GB, GB)]
-    assert "same bits" in choose_way("auto", find_ways(SPEC, exact), predict=never).reason
-    ways = find_ways(SPEC, rounded(GB, GB))
-    assert choose_way("tensor", ways, predict=never).mode == "tensor"
-    assert choose_way("auto", ways, predict=never, collective="beta is silent").mode == "pipeline"
+    assert "same bits" in choose_placement("auto", find_placements(SPEC, exact), predict=never).reason
+    modes = find_placements(SPEC, rounded(GB, GB))
+    assert choose_placement("tensor", modes, predict=never).mode == "tensor"
+    assert choose_placement("auto", modes, predict=never, collective="beta is silent").mode == "pipeline"
 
 
 def test_spans_say_what_is_meant() -> None:
-    whole = find_ways(SPEC, rounded(GB, GB), {"alpha": "0:5,output", "beta": "6:11"})
-    assert "joined names" in choose_way("auto", whole, predict=faster).reason
+    whole = find_placements(SPEC, rounded(GB, GB), {"alpha": "0:5,output", "beta": "6:11"})
+    assert "joined names" in choose_placement("auto", whole, predict=faster).reason
     with pytest.raises(PlanError, match="the spans give members whole layers"):
-        choose_way("tensor", whole)
-    joint = find_ways(SPEC, rounded(GB, GB), {"alpha+beta": "0:output"})
-    assert choose_way("auto", joint).reason == "asked for: a span is for several ranks"
+        choose_placement("tensor", whole)
+    joint = find_placements(SPEC, rounded(GB, GB), {"alpha+beta": "0:output"})
+    assert choose_placement("auto", joint).reason == "asked for: a span is for several ranks"
     with pytest.raises(SpanError, match="pipeline was asked for, and a span is for several ranks"):
-        choose_way("pipeline", joint)
+        choose_placement("pipeline", joint)
     with pytest.raises(PlanError, match="the collective did not come up: beta is silent"):
-        choose_way("auto", joint, collective="beta is silent")
+        choose_placement("auto", joint, collective="beta is silent")
 
 
 def test_a_model_that_cannot_be_shared_is_a_pipeline_with_its_reason() -> None:
     odd = spec_of(num_attention_heads=1, hidden_size=64)
-    found = choose_way("auto", find_ways(odd, rounded(GB, GB)), predict=faster)
+    found = choose_placement("auto", find_placements(odd, rounded(GB, GB)), predict=faster)
     assert found.mode == "pipeline"
     assert "has 1 heads in layers of full, which 2 ranks cannot share alike" in found.reason
 
 
 def test_a_report_has_what_each_rank_holds() -> None:
-    found = report(find_ways(SPEC, members(GB, GB)).of("tensor"))
+    found = report(find_placements(SPEC, members(GB, GB)).of("tensor"))
     stage = found.stages[0]
     whole = report(place(SPEC, members(GB))).stages[0]
     assert stage.ranks == ["alpha", "beta"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from convoy.plan.placement.modes import find_placements
 from convoy.plan.placement.placement import Placement, place
-from convoy.plan.placement.ways import find_ways
 from convoy.plan.rates.compare import compare
 from convoy.plan.rates.rates import Links, StepLoad, Workload, all_reduce_s, predict, stage_time
 from convoy.plan.spec.model import ModelSpec
@@ -201,12 +201,12 @@ def test_a_ring_passes_small_tensors_whole_and_large_ones_in_pieces() -> None:
 
 
 def test_the_crossover_is_where_both_take_as_long() -> None:
-    ways = find_ways(SPEC, members(8 * GB, 8 * GB))
+    modes = find_placements(SPEC, members(8 * GB, 8 * GB))
     speeds = dict.fromkeys(("alpha", "beta"), Speed(1e8, 1e15))
-    found = compare(ways, speeds, Links(1e-4, 1e12), Workload(context=64)).tensor
+    found = compare(modes, speeds, Links(1e-4, 1e12), Workload(context=64)).tensor
     assert found is not None
     at = Links(2 * found.crossover_s, 1e12)
-    again = compare(ways, speeds, at, Workload(context=64))
+    again = compare(modes, speeds, at, Workload(context=64))
     # the pipeline has hops of its own, which grow with the round trip as well
     tensor, pipeline = again.rates["tensor"].decode.step_s, again.rates["pipeline"].decode.step_s
     assert tensor == pytest.approx(pipeline, rel=0.1)

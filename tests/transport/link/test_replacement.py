@@ -132,7 +132,7 @@ def exchange(pair: Pair, num_rounds: int) -> None:
         thread.join()
 
 
-def wear_out(pair: Pair) -> None:
+def use_up(pair: Pair) -> None:
     """Small messages until a replacement was tried."""
     tried = len(pair.tried)
     while len(pair.tried) == tried:
@@ -165,7 +165,7 @@ def test_a_link_keeps_its_id_and_binding_when_its_connections_change(make: Make)
 def test_an_idle_direction_is_switched_too(make: Make) -> None:
     pair = count(make(OPTIONS))
     old = [*pair.here.link._streams, *pair.there.link._streams]
-    wear_out(pair)
+    use_up(pair)
     for end in (pair.here, pair.there):
         wait_until(lambda end=end: end.link._outgoing._stream not in old)  # type: ignore[misc]
         wait_until(lambda end=end: end.link._incoming._stream not in old)  # type: ignore[misc]
@@ -183,7 +183,7 @@ def test_the_keys_of_replaced_connections_are_wiped(make: Make) -> None:
     openers = [link._incoming._opener for link in links]
     held = [each._key._secret for each in (*sealers, *openers)]  # type: ignore[attr-defined]
     assert all(any(secret) for secret in held)
-    wear_out(pair)
+    use_up(pair)
     wait_until(lambda: not any(any(secret) for secret in held))
     assert pair.here.link.ping(WAIT_S) > 0
 
@@ -213,8 +213,8 @@ def test_a_link_whose_connections_cannot_be_replaced_ends_at_the_limit_by_name(m
 def test_the_listener_ends_a_link_that_its_dialler_never_replaces(make: Make) -> None:
     pair = make(replace(OPTIONS, max_tls_records=600))
     pair.here.link._replacement.redial = None
-    pair.here.link._outgoing._wear._max_records = 10**9
-    pair.here.link._incoming._wear._max_records = 10**9
+    pair.here.link._outgoing._key_usage._max_records = 10**9
+    pair.here.link._incoming._key_usage._max_records = 10**9
     with pytest.raises(LinkBroken, match="TLS records"):  # noqa: PT012 - one of them raises
         for _ in range(1000):
             pair.there.link.send(STEP)
@@ -224,7 +224,7 @@ def test_the_listener_ends_a_link_that_its_dialler_never_replaces(make: Make) ->
 def test_closing_while_connections_are_replaced_ends_both_ends(make: Make) -> None:
     for _ in range(3):
         pair = count(make(OPTIONS))
-        wear_out(pair)
+        use_up(pair)
         pair.there.link.close("enough")
         assert isinstance(pair.here.error(), LinkBroken | LinkClosed)
         assert isinstance(pair.there.error(), LinkBroken | LinkClosed)
@@ -429,16 +429,16 @@ def test_a_replacement_that_fails_is_told_once_the_link_stands_long_enough_after
         assert lines == ["the link to beta needs new connections: nobody is there"] * num_told
 
 
-def test_wear_counts_whole_records_and_calls_until_somebody_acts() -> None:
+def test_key_usage_counts_whole_records_and_calls_at_each_record_over_the_limit() -> None:
     calls: list[int] = []
-    wear = KeyUsage(
-        LinkOptions(replace_after_records=3, max_tls_records=6), lambda: calls.append(wear.num_records)
+    usage = KeyUsage(
+        LinkOptions(replace_after_records=3, max_tls_records=6), lambda: calls.append(usage.num_records)
     )
     for _ in range(5):
-        wear.add(1)
+        usage.add(1)
     assert calls == [3, 4, 5]
     with pytest.raises(LinkBroken, match="6 TLS records"):
-        wear.add(1)
+        usage.add(1)
 
 
 def test_the_limits_are_those_of_the_protocol_page() -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from convoy.api.keys.key_use import NO_LIMITS, KeyLimits
+from convoy.config.files import FOLDER_HINT
 from convoy.errors import ConfigError
 
-_FOLDER_HINT = "check the folder: its owner, its mode and its free space"
 _KEYS_HINT = "docs/api.md has the keys of this file, and `convoy keys new` writes them"
 
 MIN_KEY_CHARS = 16
@@ -284,7 +284,7 @@ def write_new(path: Path, text: str) -> None:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=_FOLDER_HINT
+            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=FOLDER_HINT
         ) from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -317,7 +317,7 @@ def _replace(path: Path, data: bytes) -> None:
         Path(file.name).replace(target)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=_FOLDER_HINT
+            f"cannot write {path}: {(error.strerror or 'unwritable').lower()}", hint=FOLDER_HINT
         ) from None
 
 

@@ -147,7 +147,7 @@ class BoundedHttp(HttpToolsProtocol):
     def refuse(self, error: ConvoyError) -> None:
         """Answer with ``error`` and close the connection."""
         host = self.client[0] if self.client else "?"
-        self._log.quiet.warning(type(error).__name__, f"refused a request from {host}: {error.message}")
+        self._log.limited.warning(type(error).__name__, f"refused a request from {host}: {error.message}")
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             # An answer is under way, and must not look complete.
             self.transport.abort()
@@ -163,14 +163,14 @@ class BoundedHttp(HttpToolsProtocol):
 class BoundedLogger(logging.Logger):
     """Bound the lines that clients can cause in uvicorn's log.
 
-    Clients can repeat uvicorn's warnings at will. The warnings pass through ``quiet``, which counts those
+    Clients can repeat uvicorn's warnings at will. The warnings pass through ``limited``, which counts those
     that it leaves out.
     """
 
     def __init__(self) -> None:
         super().__init__("uvicorn.error")
         self.parent = logging.getLogger("uvicorn.error")
-        self.quiet = RateLimitedLog(self.parent)
+        self.limited = RateLimitedLog(self.parent)
         self.addFilter(self._pass)
 
     def _pass(self, record: logging.LogRecord) -> bool:
@@ -178,5 +178,5 @@ class BoundedLogger(logging.Logger):
             return True
         # `refuse` logs this one with its reason.
         if record.msg != "Invalid HTTP request received.":
-            self.quiet.warning(str(record.msg), record.getMessage())
+            self.limited.warning(str(record.msg), record.getMessage())
         return False

@@ -33,34 +33,34 @@ class ChatAnswer:
     """Implement `ResponseBuilder` for chat."""
 
     def __init__(self, asked: ParsedRequest) -> None:
-        self.tally = UsageCounter(asked, "chatcmpl-")
+        self.counter = UsageCounter(asked, "chatcmpl-")
         self._pieces = TokenText(asked.model.tokenizer)
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-        self._messages = [_Message() for _ in range(self.tally.num_choices)]
+        self._messages = [_Message() for _ in range(self.counter.num_choices)]
 
     def opening(self) -> list[ChatChunk]:
-        return [self._chunk(i, Delta(role="assistant", content="")) for i in range(self.tally.num_choices)]
+        return [self._chunk(i, Delta(role="assistant", content="")) for i in range(self.counter.num_choices)]
 
     def events(self, index: int, output: Output) -> list[ChatChunk]:
-        self.tally.count(output)
+        self.counter.count(output)
         match output:
             case TokenOutput(text=text, logprob=logprob) if text or logprob is not None:
                 logprobs = None if logprob is None else self._logprobs([logprob])
-                return [self._chunk(self.tally.choice_of(index, output), Delta(content=text), logprobs)]
+                return [self._chunk(self.counter.choice_of(index, output), Delta(content=text), logprobs)]
             case FinishOutput(reason=reason, text=text):
-                choice = self.tally.choice_of(index, output)
+                choice = self.counter.choice_of(index, output)
                 held = [self._chunk(choice, Delta(content=text))] if text else []
                 return [*held, self._chunk(choice, Delta(), reason=reason)]
         return []
 
     def add(self, index: int, output: Output) -> None:
-        self.tally.count(output)
-        num_top = self.tally.asked.prompt_logprobs
+        self.counter.count(output)
+        num_top = self.counter.asked.prompt_logprobs
         if isinstance(output, PromptOutput) and num_top is not None:
             self._prompt_logprobs = self._pieces.prompt_logprobs(output.logprobs, num_top)
         if isinstance(output, TokenOutput | FinishOutput):
-            message = self._messages[self.tally.choice_of(index, output)]
+            message = self._messages[self.counter.choice_of(index, output)]
             message.texts.append(output.text)
             if isinstance(output, FinishOutput):
                 message.reason = output.reason
@@ -77,20 +77,24 @@ class ChatAnswer:
             )
             for number, message in enumerate(self._messages)
         ]
-        tally = self.tally
+        counter = self.counter
         return ChatCompletion(
-            id=tally.id,
-            created=tally.created,
-            model=tally.asked.model.name,
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
             choices=choices,
-            usage=tally.usage,
+            usage=counter.usage,
             prompt_logprobs=self._prompt_logprobs,
         )
 
     def usage_event(self) -> ChatChunk:
-        tally = self.tally
+        counter = self.counter
         return ChatChunk(
-            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
+            choices=[],
+            usage=counter.usage,
         )
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
@@ -99,11 +103,11 @@ class ChatAnswer:
     def _chunk(
         self, choice: int, delta: Delta, logprobs: ChatLogprobs | None = None, reason: str | None = None
     ) -> ChatChunk:
-        tally = self.tally
+        counter = self.counter
         return ChatChunk(
-            id=tally.id,
-            created=tally.created,
-            model=tally.asked.model.name,
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
             choices=[ChunkChoice(choice, delta, logprobs, reason)],
-            usage=tally.event_usage,
+            usage=counter.event_usage,
         )

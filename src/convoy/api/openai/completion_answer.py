@@ -33,12 +33,12 @@ class CompletionAnswer:
     """Implement `ResponseBuilder` for completions."""
 
     def __init__(self, asked: ParsedRequest) -> None:
-        self.tally = UsageCounter(asked, "cmpl-")
+        self.counter = UsageCounter(asked, "cmpl-")
         pieces = self._pieces = TokenText(asked.model.tokenizer)
         # By the index of the request.
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
-        self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]
+        self._choices = [_Text(pieces) for _ in range(self.counter.num_choices)]
         # For each request with a scored prompt to come: the outputs that came first. They wait, because the
         # echoed prompt must be the first event of its stream.
         self._held: dict[int, list[Output]] = {
@@ -48,8 +48,8 @@ class CompletionAnswer:
     def opening(self) -> list[TextCompletion]:
         """Return the events of echoed prompts that need no score from the engine."""
         events = []
-        for index in range(len(self.tally.asked.requests)):
-            if self.tally.asked.echo and index not in self._held:
+        for index in range(len(self.counter.asked.requests)):
+            if self.counter.asked.echo and index not in self._held:
                 events += self._prompt_events(index, (None,))
         return events
 
@@ -58,27 +58,27 @@ class CompletionAnswer:
         if held is not None and not isinstance(output, PromptOutput):
             held.append(output)
             return []
-        self.tally.count(output)
+        self.counter.count(output)
         if isinstance(output, PromptOutput):
             events = self._prompt_events(index, output.logprobs)
             for waiting in self._held.pop(index, []):
                 events += self.events(index, waiting)
             return events
         if isinstance(output, TokenOutput | FinishOutput):
-            return self._answer_events(self.tally.choice_of(index, output), output)
+            return self._answer_events(self.counter.choice_of(index, output), output)
         return []
 
     def add(self, index: int, output: Output) -> None:
-        self.tally.count(output)
+        self.counter.count(output)
         if isinstance(output, PromptOutput):
             self._held.pop(index, None)
-            if self.tally.asked.echo:
+            if self.counter.asked.echo:
                 self._put_prompt(index, output.logprobs)
-            num_top = self.tally.asked.prompt_logprobs
+            num_top = self.counter.asked.prompt_logprobs
             if num_top is not None:
                 self._prompt_logprobs[index] = self._pieces.prompt_logprobs(output.logprobs, num_top)
         elif isinstance(output, TokenOutput | FinishOutput):
-            choice = self._choices[self.tally.choice_of(index, output)]
+            choice = self._choices[self.counter.choice_of(index, output)]
             choice.texts.append(self._text(choice, output))
             if isinstance(output, FinishOutput):
                 choice.reason = "stop" if choice.ended else output.reason
@@ -86,10 +86,10 @@ class CompletionAnswer:
                 choice.tokens.append((output.token_id, output.logprob))
 
     def whole(self) -> TextCompletion:
-        tally = self.tally
-        for index in range(len(tally.asked.requests)):
-            scored_by_engine = tally.asked.requests[index].prompt_logprobs is not None
-            if tally.asked.echo and not scored_by_engine:
+        counter = self.counter
+        for index in range(len(counter.asked.requests)):
+            scored_by_engine = counter.asked.requests[index].prompt_logprobs is not None
+            if counter.asked.echo and not scored_by_engine:
                 self._put_prompt(index, (None,))
         choices = [
             TextChoice(
@@ -97,46 +97,50 @@ class CompletionAnswer:
                 "".join(choice.texts),
                 choice.writer.write(choice.tokens) if self._wants_logprobs else None,
                 choice.reason,
-                self._prompt_logprobs.get(number // tally.asked.num_choices, UNSET),
+                self._prompt_logprobs.get(number // counter.asked.num_choices, UNSET),
             )
             for number, choice in enumerate(self._choices)
         ]
         return TextCompletion(
-            id=tally.id,
-            created=tally.created,
-            model=tally.asked.model.name,
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
             choices=choices,
-            usage=tally.usage,
+            usage=counter.usage,
         )
 
     def usage_event(self) -> TextCompletion:
-        tally = self.tally
+        counter = self.counter
         return TextCompletion(
-            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
+            choices=[],
+            usage=counter.usage,
         )
 
     def _put_prompt(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> None:
         for number in self._choices_of(index):
             choice = self._choices[number]
-            choice.texts.insert(0, self.tally.asked.prompt_texts[index])
+            choice.texts.insert(0, self.counter.asked.prompt_texts[index])
             if self._wants_logprobs:
                 choice.tokens[:0] = self._scored_prompt(index, logprobs)
 
     def _prompt_events(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> list[TextCompletion]:
-        text = self.tally.asked.prompt_texts[index]
+        text = self.counter.asked.prompt_texts[index]
         tokens = self._scored_prompt(index, logprobs) if self._wants_logprobs else None
         return [self._chunk(number, text, tokens) for number in self._choices_of(index)]
 
     def _scored_prompt(
         self, index: int, logprobs: Sequence[TokenLogprob | None]
     ) -> list[tuple[int, TokenLogprob | None]]:
-        request = self.tally.asked.requests[index]
+        request = self.counter.asked.requests[index]
         # `prompt_logprobs` may have asked for more alternatives than `logprobs`.
         cut = [one and replace(one, top=one.top[: request.params.logprobs]) for one in logprobs]
         return list(zip(request.prompt_ids, cut, strict=True))
 
     def _choices_of(self, index: int) -> range:
-        num = self.tally.asked.num_choices
+        num = self.counter.asked.num_choices
         return range(index * num, (index + 1) * num)
 
     def _answer_events(self, number: int, output: TokenOutput | FinishOutput) -> list[TextCompletion]:
@@ -151,7 +155,7 @@ class CompletionAnswer:
         ]
 
     def _text(self, choice: _Text, output: TokenOutput | FinishOutput) -> str:
-        asked = self.tally.asked
+        asked = self.counter.asked
         if (
             asked.scoring
             and isinstance(output, TokenOutput)
@@ -167,14 +171,14 @@ class CompletionAnswer:
         tokens: list[tuple[int, TokenLogprob | None]] | None,
         reason: str | None = None,
     ) -> TextCompletion:
-        tally = self.tally
+        counter = self.counter
         logprobs: TextLogprobs | None = None
         if tokens is not None:
             logprobs = self._choices[number].writer.write(tokens)
         return TextCompletion(
-            id=tally.id,
-            created=tally.created,
-            model=tally.asked.model.name,
+            id=counter.id,
+            created=counter.created,
+            model=counter.asked.model.name,
             choices=[TextChoice(number, text, logprobs, reason)],
-            usage=tally.event_usage,
+            usage=counter.event_usage,
         )

@@ -131,7 +131,7 @@ class Generate(Generic[Body]):
             await exchange.send_events([body_for(error)])
             await exchange.end_events()
             return
-        if answer.tally.asked.include_usage:
+        if answer.counter.asked.include_usage:
             await exchange.send_events([answer.usage_event()])
         await exchange.send_events([], b"data: [DONE]\n\n")
         await exchange.end_events()
@@ -148,25 +148,25 @@ def _raise_error(batch: Batch) -> None:
 
 def _settle(use: RequestUse, answer: ResponseBuilder) -> None:
     """Record the tokens of an answer, also of a broken one. A request that never ran used no tokens."""
-    tally = answer.tally
-    if tally.first_token_s is not None:
-        use.used(tally.asked.num_prompt_tokens, tally.cached_tokens, tally.completion_tokens)
+    counter = answer.counter
+    if counter.first_token_s is not None:
+        use.used(counter.asked.num_prompt_tokens, counter.cached_tokens, counter.completion_tokens)
 
 
 def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None:
     """Log one line per generation: counts and times, no text and no token ids."""
-    tally, now_s = answer.tally, time.monotonic()
-    first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
+    counter, now_s = answer.counter, time.monotonic()
+    first_s = f"{counter.first_token_s - began_s:.3f}" if counter.first_token_s is not None else "-"
     _log.info(
         "generation request=%s key=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d "
         "completion_tokens=%d first_s=%s total_s=%.3f",
         exchange.id,
         exchange.caller or "-",
         exchange.outcome,
-        len(tally.asked.requests),
-        tally.num_choices,
-        tally.asked.num_prompt_tokens,
-        tally.completion_tokens,
+        len(counter.asked.requests),
+        counter.num_choices,
+        counter.asked.num_prompt_tokens,
+        counter.completion_tokens,
         first_s,
         now_s - began_s,
     )
@@ -180,16 +180,16 @@ def _end_span(
     The parts are: read (the body into tokens), queue (waiting for a step), prefill (to the first token) and
     decode.
     """
-    tally, end_s = answer.tally, time.monotonic() - began_s
-    asked = tally.asked
-    span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": tally.num_choices})
+    counter, end_s = answer.counter, time.monotonic() - began_s
+    asked = counter.asked
+    span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": counter.num_choices})
     span.note({MAX_TOKENS: sum(one.max_tokens * one.num_choices for one in asked.requests)})
-    span.note({INPUT_TOKENS: asked.num_prompt_tokens, OUTPUT_TOKENS: tally.completion_tokens})
+    span.note({INPUT_TOKENS: asked.num_prompt_tokens, OUTPUT_TOKENS: counter.completion_tokens})
     span.part("read", 0.0, read_s)
-    if tally.first_token_s is not None:
-        first_s = tally.first_token_s - began_s
+    if counter.first_token_s is not None:
+        first_s = counter.first_token_s - began_s
         span.note({FIRST_S: first_s})
-        queued_s = min(first_s, read_s + tally.queued_s)
+        queued_s = min(first_s, read_s + counter.queued_s)
         span.part("queue", read_s, queued_s)
         span.part("prefill", queued_s, first_s)
         span.part("decode", first_s, end_s)

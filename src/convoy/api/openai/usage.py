@@ -19,7 +19,7 @@ class ResponseBuilder(Protocol):
     """Build an answer from every output in order, as stream events or as one body."""
 
     @property
-    def tally(self) -> UsageCounter: ...
+    def counter(self) -> UsageCounter: ...
 
     def opening(self) -> Sequence[msgspec.Struct]:
         """Return the events before the first token."""

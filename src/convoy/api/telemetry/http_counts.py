@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convoy.cluster.metrics.families import Metric, counter
@@ -18,13 +19,16 @@ class HttpCounts:
     elsewhere.
     """
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        """Count by the given paths, each up to its first ``{``. Any other path counts as "other"."""
-        self._paths = sorted((path.partition("{")[0] for path in paths), key=len, reverse=True)
+    def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """Return ``app`` with every request counted."""
+    def around(self, app: ASGIApp, routes: Iterable[Route]) -> ASGIApp:
+        """Return ``app`` with every request counted.
+
+        Requests count by the paths of ``routes``, each up to its first ``{``. Any other path counts as
+        "other".
+        """
+        paths = sorted({route.path.partition("{")[0] for route in routes}, key=len, reverse=True)
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -41,7 +45,7 @@ class HttpCounts:
             try:
                 await app(scope, receive, noting)
             finally:
-                self._counts[self._known(scope["path"]), status] += 1
+                self._counts[_known(scope["path"], paths), status] += 1
 
         return counted
 
@@ -51,8 +55,9 @@ class HttpCounts:
         values = [({"path": path, "status": str(status)}, n) for (path, status), n in counts]
         yield counter("convoy_http_requests", "HTTP requests that were answered.", values)
 
-    def _known(self, path: str) -> str:
-        for known in self._paths:
-            if path == known or (known.endswith("/") and path.startswith(known)):
-                return known
-        return "other"
+
+def _known(path: str, paths: Iterable[str]) -> str:
+    for known in paths:
+        if path == known or (known.endswith("/") and path.startswith(known)):
+            return known
+    return "other"

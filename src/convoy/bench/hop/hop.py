@@ -30,6 +30,11 @@ _MIN_LARGE = 5
 Progress = Callable[[int, int], None]
 
 
+def rounds_of(rounds: int, num_bytes: int) -> int:
+    """Return ``rounds`` for less than 1 MiB, and a fortieth of them for more, but 5 at least."""
+    return rounds if num_bytes < MIB else max(_MIN_LARGE, rounds // _LARGE_SHARE)
+
+
 @dataclass(frozen=True, slots=True)
 class HopOptions:
     """Hold the options.
@@ -44,7 +49,7 @@ class HopOptions:
     rows: tuple[int, ...] = (1, 2048)
 
     def rounds_of(self, num_bytes: int) -> int:
-        return self.rounds if num_bytes < MIB else max(_MIN_LARGE, self.rounds // _LARGE_SHARE)
+        return rounds_of(self.rounds, num_bytes)
 
     @property
     def sizes(self) -> tuple[int, ...]:

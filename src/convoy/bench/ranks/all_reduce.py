@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from convoy.bench.hop.connection import bench_member, make_members
-from convoy.bench.hop.hop import KIB, MIB
+from convoy.bench.hop.hop import KIB, MIB, rounds_of
 from convoy.bench.hop.names import HOME, HOST
 from convoy.bench.hop.pair import first_link
 from convoy.bench.ranks.rank import sealed_rank, sums
@@ -39,8 +39,6 @@ SIZES = (2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 16 * MIB)
 
 _STOP_S = 5.0
 _LOG = "rank.log"
-_LARGE_SHARE = 40
-_MIN_LARGE = 5
 _WARM_UP = 20
 
 
@@ -55,7 +53,7 @@ class AllReduceOptions:
     sizes: tuple[int, ...] = SIZES
 
     def rounds_of(self, num_bytes: int) -> int:
-        return self.rounds if num_bytes < MIB else max(_MIN_LARGE, self.rounds // _LARGE_SHARE)
+        return rounds_of(self.rounds, num_bytes)
 
     @property
     def schedule(self) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from convoy.bench.report.report import DecodeRow
 from convoy.plan.offer import MemberOffer
-from convoy.plan.placement.ways import find_ways
+from convoy.plan.placement.modes import find_placements
 from convoy.plan.rates.compare import Compared, compare
 from convoy.plan.rates.rates import Links, Workload
 from convoy.plan.spec.model import ModelSpec
@@ -54,7 +54,7 @@ class TpMachine:
         speeds = {offer.name: self.speed for offer in offers}
         links = Links(2 * self.all_reduce_s, _INSTANT)
         load = Workload(min(context, self.spec.max_context), concurrent)
-        return compare(find_ways(self.spec, offers, ranks=2), speeds, links, load)
+        return compare(find_placements(self.spec, offers, ranks=2), speeds, links, load)
 
 
 def mode_row(mode: str, row: DecodeRow, machine: TpMachine) -> ModeRow:

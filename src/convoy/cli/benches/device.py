@@ -10,7 +10,7 @@ import typer
 from convoy.cli.benches.run import BenchRun, bench_verb, counts
 
 if TYPE_CHECKING:
-    from convoy.bench.cuda.device_ring import RingRow
+    from convoy.bench.device_ring import RingRow
 
 _WINDOWS, _WINDOW_TOKENS = 3, 24
 _MAX_BATCH = 256
@@ -70,7 +70,7 @@ def _limits(batch: int, micro_batches: int, num_blocks: int) -> dict[str, int]:
 def _ring(run: BenchRun, members: int, batch: int, sizes: tuple[int, ...], context: int) -> list[RingRow]:
     """Return the rows of the executor alone, without a scheduler."""
     from convoy.bench.bare import BLOCK_SIZE
-    from convoy.bench.cuda.device_ring import RingDecode, RingRow, room_tokens
+    from convoy.bench.device_ring import RingDecode, RingRow, room_tokens
     from convoy.model.checkpoints.source import ModelSource
 
     room = room_tokens(context, _WINDOWS, _WINDOW_TOKENS)
@@ -90,7 +90,7 @@ def _ring(run: BenchRun, members: int, batch: int, sizes: tuple[int, ...], conte
 
 def _engine(run: BenchRun, members: int, batch: int, micro_batches: int, context: int) -> RingRow:
     """Return the row of requests through the engine, while clients read the outputs."""
-    from convoy.bench.cuda.device_ring import RingRow
+    from convoy.bench.device_ring import RingRow
     from convoy.bench.throughput import DecodeOptions, measure_decode
 
     count = batch * micro_batches

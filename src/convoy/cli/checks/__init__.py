@@ -1,4 +1,4 @@
-"""The parts of `doctor`, `plan` and `verify` that measure, examine or print at length.
+"""The parts of `convoy doctor`, `convoy plan` and `convoy verify` that measure, examine or print at length.
 
 The subject of `convoy doctor` is a member's files, read one after another. The printer of `convoy plan`
 shows stages, blocks and rules, beside the inputs of its predicted rates. The last part is the search of

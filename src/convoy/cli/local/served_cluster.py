@@ -35,7 +35,7 @@ _STOPPED_S, _RUNNING_S = 1.9, 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """Hold the options. `ServedCluster` chooses ``local.serve_port`` itself."""
+    """Hold the options. `ServedCluster` chooses ``serve_port`` itself."""
 
     model: str
     local: LocalOptions
@@ -124,14 +124,14 @@ class ServedCluster(Started):
     def slow(self, name: str) -> None:
         slowness = self._slowness[name] = _Slowness()
 
-        def pulse() -> None:
+        def alternate() -> None:
             while not slowness.ended.is_set():
                 self._signal(name, signal.SIGSTOP)
                 slowness.ended.wait(_STOPPED_S)
                 self._signal(name, signal.SIGCONT)
                 slowness.ended.wait(_RUNNING_S)
 
-        slowness.thread = threading.Thread(target=pulse, name=f"slow {name}", daemon=True)
+        slowness.thread = threading.Thread(target=alternate, name=f"slow {name}", daemon=True)
         slowness.thread.start()
 
     def last_words(self, name: str) -> str:

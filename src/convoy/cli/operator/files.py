@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log
-from convoy.cli.operator.first_machine import MAX_ROSTER_FILE_BYTES
 from convoy.cli.operator.roster_change import load_operator
 from convoy.cli.show.output import one_line, print_note
 from convoy.config.files import read_bytes
@@ -42,13 +41,13 @@ class OperatorFiles:
     def open(cls, config: Path, operator: Path, passphrase_file: Path | None) -> OperatorFiles:
         settings = load_config(config)
         key = load_operator(operator, passphrase_file)
-        desk = cls(key, settings, operator / "invites", operator_log(operator, key))
-        if desk.newest().operator != desk.key.public_key:
+        files = cls(key, settings, operator / "invites", operator_log(operator, key))
+        if files.newest().operator != files.key.public_key:
             raise ConfigError(
-                f"the operator key in {operator} is not the one that signed {desk.roster_file}",
+                f"the operator key in {operator} is not the one that signed {files.roster_file}",
                 hint="name the key's directory with --operator",
             )
-        return desk
+        return files
 
     @property
     def roster_file(self) -> Path:
@@ -64,9 +63,9 @@ class OperatorFiles:
         another process may have signed a new one.
         """
         from convoy.trust.roster.accepted import AcceptedFile
-        from convoy.trust.roster.roster import verify_roster
+        from convoy.trust.roster.roster import MAX_ROSTER_BYTES, verify_roster
 
-        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_FILE_BYTES)
+        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_BYTES)
         newest = verify_roster(data, operator_key=self.settings.require_operator_key())
         identity = self.settings.cluster.identity
         accepted = AcceptedFile(identity).load() if identity is not None else None

@@ -17,8 +17,6 @@ from convoy.errors import ConfigError
 if TYPE_CHECKING:
     from convoy.transport.member import Member, Roster
 
-MAX_ROSTER_FILE_BYTES = 2 << 20
-
 
 def make_first_machine(
     home: Home,
@@ -33,7 +31,7 @@ def make_first_machine(
     Raises `IdentityError`, `RosterError` or `ConfigError`.
     """
     from convoy.trust.roster.card import member_of
-    from convoy.trust.roster.roster import make_roster, open_roster, sign_roster
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, make_roster, open_roster, sign_roster
 
     _refuse_second_cluster(home)
     host, _ = parse_place(address or local_addresses()[0], None)
@@ -41,7 +39,7 @@ def make_first_machine(
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
     # An earlier run was interrupted after it wrote the roster.
     if home.roster.exists():
-        data = read_bytes(home.roster, max_bytes=MAX_ROSTER_FILE_BYTES)
+        data = read_bytes(home.roster, max_bytes=MAX_ROSTER_BYTES)
         roster = open_roster(data, operator_key=operator.public_key).roster
         member = _own_line(roster, member, home)
     else:

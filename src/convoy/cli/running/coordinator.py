@@ -77,7 +77,7 @@ PublicCertificateFlag = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class DoorFlags:
+class ListenFlags:
     """Hold the flags of the two listeners, for consumers and providers and for administrators."""
 
     host: str
@@ -111,7 +111,7 @@ class DoorFlags:
 
         return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
 
-    def doors(self) -> ListenOptions:
+    def listen_options(self) -> ListenOptions:
         """Return the two listeners. Raises `ConfigError` for one that would be open in clear text."""
         from convoy.api.listen.options import ServeOptions
         from convoy.fleet.coordinator.server import ListenOptions
@@ -127,14 +127,14 @@ class DoorFlags:
 
 
 def run_here(
-    options: CoordinatorOptions, flags: DoorFlags, home: Home, database: str | None, *, as_json: bool
+    options: CoordinatorOptions, flags: ListenFlags, home: Home, database: str | None, *, as_json: bool
 ) -> None:
     """Serve until a signal, with keys in ``home``, and the database there unless another is named."""
     from convoy.fleet.books.store import Store
     from convoy.fleet.coordinator.server import run_coordinator
     from convoy.trust.audit import FILE, AuditLog
 
-    doors = flags.doors()
+    listen = flags.listen_options()
     identity = home.open_identity()
     audit = AuditLog(home.identity / FILE, identity, "coordinator")
     options = replace(options, names=flags.names(), body_key=_body_key(home), audit=audit)
@@ -165,7 +165,7 @@ def run_here(
             if not as_json:
                 print_draining(num_answers, drain_s)
 
-        cut_off = run_coordinator(options, doors, store, identity, on_ready=ready, on_drain=drain)
+        cut_off = run_coordinator(options, listen, store, identity, on_ready=ready, on_drain=drain)
     finally:
         store.close()
     if not as_json:

@@ -28,7 +28,7 @@ class StallNotice:
         self._told = False
         self._over = threading.Event()
         # A daemon: a question that blocks must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stall notice", daemon=True)
 
     def came(self) -> None:
         """Note that a part of the answer arrived, so that any recovery is over."""

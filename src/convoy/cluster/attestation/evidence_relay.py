@@ -33,10 +33,10 @@ class _Asked:
 class EvidenceRelay:
     """Ask for evidence and answer with it. The messages' rows fix which of both a link allows."""
 
-    def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
+    def __init__(self, me: Callable[[], LocalMember], evidence_maker: EvidenceMaker) -> None:
         self._me = me
-        self._attester = attester
-        self._quiet = RateLimitedLog(_log)
+        self._evidence_maker = evidence_maker
+        self._limited_log = RateLimitedLog(_log)
         self._wake = threading.Condition()
         self._asked: dict[Link, _Asked] = {}
         self._to_answer: dict[Link, Vouch] = {}
@@ -57,7 +57,7 @@ class EvidenceRelay:
         with self._wake:
             asked = self._asked.get(link)
         if asked is None or asked.purpose != vouched.purpose:
-            self._quiet.warning("vouched", f"{link.peer} sent evidence without a question")
+            self._limited_log.warning("vouched", f"{link.peer} sent evidence without a question")
             return
         asked.answer = vouched
         asked.done.set()
@@ -132,10 +132,12 @@ class EvidenceRelay:
                 me = self._me()
                 answer = self._prove(me, me.roster.member(link.peer).identity_key, vouch)
                 if not link.post(answer):
-                    self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
+                    self._limited_log.warning("no room", f"{link.peer} asks for evidence and takes none")
             except ConvoyError as error:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 
     def _prove(self, me: LocalMember, provider: bytes, vouch: Vouch) -> Vouched:
         challenge = Challenge(vouch.purpose, vouch.pcrs)
-        return Vouched.of(vouch.purpose, self._attester.prove(me, provider_binding(provider), challenge))
+        return Vouched.of(
+            vouch.purpose, self._evidence_maker.prove(me, provider_binding(provider), challenge)
+        )

@@ -56,18 +56,18 @@ class Attestation:
     def __init__(
         self,
         me: Callable[[], LocalMember],
-        attester: EvidenceMaker,
+        evidence_maker: EvidenceMaker,
         policy: Policy,
         on_fall: OnFall,
     ) -> None:
         self.policy = policy
-        self.attester = attester
-        self.relay = EvidenceRelay(me, attester)
+        self.evidence_maker = evidence_maker
+        self.relay = EvidenceRelay(me, evidence_maker)
         self._me = me
         self._on_fall = on_fall
         self._lock = threading.Lock()
         self._bindings: dict[Link, bytes] = {}
-        self._quiet = RateLimitedLog(_log)
+        self._limited_log = RateLimitedLog(_log)
         self._asked: dict[Link, _Asked] = {}
         # Challenges that were sent while the member held a stage of a plan that is over.
         self._owing: dict[Link, _Asked] = {}
@@ -133,7 +133,7 @@ class Attestation:
         with self._lock:
             asked = self._asked.pop(link, None)
         if asked is None:
-            self._quiet.warning("evidence", f"{link.peer} sent evidence without a challenge")
+            self._limited_log.warning("evidence", f"{link.peer} sent evidence without a challenge")
             return
         asked.evidence = evidence
         asked.done.set()
@@ -175,7 +175,7 @@ class Attestation:
         me = self._me()
         binding = secrets.token_bytes(NONCE_BYTES)
         challenge = self._challenge(me.name)
-        evidence = self.attester.prove(me, binding, challenge)
+        evidence = self.evidence_maker.prove(me, binding, challenge)
         verdict = self._appraise(me.name, _Asked(challenge, binding), evidence, holds_stage=False)
         self.verdicts[me.name] = verdict
         return verdict
@@ -264,7 +264,7 @@ class Attestation:
             attestation_key=member.attestation_key,
             occasion=Occasion(asked.binding, asked.challenge.nonce, member.identity_key),
             registers=asked.challenge.pcrs,
-            own=self.attester.claims,
+            own=self.evidence_maker.claims,
             holds_stage=holds_stage,
         )
         return appraise(evidence, self.policy, context)
@@ -290,10 +290,10 @@ class Attestation:
             if binding is None:
                 continue
             try:
-                evidence = self.attester.prove(self._me(), binding, challenge)
+                evidence = self.evidence_maker.prove(self._me(), binding, challenge)
                 # Post without waiting: a member that asks and reads nothing must not block the others.
                 if not link.post(evidence):
-                    self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
+                    self._limited_log.warning("no room", f"{link.peer} asks for evidence and takes none")
             except ConvoyError as error:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 

@@ -62,7 +62,7 @@ class MemberVerifier:
 
     def watch(self, links: dict[str, Link], plan: Plan) -> None:
         """Ask the members with a stage while this plan runs: at its interval, and now under a minimum."""
-        self.attestation.attester.model = plan.manifest or plan.model_digest
+        self.attestation.evidence_maker.model = plan.manifest or plan.model_digest
         holders = [links[name] for stage in plan.stages for name in stage.holders if name in links]
         if holders:
             self.attestation.watch(holders, hold_stages=True)

@@ -103,10 +103,10 @@ class Head:
             me, network or TcpNetwork(), options, receive=self._receive, lost=self._lost, joined=self._joined
         )
         self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
-        vetting, weights = self.peers.vetting, self._weights
-        pace = StepTimes(self.peers, options.member).step_s
+        verifier, weights = self.peers.verifier, self._weights
+        step_s = StepTimes(self.peers, options.member).step_s
         self.planner = Planner(
-            me, source, options, vetting, lambda: self.manifest, hub=weights.hub, predict=pace
+            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=step_s
         )
         self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
         self.handlers = self._make_handlers()
@@ -124,8 +124,8 @@ class Head:
         self.active_plan: ActivePlan | None = None
 
     @property
-    def vetting(self) -> MemberVerifier:
-        return self.peers.vetting
+    def verifier(self) -> MemberVerifier:
+        return self.peers.verifier
 
     @property
     def stage(self) -> Stage | None:
@@ -234,7 +234,7 @@ class Head:
 
     def stop(self) -> None:
         """End the plan: drop its frames and free its K/V. The stage keeps its weights."""
-        self.vetting.pause()
+        self.verifier.pause()
         self._end_ranks()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
@@ -261,7 +261,7 @@ class Head:
         # Read it once: another plan may come meanwhile.
         active = self.active_plan
         assert active is not None, "stages() before bring_up()"
-        levels = {name: self.vetting.level(name).text for name in active.members}
+        levels = {name: self.verifier.level(name).text for name in active.members}
         devices = {name: hello.device for name, hello in self.hellos().items()}
         origins, links = self._weights.origins, self.links
         return describe_stages(
@@ -382,7 +382,7 @@ class Head:
             self.peers.idle.begin(self.active_plan.members - active.members)
         self.active_plan = active
         _log.info("parallel: %s: %s", active.placement.mode, active.placement.reason)
-        self.vetting.watch(links, active.plan)
+        self.verifier.watch(links, active.plan)
         self.preload()
 
     def preload(self) -> None:
@@ -402,11 +402,11 @@ class Head:
 
     def _make_handlers(self) -> HandlerTable:
         """Return the handler of each frame that a peer may send."""
-        attestation, sources = self.vetting.attestation, self._weights.sources
+        attestation, sources = self.verifier.attestation, self._weights.sources
         ranks = RankHandlers(lambda: self._ranks, self._to_plan)
         connected = [
             on(Fetch, self._weights.handle_fetch),
-            on(Piece, sources.fetches.handle_piece),
+            on(Piece, sources.part_client.handle_piece),
             on(Held, sources.handle_held),
             on(Prepared, self._preparations.handle_prepared),
             *on_frame(Progress, handle=self._handle_progress),
@@ -439,7 +439,7 @@ class Head:
 
     def _handle_progress(self, link: Link, received: Received) -> None:
         said = received.message if isinstance(received, ReceivedMessage) else None
-        if isinstance(said, Progress) and self._preparations.is_about_preparing(link, said):
+        if isinstance(said, Progress) and self._preparations.is_of_prefetch(link, said):
             self._preparations.handle_progress(link, said)
         else:
             self._to_plan(link, received)

@@ -9,7 +9,7 @@ The first of these that fits is taken:
 5. members and standbys together.
 
 A member that was given up for being slow counts as a standby. If the operator gave no spans,
-`placement.ways` chooses for each of these whether members share layers as ranks.
+`placement.modes` chooses for each of these whether members share layers as ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import RANKS
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.placement.grouping import names_in
+from convoy.plan.placement.modes import Predict, choose_placement, find_placements
 from convoy.plan.placement.placement import MemberOffer, Placement
-from convoy.plan.placement.ways import Predict, choose_way, find_ways
 from convoy.plan.report import report
 from convoy.plan.span import JOINT, Span, format_span, split_key
 from convoy.transport.membership import Membership
@@ -57,7 +57,7 @@ class PlannedStages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Variant:
     """Hold members and spans to try. ``reason`` says why the stages ran, if they are kept."""
 
     members: Sequence[str]
@@ -73,7 +73,7 @@ class Planner:
         me: Membership,
         source: ModelSource,
         options: HeadOptions,
-        vetting: MemberVerifier,
+        verifier: MemberVerifier,
         manifest: Callable[[], str] = lambda: "",
         *,
         hub: str = "",
@@ -93,7 +93,7 @@ class Planner:
         self._me = me
         self._source = source
         self._options = options
-        self._vetting = vetting
+        self._verifier = verifier
         self._plan_id = 0
         # The kernels of the first plan, which fix the bits of all texts.
         self._kernels: frozenset[str] = frozenset()
@@ -106,8 +106,8 @@ class Planner:
         # An earlier first plan may not have come to run.
         self._kernels = frozenset()
         members = [name for name in hellos if not hellos[name].standby]
-        way = _Way(members, self._options.spans)
-        proposal = self._propose({name: hellos[name] for name in members}, way, fewer=False)
+        variant = _Variant(members, self._options.spans)
+        proposal = self._propose({name: hellos[name] for name in members}, variant, fewer=False)
         self._kernels = frozenset(proposal.plan.kernels or [proposal.plan.kernel])
         return proposal
 
@@ -142,13 +142,13 @@ class Planner:
     ) -> PlannedStages:
         refused: ConvoyError | None = None
         useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
-        ways = self._ways(hellos, before, slow)
+        variants = self._variants(hellos, before, slow)
         # Members without use are tried first all the same, because the error names them as well.
         if len(useful) < len(hellos):
-            ways = itertools.chain(ways, self._ways(useful, before, slow))
-        for way in ways:
+            variants = itertools.chain(variants, self._variants(useful, before, slow))
+        for variant in variants:
             try:
-                return self._propose({name: hellos[name] for name in way.members}, way)
+                return self._propose({name: hellos[name] for name in variant.members}, variant)
             except ConvoyError as error:
                 refused = refused or error
         assert refused is not None
@@ -210,10 +210,10 @@ class Planner:
         runs = can_take_part(hello, self._kernels)
         return name == self._me.name or (runs and hello.memory_bytes >= least)
 
-    def _ways(
+    def _variants(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
-    ) -> Iterator[_Way]:
-        """Yield the ways to try, at least one, in the order of the module's list."""
+    ) -> Iterator[_Variant]:
+        """Yield the variants to try, at least one, in the order of the module's list."""
         kept, reason = ({}, "") if before is None else (_spans_of(before), before.reason)
         old = names_in(kept)
         spare = [
@@ -223,31 +223,33 @@ class Planner:
         ]
         active = [name for name in hellos if name not in spare]
         if old and set(old) <= set(active):
-            yield _Way(old, kept, reason)
+            yield _Variant(old, kept, reason)
         spans = self._options.spans
         if spans and set(names_in(spans)) <= set(active):
-            yield _Way(active, spans)
+            yield _Variant(active, spans)
             if len(names_in(spans)) < len(active):
-                yield _Way(list(dict.fromkeys([self._me.name, *names_in(spans)])), spans)
-        yield _Way(active)
+                yield _Variant(list(dict.fromkeys([self._me.name, *names_in(spans)])), spans)
+        yield _Variant(active)
         by_memory = sorted(active, key=lambda name: hellos[name].memory_bytes)
         others = [name for name in by_memory if name != self._me.name]
         # One member with little memory must not keep the others from a plan.
         for count in range(1, len(others)):
-            yield _Way([name for name in active if name not in others[:count]])
+            yield _Variant([name for name in active if name not in others[:count]])
         lost = [name for name in old if name not in active]
         free = [name for name in spare if name not in old]
         orders = itertools.permutations(free, len(lost)) if lost else iter(())
         for order in itertools.islice(orders, _MAX_STANDBY_ORDERS):
             stand_in = dict(zip(lost, order, strict=True))
             changed = {_with(key, stand_in): span for key, span in kept.items()}
-            yield _Way(names_in(changed), changed, reason)
+            yield _Variant(names_in(changed), changed, reason)
         spare.sort(key=lambda name: name in old)
         for count in range(1, len(spare) + 1):
-            yield _Way([*active, *spare[:count]])
+            yield _Variant([*active, *spare[:count]])
 
-    def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> PlannedStages:
-        """Return a plan for one way.
+    def _propose(
+        self, hellos: Mapping[str, Hello], variant: _Variant, *, fewer: bool = True
+    ) -> PlannedStages:
+        """Return a plan for one variant.
 
         ``fewer`` accepts fewer ranks than were asked for, because a member may be lost.
         """
@@ -258,14 +260,14 @@ class Planner:
                 name,
                 hello.memory_bytes,
                 name == self._me.name,
-                self._vetting.level(name),
+                self._verifier.level(name),
                 hello.num_threads,
                 kernel=kernels[name],
             )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
-        with self._vetting.explain():
-            placement = self._place(offers, way, fewer=fewer, against=self._against_ranks(hellos))
+        with self._verifier.explain():
+            placement = self._place(offers, variant, fewer=fewer, against=self._against_ranks(hellos))
         used = [kernels[stage.member] for stage in placement.stages]
         dtype = agree_dtype({name: hellos[name] for name in placement.holders}, self._me.name, used)
         return PlannedStages(self._plan(placement, used, dtype), placement)
@@ -278,14 +280,16 @@ class Planner:
         return None if joined is None else f"{joined} has ranks of its own, on {hellos[joined].device}"
 
     def _place(
-        self, offers: Sequence[MemberOffer], way: _Way, *, fewer: bool, against: str | None
+        self, offers: Sequence[MemberOffer], variant: _Variant, *, fewer: bool, against: str | None
     ) -> Placement:
         """Return a placement. Raises an error with the reason if the wish cannot be met."""
         options = self._options
         rules = options.member.policy.placement
-        found = find_ways(self._source.spec, offers, way.spans, rules, ranks=options.ranks, fewer=fewer)
-        placement = choose_way(options.parallel, found, predict=self._predict, collective=against)
-        return dataclasses.replace(placement, reason=way.reason) if way.reason else placement
+        found = find_placements(
+            self._source.spec, offers, variant.spans, rules, ranks=options.ranks, fewer=fewer
+        )
+        placement = choose_placement(options.parallel, found, predict=self._predict, collective=against)
+        return dataclasses.replace(placement, reason=variant.reason) if variant.reason else placement
 
     def _tell_other_bits(self, hellos: Mapping[str, Hello], kernel: str) -> None:
         """Warn once of each member that computes other bits than the head, as long as they stay the same."""

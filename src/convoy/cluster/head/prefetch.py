@@ -42,7 +42,7 @@ class HeadPrefetch:
         self._asked: dict[int, set[str]] = {}
         self._answers: dict[tuple[int, str], str] = {}
         # Their progress, by plan id.
-        self._advance: dict[int, ProgressWatch] = {}
+        self._watches: dict[int, ProgressWatch] = {}
         # Ended preparations, for which late answers may still come.
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
         self._num_told = 0
@@ -54,7 +54,7 @@ class HeadPrefetch:
                 self._answers[prepared.plan_id, link.peer] = prepared.error
             self._changed.notify_all()
 
-    def is_about_preparing(self, link: Link, progress: Progress) -> bool:
+    def is_of_prefetch(self, link: Link, progress: Progress) -> bool:
         """Return whether a report of progress is about a plan that is, or was, only prepared."""
         with self._changed:
             is_over = progress.plan_id in self._over
@@ -64,7 +64,7 @@ class HeadPrefetch:
         """Note the progress of a member that prepares."""
         with self._changed:
             is_asked = self._is_asked(link.peer, progress.plan_id)
-            if is_asked and self._advance[progress.plan_id].is_further(link.peer, progress):
+            if is_asked and self._watches[progress.plan_id].is_further(link.peer, progress):
                 self._num_told += 1
             self._changed.notify_all()
 
@@ -98,7 +98,7 @@ class HeadPrefetch:
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         names = {name for stage in plan.stages for name in stage.holders} - {self._me}
         with self._changed:
-            self._asked[plan.plan_id], self._advance[plan.plan_id] = names, ProgressWatch()
+            self._asked[plan.plan_id], self._watches[plan.plan_id] = names, ProgressWatch()
         try:
             for link in self._peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
@@ -143,6 +143,6 @@ class HeadPrefetch:
     def _forget(self, plan_id: int) -> None:
         with self._changed:
             self._over.append(plan_id)
-            del self._advance[plan_id]
+            del self._watches[plan_id]
             for name in self._asked.pop(plan_id):
                 self._answers.pop((plan_id, name), None)

@@ -42,17 +42,17 @@ class OwnProcess:
     """Prove a provider outside any cluster: this process alone, and nothing of the servers behind it."""
 
     def __init__(
-        self, identity: Identity, attester: EvidenceMaker | None = None, name: str = "provider"
+        self, identity: Identity, evidence_maker: EvidenceMaker | None = None, name: str = "provider"
     ) -> None:
         self._identity = identity
         self._name = name
-        self._attester = attester or EvidenceMaker()
+        self._evidence_maker = evidence_maker or EvidenceMaker()
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:  # noqa: ARG002 - of no TPM
         """Return evidence for this purpose; see `trust.evidence.evidence.provider_purpose`."""
         identity = self._identity
         occasion = Occasion(provider_binding(identity.public_key), purpose, identity.public_key)
-        made = make_evidence(identity.sign, occasion, encode_claims(self._attester.claims))
+        made = make_evidence(identity.sign, occasion, encode_claims(self._evidence_maker.claims))
         one = MemberEvidence(self._name, identity.public_key, made.claims, made.signature, "", [])
         return GatheredEvidence([one])
 
@@ -98,10 +98,10 @@ def evidence_source_of(head: Head, identity: Identity) -> OwnProcess | HeadEvide
 
     A head with another identity was started without a roster of its owner. It proves this process alone.
     """
-    me, attestation = head.membership, head.vetting.attestation
+    me, attestation = head.membership, head.verifier.attestation
 
     if me.member.identity_key != identity.public_key:
-        return OwnProcess(identity, attestation.attester)
+        return OwnProcess(identity, attestation.evidence_maker)
     return HeadEvidence(me, attestation.relay, lambda: [link for link, _ in head.peers.present().values()])
 
 

@@ -2,7 +2,7 @@
 
 Two assumptions replace measurements. Every member is as fast as the head. Two peers are as far from each
 other as the farther of them is from the head. It is used only to decide how members share a model
-(`plan.placement.ways`).
+(`plan.placement.modes`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from convoy.cluster.metrics.families import Metric, counter, gauge, histogram
-from convoy.engine.options import EngineStats
+from convoy.engine.stats import EngineStats
 
 
 def engine_families(model: str, block_size: int, stats: EngineStats) -> Iterator[Metric]:

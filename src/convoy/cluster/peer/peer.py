@@ -89,7 +89,7 @@ class Peer:
         self._options = options
         self._on_event = on_event or (lambda _event: None)
         # A member that sends nonsense without end must not fill the disk.
-        self._quiet = RateLimitedLog(_log)
+        self._limited_log = RateLimitedLog(_log)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self.hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
@@ -200,7 +200,7 @@ class Peer:
         attestation, weights = self._attestation, self._weights
         ranks = RankHandlers(lambda: None if self._loaded is None else self._loaded.ranks, self._queue)
         from_head = [
-            on(Piece, weights.fetches.handle_piece),
+            on(Piece, weights.part_client.handle_piece),
             on(Fetch, weights.server.handle_question),
             on(Holding, weights.server.handle_question),
             on(Inquire, self._handle_inquire),
@@ -296,7 +296,7 @@ class Peer:
             self._failed(item, error)
         except Exception as error:  # noqa: BLE001 - logged whole, and told to the head
             # Torch and the library raise what they like; a peer outlives one bad plan or step.
-            self._quiet.warning(type(error).__name__, "this member failed", with_trace=True)
+            self._limited_log.warning(type(error).__name__, "this member failed", with_trace=True)
             self._failed(item, StepError(f"internal error: {type(error).__name__}"))
 
     def _message(self, link: Link, received: ReceivedMessage) -> None:
@@ -388,7 +388,7 @@ class Peer:
             before=self._take_kept(),
         )
         loaded.step_s, self._loaded = self.step_s, loaded
-        self._attestation.attester.model = plan.manifest
+        self._attestation.evidence_maker.model = plan.manifest
         stage = loaded.stage
         ready = Ready(plan.plan_id, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
         link.send(ready, plan_id=plan.plan_id)
@@ -451,7 +451,7 @@ class Peer:
 
         ``item`` came from it or from the predecessor.
         """
-        self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
+        self._limited_log.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         about = self._loaded.accused(error) if self._loaded is not None else ""
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
         if isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate):
@@ -467,7 +467,7 @@ class Peer:
         try:
             self._head.send(answer, plan_id=item.plan_id, step=item.step)
         except ConvoyError as lost:
-            self._quiet.warning("unsaid", f"the head could not be told: {lost.message}")
+            self._limited_log.warning("unsaid", f"the head could not be told: {lost.message}")
 
     def link_ended(self, link: Link, error: ConvoyError) -> None:
         self._links.discard(link)
@@ -499,7 +499,7 @@ class Peer:
         The head's own link stays. So do the weights, because the head's next plan may need most of them.
         """
         loaded, self._loaded = self._loaded, None
-        self._attestation.attester.model = ""
+        self._attestation.evidence_maker.model = ""
         if loaded is None:
             return
         loaded.close()

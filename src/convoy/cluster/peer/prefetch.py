@@ -39,7 +39,7 @@ class PeerPrefetch:
     def close(self, why: str) -> None:
         """Stop because this member ends, and end any wait for the head."""
         self.stop()
-        self._weights.fetches.abandon(StepError(why))
+        self._weights.part_client.abandon(StepError(why))
 
     def _run(self, link: Link, plan: Plan, over: threading.Event) -> None:
         def watch() -> None:

@@ -20,6 +20,7 @@ from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.engine.run.kv_client import KvClient
 from convoy.errors import CollectiveError, ConvoyError, PeerRefused, StepError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
 from convoy.model.stage import LoadedStage, RankSlice, Stage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -72,7 +73,7 @@ class RankPeers:
         self._links: dict[int, Link] = {}
         self._early: list[tuple[Link, Received]] = []
         self._collective: SealedCollective | None = None
-        self._slice: RankSlice | None = None
+        self._slice: RankSlice[Collective] | None = None
 
     @property
     def collective(self) -> SealedCollective | None:
@@ -180,7 +181,7 @@ class RankPeers:
         progress: LoadProgress | None,
         *,
         before: LoadedStage | None,
-    ) -> RankSlice:
+    ) -> RankSlice[Collective]:
         """Load this member's slice of the stage, before `join`. Raises as `load_member_slice`."""
         self._slice = load_member_slice(source, assignment, options, self.shard, progress, before=before)
         return self._slice

@@ -22,7 +22,7 @@ _DIAL_S = 5.0
 
 
 @dataclass(slots=True)
-class Mustered:
+class DialResults:
     """Hold the links of the members that came, and the errors of the dials to the others."""
 
     links: dict[str, Link] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class FirstDial:
         self._on_arrival = on_arrival
         self._over = threading.Event()
 
-    def call(self) -> Mustered:
+    def call(self) -> DialResults:
         """Return the links, and the members that did not answer in time.
 
         Raises the first other error of a dial.
         """
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         ended: queue.SimpleQueue[tuple[str, Link | _Absent | BaseException | None]] = queue.SimpleQueue()
-        found = Mustered()
+        found = DialResults()
         missing = [member.name for member in peers]
         deadline_s = time.monotonic() + self._wait_s
 
@@ -99,7 +99,7 @@ class FirstDial:
             raise
         return found
 
-    def _note(self, found: Mustered, name: str, outcome: Link | _Absent | BaseException | None) -> None:
+    def _note(self, found: DialResults, name: str, outcome: Link | _Absent | BaseException | None) -> None:
         if isinstance(outcome, _Absent):
             found.absent[name] = outcome.error
         elif isinstance(outcome, BaseException):

@@ -68,11 +68,11 @@ class PlanMailbox:
         missing = set(peers)
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s
-        advance = ProgressWatch()
+        watch = ProgressWatch()
         while missing:
             peer, message = self._next(deadline, missing, kind, timeout_s)
             if isinstance(message, Progress):
-                if message.stage and advance.is_further(peer, message):
+                if message.stage and watch.is_further(peer, message):
                     deadline = time.monotonic() + timeout_s
                 if on_progress is not None:
                     on_progress(peer, message)

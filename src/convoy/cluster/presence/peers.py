@@ -80,7 +80,7 @@ class Peers:
         lost: Callable[[Link, ConvoyError], None],
         joined: Callable[[str], None],
     ) -> None:
-        self.vetting = MemberVerifier(lambda: me.current, options.member)
+        self.verifier = MemberVerifier(lambda: me.current, options.member)
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
         self.slow = SlowMembers()
@@ -162,7 +162,7 @@ class Peers:
 
     def missing(self) -> list[str]:
         """Return the roster's members that are not connected, except those below the policy's minimum."""
-        here = {self._me.name, *self.present(), *self.vetting.excluded}
+        here = {self._me.name, *self.present(), *self.verifier.excluded}
         return [member.name for member in self._me.roster.members if member.name not in here]
 
     # Bring-up: all members that the roster lists, or those that came.
@@ -190,7 +190,7 @@ class Peers:
             dialled = first_dial.call()
             links, self.absent = dialled.links, dialled.absent
             hellos = mailbox.gather(links, Hello, self._options.answer_s)
-            self.vetting.admit(links, watch)
+            self.verifier.admit(links, watch)
         except BaseException:
             for link in links.values():
                 link.dismiss("the head could not bring the cluster up")
@@ -303,7 +303,7 @@ class Peers:
             return
         self._closed.set()
         self._unsubscribe()
-        self.vetting.attestation.close()
+        self.verifier.attestation.close()
         with self._changed:
             links = {*self.links.values(), *self._greeting}
         for link in links:
@@ -314,7 +314,7 @@ class Peers:
 
     def _greet(self, link: Link, mailbox: PlanMailbox) -> None:
         self.traffic.began(link)
-        self.vetting.attestation.attach(link)
+        self.verifier.attestation.attach(link)
         with self._changed:
             self._greeting[link] = mailbox
         link.start(self._receive, self._ended, frames_from(Sender.PEER))
@@ -365,7 +365,7 @@ class Peers:
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self.traffic.ended(link, error)
-        told = self.vetting.lost(link, error)
+        told = self.verifier.lost(link, error)
         with self._changed:
             self._ends[link.peer] = told or error
             mailbox = self._greeting.pop(link, None)
@@ -410,7 +410,7 @@ class Peers:
         (backoff, pause_s), joined = self._backoffs.begin(name), False
         try:
             self._closed.wait(pause_s)
-            if name in self.vetting.excluded:
+            if name in self.verifier.excluded:
                 self._closed.wait(_EXCLUDED_AGAIN_S)
             while not self._closed.is_set():
                 if not (listed := [one for one in self._me.roster.members if one.name == name]):
@@ -423,7 +423,7 @@ class Peers:
                     _log.debug("%s is not back: %s", name, error.message)
                 except Exception:  # noqa: BLE001 - a machine short of threads may have some later
                     _log.warning("an unexpected error; %s is dialled again", name, exc_info=True)
-                excluded = name in self.vetting.excluded
+                excluded = name in self.verifier.excluded
                 self._closed.wait(_EXCLUDED_AGAIN_S if excluded else backoff.next_s())
         finally:
             with self._changed:
@@ -441,7 +441,7 @@ class Peers:
         try:
             self._greet(link, mailbox)
             hello = mailbox.gather([member.name], Hello, _GREET_S)[member.name]
-            self.vetting.admit(links, self._require_open)
+            self.verifier.admit(links, self._require_open)
             if not links:
                 raise LinkBroken(f"{member.name} is below the policy's minimum")
         except BaseException:

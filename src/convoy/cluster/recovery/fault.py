@@ -46,18 +46,18 @@ class FaultTracker:
         self._calm_since_s = now()
         self._backoff = Backoff()
 
-    def note(self, blamed: Sequence[str]) -> list[str]:
-        """Count one more failure against all of ``blamed``, and return those that have failed too often.
+    def note(self, suspects: Sequence[str]) -> list[str]:
+        """Count one more failure against all of ``suspects``, and return those that have failed too often.
 
-        ``blamed`` lists the accused before the accuser. The result has the likeliest first: the member
+        ``suspects`` lists the accused before the accuser. The result has the likeliest first: the member
         with the most failures, and of equals the accused. So an accuser that lies costs one good member
         at most. Then it has the most failures itself.
         """
         if self._now() - self._calm_since_s > _CALM_S:
             self.forget()
         self._calm_since_s = self._now()
-        self._failures.update(blamed)
-        often = [name for name in blamed if self._failures[name] > _MAX_FAILURES]
+        self._failures.update(suspects)
+        often = [name for name in suspects if self._failures[name] > _MAX_FAILURES]
         return sorted(often, key=lambda name: -self._failures[name])
 
     def recovered(self) -> None:

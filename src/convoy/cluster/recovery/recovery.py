@@ -47,7 +47,7 @@ _PACE_S = 0.02
 # Refusals of one peer before a plan is tried without it.
 _MAX_REFUSALS = 2
 # Looks at one step before a member that is needed gets its links made anew.
-_PATIENCE = 4
+_MAX_LOOKS = 4
 
 
 @dataclass(slots=True)
@@ -80,9 +80,9 @@ class StageRecovery:
         self._state = self._cause = ""
         self._late = _Late(-1)
         self._outage = OutageLog(0.0)
-        self._laggards = LateMembers()
+        self._late_members = LateMembers()
         self._refusals: dict[str, int] = {}
-        self._blame = FaultTracker()
+        self._faults = FaultTracker()
         # The lost plan's number of ranks for each layer's sums; see `world_sizes`.
         self._sums: list[int] = []
         # The members of this recovery's plans, with the links that they had then.
@@ -112,23 +112,23 @@ class StageRecovery:
         self._head.stop()
         # A second member may hang at the same moment; find out before a plan is made with it.
         self._drop_silent()
-        relapse, blamed = not self._lost_text(), self._blamed()
-        if relapse:
-            self._relapsed(blamed)
+        without_loss, suspects = not self._lost_text(), self._suspects()
+        if without_loss:
+            self._failed_without_loss(suspects)
         else:
-            self._blame.forget()
+            self._faults.forget()
         # If a member is lost, `lost` has already named it and the reason.
         if not again and not self._lost_text():
             _log.warning("%s; every member is there", error.message)
-        self._head.vetting.settle(self._require_wanted)
+        self._head.verifier.settle(self._require_wanted)
         active = self.find_stages(self._active.placement, began_s)
         self._outage.end(
             f"recovered: {active.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
         )
-        self._blame.recovered()
-        failed_at = blamed[0] if relapse and len(blamed) == 1 else None
-        return self._recovered(active, relapse=relapse, failed_at=failed_at)
+        self._faults.recovered()
+        failed_at = suspects[0] if without_loss and len(suspects) == 1 else None
+        return self._recovered(active, without_loss=without_loss, failed_at=failed_at)
 
     def replan(self, request: Replan) -> NewStages | None:
         """Return better stages, or None if there are none. Raises as `recover`."""
@@ -140,7 +140,7 @@ class StageRecovery:
             return None
         self._head.stop()
         self._outage = OutageLog(began_s)
-        self._head.vetting.settle(self._require_wanted)
+        self._head.verifier.settle(self._require_wanted)
         active = self.find_stages(None, began_s)
         took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
         self._outage.end(f"in use: {active.placement.route.text}, {took}")
@@ -185,7 +185,7 @@ class StageRecovery:
         return proposal if kept and proposal.members - self._active.members else None
 
     def _recovered(
-        self, active: ActivePlan, *, relapse: bool = False, failed_at: str | None = None
+        self, active: ActivePlan, *, without_loss: bool = False, failed_at: str | None = None
     ) -> NewStages:
         executor = self._head.executor
         assert executor is not None
@@ -196,26 +196,26 @@ class StageRecovery:
             executor,
             self._limits_of(active),
             active.max_context,
-            relapse=relapse,
+            without_loss=without_loss,
             failed_at=failed_at,
             same_bits=self._head.planner.same_bits() and world_sizes(active.plan) == self._sums,
         )
 
-    def _blamed(self) -> tuple[str, ...]:
+    def _suspects(self) -> tuple[str, ...]:
         executor = self._head.executor
-        return () if executor is None else executor.blamed
+        return () if executor is None else executor.suspects
 
-    def _relapsed(self, blamed: tuple[str, ...]) -> None:
+    def _failed_without_loss(self, suspects: tuple[str, ...]) -> None:
         """Handle a failure of the stages while every member is connected.
 
         A link may fail once without a cause; a member fails again and again. That member is given up if
         it can be spared. Otherwise each try waits longer.
         """
-        for name in self._blame.note(blamed):
+        for name in self._faults.note(suspects):
             if self._can_spare(name):
                 self._head.peers.give_up(name, "it fails again and again", slow=True)
                 return
-        wait_s = self._blame.wait_s()
+        wait_s = self._faults.wait_s()
         self._say(f"every member is there; the next try is in {wait_s:.1f} s")
         self._cancelled.wait(wait_s)
 
@@ -234,20 +234,26 @@ class StageRecovery:
             self._late = _Late(step, time.monotonic())
         self._late.num_looks += 1
         looks = self._late.num_looks
-        answers = self._head.peers.answers(self._active.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1))
-        laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
+        answers = self._head.peers.answers(
+            self._active.members, _PING_S * 2 ** min(looks - 1, _MAX_LOOKS - 1)
+        )
+        late_member = self._late_members.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
         # If every member answers, the step is stuck in one's inbox. Their positions tell which.
         culprit = culprit or self._member_that_keeps(step)
-        # Blame the late member only if no other member explains the late step.
-        alone = laggard is not None and culprit in (None, laggard) and self._laggards.is_one(laggard)
-        if alone and laggard is not None and self._can_spare(laggard):
-            self._laggards.forget(laggard)
-            self._head.peers.give_up(laggard, "it holds the others up, step after step", slow=True)
+        # Suspect the late member only if no other member explains the late step.
+        alone = (
+            late_member is not None
+            and culprit in (None, late_member)
+            and self._late_members.is_one(late_member)
+        )
+        if alone and late_member is not None and self._can_spare(late_member):
+            self._late_members.forget(late_member)
+            self._head.peers.give_up(late_member, "it holds the others up, step after step", slow=True)
             return False
         if culprit is None or self._keep(culprit):
             # A member that can be spared must not teach the clock its own pace.
-            self._head.clock.extend(usual=laggard is None or not self._can_spare(laggard))
+            self._head.clock.extend(usual=late_member is None or not self._can_spare(late_member))
             return True
         return False
 
@@ -261,7 +267,7 @@ class StageRecovery:
         looks = self._late.num_looks
         gone = active.members - peers.present().keys() - {self._head.name}
         for name in sorted(silent):
-            if looks >= _PATIENCE or self._can_spare(name):
+            if looks >= _MAX_LOOKS or self._can_spare(name):
                 peers.give_up(name, "it answers no ping")
                 gone.add(name)
         return min(gone, default=None) or min(silent, default=None)
@@ -289,7 +295,7 @@ class StageRecovery:
             peers.give_up(name, "it does not forward the steps that it receives", slow=True)
             return False
         _log.warning("%s is slow or hangs, and no other member can hold its layers", name)
-        return self._late.num_looks != _PATIENCE
+        return self._late.num_looks != _MAX_LOOKS
 
     def _can_spare(self, name: str) -> bool:
         if name == self._head.name:
@@ -387,7 +393,7 @@ class StageRecovery:
             silent = peers.silent(proposal.members, _LOADING_PING_S)
             num_silent = Counter({name: num_silent[name] + 1 for name in silent})
             for name, count in num_silent.items():
-                if not done.is_set() and (count >= _PATIENCE or self._can_spare(name)):
+                if not done.is_set() and (count >= _MAX_LOOKS or self._can_spare(name)):
                     peers.give_up(name, "it answers no ping while it should load")
 
     def _count_refusal(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from convoy.cluster.weights.peer_source import NobodyHas, PeerReader
 from convoy.errors import ModelError
 from convoy.model.checkpoints.hub.cache import InUse
-from convoy.model.checkpoints.hub.weights import HeldTensors, HubWeights
+from convoy.model.checkpoints.hub.weights import ChunkBuffer, HubWeights
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.source import ModelSource
@@ -127,7 +127,7 @@ class _At:
 
     name: str
     start: int
-    held: HeldTensors
+    buffer: ChunkBuffer
 
 
 class HubReader:
@@ -141,16 +141,16 @@ class HubReader:
         """Return bytes [start, start + num_bytes) of a tensor of ``total`` bytes. Raises ModelError."""
         at = self._at
         if at is None or (at.name, at.start) != (name, start):
-            at = _At(name, start, HeldTensors(self._hub.stream(name, start, total - start)))
+            at = _At(name, start, ChunkBuffer(self._hub.stream(name, start, total - start)))
         self._at = None
-        data = b"".join(_pieces(at.held, num_bytes))
+        data = b"".join(_pieces(at.buffer, num_bytes))
         if len(data) != num_bytes:
             raise ModelError(f"the hub sent {len(data)} of {num_bytes} bytes of {name}")
-        self._at = _At(name, start + num_bytes, at.held)
+        self._at = _At(name, start + num_bytes, at.buffer)
         return data
 
 
-def _pieces(held: HeldTensors, num_bytes: int) -> Iterator[memoryview]:
-    while num_bytes and (taken := held.take(num_bytes)):
+def _pieces(buffer: ChunkBuffer, num_bytes: int) -> Iterator[memoryview]:
+    while num_bytes and (taken := buffer.take(num_bytes)):
         num_bytes -= len(taken)
         yield taken

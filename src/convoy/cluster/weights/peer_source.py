@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from convoy.cluster.weights.client import PIECE_BYTES, PartClient, pieces_of
 from convoy.cluster.weights.part_index import PartLocation, check_listable, from_bits
 from convoy.errors import ConvoyError, ModelError
-from convoy.model.checkpoints.hub.weights import HeldTensors as HeldBack
+from convoy.model.checkpoints.hub.weights import ChunkBuffer
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 from convoy.transport.link.link import Link
@@ -66,7 +66,7 @@ class PeerWeightSource:
         waited for again.
         """
         self._answer_s = answer_s
-        self.fetches = PartClient(STALL_S)
+        self.part_client = PartClient(STALL_S)
         self._present = present
         self._changed = threading.Condition()
         self._said: dict[Link, _Said] = {}
@@ -86,7 +86,7 @@ class PeerWeightSource:
 
     def ended(self, link: Link) -> None:
         """Forget a link that ended."""
-        self.fetches.ended(link)
+        self.part_client.ended(link)
         with self._changed:
             self._said.pop(link, None)
             self._changed.notify_all()
@@ -167,7 +167,7 @@ class _At:
     digest: str
     start: int
     source: Link
-    held: HeldBack
+    buffer: ChunkBuffer
 
 
 class PeerReader:
@@ -209,7 +209,7 @@ class PeerReader:
                 at = self._begin(place, digest, start)
             self._at = None
             try:
-                data = b"".join(_pieces(at.held, num_bytes))
+                data = b"".join(_pieces(at.buffer, num_bytes))
             except ConvoyError as error:
                 # Raises if this end is over: then the source is not at fault.
                 self._watch()
@@ -217,7 +217,7 @@ class PeerReader:
                 _log.warning("%s wants %s, and %s", self._asker, place.name, why)
                 self._fail(digest, at.source, why)
                 continue
-            self._at = _At(digest, start + num_bytes, at.source, at.held)
+            self._at = _At(digest, start + num_bytes, at.source, at.buffer)
             self.taken[at.source.peer] += num_bytes
             return data, at.source.peer
 
@@ -251,15 +251,15 @@ class PeerReader:
             raise NobodyHas(": ".join([f"no connected member has {place.name}", *reasons[:1]]))
         source = min(usable, key=lambda link: (self._failures[link.peer], link.peer))
         wants = pieces_of(digest, place.name, start, place.num_bytes)
-        pulled = self._sources.fetches.pull(source, manifest.digest, wants, self._watch)
-        return _At(digest, start, source, HeldBack(piece.data for _, piece in pulled))
+        pulled = self._sources.part_client.pull(source, manifest.digest, wants, self._watch)
+        return _At(digest, start, source, ChunkBuffer(piece.data for _, piece in pulled))
 
     def _fail(self, digest: str, source: Link, why: str) -> None:
         self._wrong[digest, source] = why
         self._failures[source.peer] += 1
 
 
-def _pieces(held: HeldBack, num_bytes: int) -> Iterator[memoryview]:
-    while num_bytes and (taken := held.take(num_bytes)):
+def _pieces(buffer: ChunkBuffer, num_bytes: int) -> Iterator[memoryview]:
+    while num_bytes and (taken := buffer.take(num_bytes)):
         num_bytes -= len(taken)
         yield taken

@@ -82,11 +82,11 @@ class FoundWeights:
 class PeerWeights:
     """Find and fetch the weights of a peer, for the thread that loads and one that prepares a later plan.
 
-    ``fetches`` handles pieces that come from the head, and ``server`` the head's own questions.
+    ``part_client`` handles pieces that come from the head, and ``server`` the head's own questions.
     """
 
     def __init__(self, me: str, options: PeerOptions) -> None:
-        self.fetches = PartClient()
+        self.part_client = PartClient()
         self.server = PeerWeightServer(self.on_hand)
         self._me = me
         self._options = options
@@ -140,7 +140,7 @@ class PeerWeights:
 
     def ended(self, link: Link) -> None:
         """Forget the head's link, which ended."""
-        self.fetches.ended(link)
+        self.part_client.ended(link)
         self.server.ended(link)
 
     def make_ready(self, asker: Asker, found: FoundWeights, mine: StageAssignment) -> None:
@@ -255,13 +255,13 @@ class PeerWeights:
         digest, name = asker.plan.manifest, "the manifest"
         first = [Want(digest, name, 0, None)]
         data, total = bytearray(), 0
-        for _, piece in self.fetches.pull(asker.link, digest, first, asker.check):
+        for _, piece in self.part_client.pull(asker.link, digest, first, asker.check):
             data += piece.data
             total = piece.total_bytes
         if total > MAX_MANIFEST_BYTES:
             raise StepError(f"the head's manifest has {total} bytes, expected at most {MAX_MANIFEST_BYTES}")
         rest = pieces_of(digest, name, len(data), total)
-        for _, piece in self.fetches.pull(asker.link, digest, rest, asker.check):
+        for _, piece in self.part_client.pull(asker.link, digest, rest, asker.check):
             data += piece.data
         return bytes(data)
 
@@ -317,7 +317,9 @@ class PeerWeights:
                 coming.file.close()
 
         with ExitStack() as stack:
-            for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.check):
+            for want, piece in self.part_client.pull(
+                asker.link, received.manifest.digest, wants(), asker.check
+            ):
                 finish_whole()
                 assert files[0].file.part.digest == want.part, "pieces come in the order of the parts"
                 files[0].write(piece)

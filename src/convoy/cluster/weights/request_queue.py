@@ -42,7 +42,7 @@ class RequestQueue:
             if asked is None and not self._closed:
                 asked = self._asked[link] = Inbox(max_items=_MAX_WAITING)
                 threading.Thread(
-                    target=self._serve, args=(link, asked), name=f"supply {link.peer}", daemon=True
+                    target=self._serve, args=(link, asked), name=f"weights {link.peer}", daemon=True
                 ).start()
         if asked is not None:
             asked.put(link, question, _WEIGHT_BYTES)

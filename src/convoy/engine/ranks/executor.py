@@ -28,7 +28,7 @@ class RanksExecutor(LocalExecutor):
         self._said: tuple[str, ...] = ()
 
     @property
-    def blamed(self) -> tuple[str, ...]:
+    def suspects(self) -> tuple[str, ...]:
         """Return the members that failed first; two if it may have been either."""
         culprit = self._leader.culprit
         return self._said or (() if culprit is None else (culprit,))
@@ -41,7 +41,7 @@ class RanksExecutor(LocalExecutor):
             return
         if isinstance(received.message, StepFailed):
             about = received.message.about
-            # A rank that accuses another may be at fault itself, so both are blamed.
+            # A rank that accuses another may be at fault itself, so both are suspected.
             doubted = about in self._leader.names and about != link.peer
             self._said = self._said or ((about, link.peer) if doubted else (link.peer,))
             text = f"{link.peer} could not run a step: {received.message.reason}"
@@ -98,11 +98,11 @@ class RanksPipeline(PipelineExecutor):
         self._leader = stage
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
-        with self._blaming():
+        with self._naming_culprit():
             super().submit(step, jobs)
 
     def collect(self) -> StepResult:
-        with self._blaming():
+        with self._naming_culprit():
             return super().collect()
 
     def close(self) -> None:
@@ -110,10 +110,10 @@ class RanksPipeline(PipelineExecutor):
         super().close()
 
     @contextmanager
-    def _blaming(self) -> Iterator[None]:
+    def _naming_culprit(self) -> Iterator[None]:
         try:
             yield
         except CollectiveError:
-            if not self.blamed and self._leader.culprit is not None:
-                self.blamed = (self._leader.culprit,)
+            if not self.suspects and self._leader.culprit is not None:
+                self.suspects = (self._leader.culprit,)
             raise

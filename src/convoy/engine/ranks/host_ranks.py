@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # The class of the ranks' slices.
-SliceT = TypeVar("SliceT", bound=RankSlice)
+SliceT = TypeVar("SliceT", bound=RankSlice[Any])
 # Separates the devices of ranks; a comma separates stages.
 JOIN = "+"
 # The dimension of heads in [layers, 2, positions, heads, head_dim].

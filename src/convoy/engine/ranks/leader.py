@@ -143,12 +143,12 @@ class LeaderStage:
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits as `Stage.output` does; every rank computes its part of the vocabulary."""
-        with self._blaming():
+        with self._watching():
             self._order_output(hidden)
             return self._own.output(hidden)
 
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> PendingSamples:
-        with self._blaming():
+        with self._watching():
             self._order_output(hidden)
             return self._own.sample(hidden, jobs)
 
@@ -170,7 +170,7 @@ class LeaderStage:
     def _run(
         self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None, *, selects: bool
     ) -> torch.Tensor:
-        with self._blaming():
+        with self._watching():
             # One message orders the step and its output, which saves a round of messages.
             self._has_begun = selects and self.assignment.output
             self._order_step(step, hidden, with_tokens=tokens is not None, output=self._has_begun)
@@ -188,7 +188,7 @@ class LeaderStage:
         Sampling is rank 0's own work. Token ids go only to stages that need them.
         """
         tokens = step.tokens if with_tokens and self._own.takes_tokens else b""
-        part = msgspec.structs.replace(step, draws=[], tokens=tokens)
+        part = msgspec.structs.replace(step, samples=[], tokens=tokens)
         has_hidden = not self.assignment.embed and hidden is not None
         order = RankStep(part, hidden=has_hidden, output=output)
         self._order(order, step.number, hidden if has_hidden else None)
@@ -215,8 +215,8 @@ class LeaderStage:
                 public = f"{link.peer} could not be reached"
                 raise CollectiveError(f"{public}: {error.message}", rank=rank, public=public) from error
 
-    def _blaming(self) -> _Blaming:
-        return _Blaming(self)
+    def _watching(self) -> _WatchedOrder:
+        return _WatchedOrder(self)
 
     def _fell(self, error: BaseException) -> None:
         """End the collective after a failed order, so that no other rank waits for this rank's part."""
@@ -228,7 +228,7 @@ class LeaderStage:
             self.abort(StageLost(f"rank 0 failed: {type(error).__name__}"))
 
 
-class _Blaming:
+class _WatchedOrder:
     """Watch the other ranks during an order; a failed order ends the collective."""
 
     def __init__(self, leader: LeaderStage) -> None:

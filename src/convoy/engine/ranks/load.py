@@ -9,6 +9,7 @@ from convoy.engine.ranks.host_ranks import JOIN, HostRankStages, RankStages
 from convoy.errors import ModelError, PlanError
 from convoy.model.backends.registry import load_slice, load_stage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
 from convoy.model.device import HOST
 from convoy.model.stage import LoadedStage, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard, check_sharding
@@ -46,7 +47,7 @@ def load_member_slice(
     progress: LoadProgress | None = None,
     *,
     before: LoadedStage | None = None,
-) -> RankSlice:
+) -> RankSlice[Collective]:
     """Load a member's slice of a stage that several members hold, as `load_slice` does.
 
     Raises PlanError too, for a member that would split its slice over several devices.

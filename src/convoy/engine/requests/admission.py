@@ -9,7 +9,7 @@ from dataclasses import replace
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
-from convoy.engine.sequence_owner import SequenceOwner
+from convoy.engine.sequence import SequenceOwner
 from convoy.errors import CapacityError, RequestError
 
 

@@ -18,8 +18,7 @@ from convoy.engine.outputs import (
 from convoy.engine.requests.near_tie import can_tell, is_near_tie, with_two_best
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import Restrictions
-from convoy.engine.sequence import Sequence
-from convoy.engine.sequence_owner import RowResult
+from convoy.engine.sequence import RowResult, Sequence
 from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct

@@ -37,7 +37,7 @@ class _Sent:
     # Its own and that of the steps before it.
     work: float
     at_s: float
-    patience: float = 1.0
+    extension: float = 1.0
     usual: bool = True
 
 
@@ -88,9 +88,9 @@ class StepClock:
         oldest = sent[0]
         usual_s = self._usual_s(_size(oldest.work))
         if usual_s is None:
-            return self._unmeasured_s * oldest.patience
+            return self._unmeasured_s * oldest.extension
         floor_s = _SETTLING_FLOOR_S if self._settling else _FLOOR_S
-        return max(floor_s, _FACTOR * self._scale * usual_s) * oldest.patience
+        return max(floor_s, _FACTOR * self._scale * usual_s) * oldest.extension
 
     def due_s(self) -> float:
         """Return the time, by the clock, at which the oldest step in flight is late."""
@@ -106,7 +106,7 @@ class StepClock:
             sent.usual = sent.usual and usual
         since = self._now() - oldest.at_s
         allowed_s = self.allowed_s()
-        oldest.patience *= max(2.0, 2.0 * since / allowed_s)
+        oldest.extension *= max(2.0, 2.0 * since / allowed_s)
 
     def settle(self) -> None:
         """Forget the steps in flight, because other stages run from now on."""

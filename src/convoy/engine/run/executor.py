@@ -47,7 +47,7 @@ class Executor(Protocol):
         """Return the number of the step that `collect` waits for, or None."""
 
     @property
-    def blamed(self) -> tuple[str, ...]:
+    def suspects(self) -> tuple[str, ...]:
         """Return the members that failed first; two if it may have been either, none if unknown."""
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:

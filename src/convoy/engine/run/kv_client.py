@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from convoy.engine.run.executor import Kv
-from convoy.engine.run.liveness import LivenessProbe, patience_after
+from convoy.engine.run.liveness import LivenessProbe, drain_s
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, StageLost, StepError
 from convoy.model.stage import Stage
@@ -117,8 +117,8 @@ class KvClient:
         number = self._begin(one.member)
         ask = ReadBlocks(number, self._stage.model_digest, start, end, list(blocks))
         shape = self._stage.kv_shape(end - start, len(blocks))
-        pulse = self._send(one.member, ask, None)
-        answer = self._await(one.member, pulse, 4.0 * float(np.prod(shape)))
+        probe = self._send(one.member, ask, None)
+        answer = self._await(one.member, probe, 4.0 * float(np.prod(shape)))
         if not isinstance(answer, ReceivedTensor):
             raise StageLost(f"{one.member} answered a reading of K/V by saying that it is done")
         tensor = answer.tensor
@@ -138,8 +138,8 @@ class KvClient:
             return
         number = self._begin(one.member)
         said = WriteBlocks(number, self._stage.model_digest, list(blocks), b"".join(tags))
-        pulse = self._send(one.member, said, (to_wire(torch.from_numpy(kv)), start))
-        if isinstance(self._await(one.member, pulse, float(kv.nbytes)), ReceivedTensor):
+        probe = self._send(one.member, said, (to_wire(torch.from_numpy(kv)), start))
+        if isinstance(self._await(one.member, probe, float(kv.nbytes)), ReceivedTensor):
             raise StageLost(f"{one.member} answered a writing of K/V with K/V")
 
     def _begin(self, member: str) -> int:
@@ -170,11 +170,11 @@ class KvClient:
         finally:
             self._guard.end()
         num_bytes = 0 if tensor is None else tensor[0].nbytes
-        return LivenessProbe(link, patience_s=patience_after(num_bytes, time.monotonic() - began_s))
+        return LivenessProbe(link, extra_s=drain_s(num_bytes, time.monotonic() - began_s))
 
-    def _await(self, member: str, pulse: LivenessProbe, num_bytes: float) -> Received:
+    def _await(self, member: str, probe: LivenessProbe, num_bytes: float) -> Received:
         """Return the peer's reply. Raises `StageLost`, and `StepError` for K/V that the peer refused."""
-        answer = self._arrival(member, pulse, self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S)
+        answer = self._arrival(member, probe, self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S)
         if isinstance(answer, ConvoyError):
             raise StageLost(answer.message, hint=answer.hint) from answer
         said = answer.message if isinstance(answer, ReceivedMessage) else None
@@ -182,12 +182,12 @@ class KvClient:
             raise StepError(f"{member} refused K/V of a session: {said.error}")
         return answer
 
-    def _arrival(self, member: str, pulse: LivenessProbe, within_s: float) -> Received | ConvoyError:
+    def _arrival(self, member: str, probe: LivenessProbe, within_s: float) -> Received | ConvoyError:
         deadline_s = time.monotonic() + within_s
         while (left_s := deadline_s - time.monotonic()) > 0.0:
             with contextlib.suppress(queue.Empty):
                 return self._arrivals.get(min(_LOOK_S, left_s))
-            if pulse.is_gone():
+            if probe.is_gone():
                 self._asked = None
                 raise StageLost(f"{member} hangs: nothing moves on its link, and it answers no ping")
         self._asked = None

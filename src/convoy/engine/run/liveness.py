@@ -25,10 +25,10 @@ class LivenessProbe:
     """Watch one link during one exchange, from one thread."""
 
     def __init__(
-        self, link: Link, *, patience_s: float = 0.0, now: Callable[[], float] = time.monotonic
+        self, link: Link, *, extra_s: float = 0.0, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._link = link
-        self._ping_s = _PING_S + patience_s
+        self._ping_s = _PING_S + extra_s
         self._now = now
         self._sent, self._received = link.sent_sealed_bytes, link.received_sealed_bytes
         self._alive_s = now()
@@ -58,7 +58,7 @@ class LivenessProbe:
         return True
 
 
-def patience_after(num_bytes: int, took_s: float) -> float:
+def drain_s(num_bytes: int, took_s: float) -> float:
     """Return how many seconds the system may need for the bytes it still holds.
 
     ``num_bytes`` were handed to it in ``took_s`` seconds.

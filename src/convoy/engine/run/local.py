@@ -34,7 +34,7 @@ class LocalExecutor:
         return self._running[0][0] if self._running else None
 
     @property
-    def blamed(self) -> tuple[str, ...]:
+    def suspects(self) -> tuple[str, ...]:
         """Return nothing: no other member runs these steps."""
         return ()
 

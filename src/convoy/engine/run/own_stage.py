@@ -1,8 +1,8 @@
 """Turn a failure on the head's own side of a step into a lost stage, as for a failure of a peer's stage.
 
-So the steps in flight run again, and a request that no stage can run ends alone (`relapse`); otherwise the
-engine would end all requests. An error that is neither a `ConvoyError` nor a lack of memory is a defect, and
-does end it.
+So the steps in flight run again, and a request that no stage can run ends alone (`without_loss`); otherwise
+the engine would end all requests. An error that is neither a `ConvoyError` nor a lack of memory is a defect,
+and does end it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PUBLIC = "the head could not run a step"
 
 
 @contextmanager
-def own_stage(step: int, blame: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Do the head's work for ``step``, and call ``blame`` if it fails. Errors of links pass unchanged.
+def own_stage(step: int, on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Do the head's work for ``step``, and call ``on_failure`` if it fails. Errors of links pass unchanged.
 
     Raises `StageLost`.
     """
@@ -28,13 +28,13 @@ def own_stage(step: int, blame: Callable[[], None] = lambda: None) -> Iterator[N
     except (StageLost, LinkBroken, LinkClosed):
         raise
     except ConvoyError as error:
-        blame()
+        on_failure()
         text = f"the head could not run step {step}: {error.message}"
         raise StageLost(text, hint=error.hint, public=_PUBLIC) from error
     except (MemoryError, RuntimeError) as error:
         if not _wants_memory(error):
             raise
-        blame()
+        on_failure()
         hint = "give it fewer layers, or less to do at once (max_batch, prefill_chunk)"
         text = f"the head could not run step {step}: there is no memory for it"
         raise StageLost(text, hint=hint, public=_PUBLIC) from error

@@ -103,7 +103,7 @@ class PipelineExecutor:
         # Sampling begun before `collect` asks for it.
         self._samples: dict[int, PendingSamples] = {}
         # The members that failed first, or sent invalid data; two if it may have been either.
-        self.blamed: tuple[str, ...] = ()
+        self.suspects: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
         self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
         self._leaves = DeviceSender(f"leave {head}", self._could_not_leave) if options.overlaps else None
@@ -139,7 +139,7 @@ class PipelineExecutor:
             received = ReceivedMessage(received.plan_id, received.step, _not_its_turn(received.step))
         is_now = received.plan_id == self._options.plan_id
         if isinstance(received, ReceivedMessage) and isinstance(received.message, StepFailed) and is_now:
-            self._blame(link.peer, received.message.about)
+            self._suspect(link.peer, received.message.about)
         self._carrier.note(received)
         self._arrivals.put(link, received, weight_of(received))
 
@@ -159,7 +159,7 @@ class PipelineExecutor:
         self._in_flight.append(_Running(step, jobs))
         self.clock.sent(step)
         try:
-            with own_stage(step.number, self._blame_head):
+            with own_stage(step.number, self._suspect_head):
                 self._announce(step, jobs)
                 if self._head_first:
                     self._start(step)
@@ -176,7 +176,7 @@ class PipelineExecutor:
         self.clock.returned()
         if isinstance(returned, SampleReplies):
             return self._read(returned, running)
-        with own_stage(running.step.number, self._blame_head):
+        with own_stage(running.step.number, self._suspect_head):
             if not self._head_first:
                 tokens = (
                     tokens_from_bytes(running.step.tokens)
@@ -210,24 +210,24 @@ class PipelineExecutor:
         self._arrivals.close(closed)
         self._carrier.end(closed)
 
-    def _blame_head(self) -> None:
-        self._blame(self._head)
+    def _suspect_head(self) -> None:
+        self._suspect(self._head)
 
-    def _blame(self, member: str, accused: str = "") -> None:
+    def _suspect(self, member: str, accused: str = "") -> None:
         """Record the first failure, reported by ``member``, as the fault of one or two members.
 
         ``accused``, the member that the report accuses, may be at fault as well as the reporter. It counts
         only if it is the reporter's neighbour in the ring or another rank of its stage. The head knows that
         it is not at fault itself. The accused comes first.
         """
-        if self.blamed:
+        if self.suspects:
             return
         ring = [stage.member for stage in self._stages]
         places = [at for at, name in enumerate(ring) if name == member]
         neighbours = {ring[(at + by) % len(ring)] for at in places for by in (-1, 1)}
         neighbours.update(name for stage in self._stages if member in stage.holders for name in stage.holders)
         doubted = accused in neighbours - {self._head, member}
-        self.blamed = (accused, member) if doubted else (member,)
+        self.suspects = (accused, member) if doubted else (member,)
 
     def _announce(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         for assignment in self._stages:
@@ -247,7 +247,7 @@ class PipelineExecutor:
         return msgspec.structs.replace(
             step,
             tokens=step.tokens if self._takes_ids(assignment) else b"",
-            draws=[request_of(job) for job in jobs] if assignment.output else [],
+            samples=[request_of(job) for job in jobs] if assignment.output else [],
         )
 
     def _takes_ids(self, assignment: StageAssignment) -> bool:
@@ -273,7 +273,7 @@ class PipelineExecutor:
             number = running.step.number
             hidden = self._returned.get(number)
             if isinstance(hidden, torch.Tensor) and number not in self._samples:
-                with own_stage(number, self._blame_head):
+                with own_stage(number, self._suspect_head):
                     self._samples[number] = self._stage.sample(hidden, running.jobs)
 
     def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ class PipelineExecutor:
         """
         if isinstance(error, LinkBroken | LinkClosed):
             return
-        self._blame_head()
+        self._suspect_head()
         public = "the head could not run a step"
         text = f"the head could not run step {step}: {error.message}"
         self._arrivals.put_last(self, StageLost(text, hint=error.hint, public=public))
@@ -343,9 +343,9 @@ class PipelineExecutor:
         return f"a stage cannot go on: {said.reason}"
 
     def _who_failed(self) -> str:
-        if len(self.blamed) > 1:
-            return f"a step failed between {' and '.join(self.blamed)}"
-        return f"{self.blamed[0]} could not run a step"
+        if len(self.suspects) > 1:
+            return f"a step failed between {' and '.join(self.suspects)}"
+        return f"{self.suspects[0]} could not run a step"
 
     def _expect(self, number: int, expected: bool) -> Step:
         """Return the step in flight that this end belongs to. Raises `StageLost` if there is none."""
@@ -357,7 +357,9 @@ class PipelineExecutor:
     def _read(self, replies: SampleReplies, running: _Running) -> StepResult:
         if len(replies.answers) != len(running.jobs):
             found, expected = len(replies.answers), len(running.jobs)
-            raise self._malformed(f"step {replies.number} came back with {found} draws, expected {expected}")
+            raise self._malformed(
+                f"step {replies.number} came back with {found} samples, expected {expected}"
+            )
         try:
             pairs = zip(replies.answers, running.jobs, strict=True)
             outcomes = tuple(outcome_of(answer, job, self._stage.vocab_size) for answer, job in pairs)
@@ -382,5 +384,5 @@ class PipelineExecutor:
         self._returned[item.step] = hidden
 
     def _malformed(self, text: str) -> StageLost:
-        self._blame(self._predecessor)
+        self._suspect(self._predecessor)
         return StageLost(text, public=f"{self._predecessor} sent an invalid end of a step")

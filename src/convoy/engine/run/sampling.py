@@ -62,9 +62,9 @@ def job_of(request: SampleRequest, vocab_size: int) -> SampleJob:
         )
         params.check_vocabulary(vocab_size)
     except RequestError as error:
-        raise StepError(f"a draw has a parameter out of its range: {error.param}") from error
+        raise StepError(f"a sample request has a parameter out of its range: {error.param}") from error
     if not -1 <= request.score < vocab_size or request.choice < 0 or request.position < 0:
-        raise StepError("a draw names a token, choice or position that does not exist")
+        raise StepError("a sample request names a token, choice or position that does not exist")
     return SampleJob(
         params,
         request.choice,
@@ -94,7 +94,7 @@ def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleRe
     """
     if answer.error:
         return SampleResult(
-            Sampled(0), error=StepError("the owner of the output could not draw from its logits")
+            Sampled(0), error=StepError("the owner of the output could not sample from its logits")
         )
     _check_answer(answer, job, vocab_size)
     return SampleResult(
@@ -150,9 +150,9 @@ def _encode(tokens: Sequence[int]) -> bytes:
 
 def _decode(data: bytes, vocab_size: int) -> list[int]:
     if len(data) % 4:
-        raise StepError(f"a draw has {len(data)} bytes of tokens, expected a multiple of 4")
+        raise StepError(f"a sample request has {len(data)} bytes of tokens, expected a multiple of 4")
     tokens = np.frombuffer(data, dtype="<u4")
     if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise StepError(f"a draw has a token outside the vocabulary of {vocab_size}")
+        raise StepError(f"a sample request has a token outside the vocabulary of {vocab_size}")
     found: list[int] = tokens.tolist()
     return found

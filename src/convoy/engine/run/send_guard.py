@@ -31,12 +31,12 @@ class SendGuard:
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="send guard", daemon=True).start()
 
-    def begin(self, link: Link, pulse: LivenessProbe | None = None) -> None:
+    def begin(self, link: Link, probe: LivenessProbe | None = None) -> None:
         """Start the watch of a send over ``link``.
 
-        With ``pulse``, the send is long: it may take any time as long as the peer shows that it is alive.
+        With ``probe``, the send is long: it may take any time as long as the peer shows that it is alive.
         """
-        self._sending = (link, time.monotonic(), pulse)
+        self._sending = (link, time.monotonic(), probe)
 
     def end(self) -> None:
         self._sending = None
@@ -50,9 +50,9 @@ class SendGuard:
             sending = self._sending
             if sending is None or self._closed.is_set():
                 continue
-            link, since_s, pulse = sending
+            link, since_s, probe = sending
             took_s = time.monotonic() - since_s
-            too_long = took_s > self._allowed_s() if pulse is None else pulse.is_gone()
+            too_long = took_s > self._allowed_s() if probe is None else probe.is_gone()
             if took_s > _LOOK_S and too_long and self._sending is sending:
                 self._sending = None
                 took_s = time.monotonic() - since_s

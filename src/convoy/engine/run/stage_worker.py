@@ -183,7 +183,7 @@ class StageWorker:
         self._finished(step)
 
     def _jobs(self, step: Step) -> list[SampleJob]:
-        return [job_of(request, self._stage.vocab_size) for request in step.draws]
+        return [job_of(request, self._stage.vocab_size) for request in step.samples]
 
     def _send_samples(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
         replies = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])

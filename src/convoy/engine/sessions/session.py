@@ -17,8 +17,7 @@ from typing import Self
 
 from convoy.engine.engine import Engine
 from convoy.engine.outputs import FinishReason
-from convoy.engine.sequence import Sequence
-from convoy.engine.sequence_owner import RowResult
+from convoy.engine.sequence import RowResult, Sequence
 from convoy.engine.sessions.blocks import CarryLimits, SessionBlocks
 from convoy.engine.sessions.format import Progress, SavedState, SessionModel
 from convoy.errors import ConvoyError, Draining, RequestError, Unavailable

@@ -44,9 +44,6 @@ from convoy.fleet.coordinator.requests.routed_request import account_of
 from convoy.wire.fleet.messages import MAX_CHUNK_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
-PUBLIC_PATHS = (
-    *("/v1/leases", "/v1/leases/{lease}", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"),
-)
 
 # Administrators are few, and their connections use the descriptors that the public listener leaves free.
 _ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kept=32)
@@ -91,9 +88,16 @@ class ListenOptions:
 
 
 def make_public_app(
-    coordinator: Coordinator, options: ServeOptions, lifecycle: Lifecycle, failed: FailedKeys | None = None
+    coordinator: Coordinator,
+    options: ServeOptions,
+    lifecycle: Lifecycle,
+    counts: HttpCounts,
+    failed: FailedKeys,
 ) -> ASGIApp:
-    """Return the app for consumers' HTTP and providers' WebSockets. ``failed`` counts wrong keys."""
+    """Return the app for consumers' HTTP and providers' WebSockets.
+
+    ``counts`` counts requests, and ``failed`` wrong keys.
+    """
     about = _About(coordinator, lifecycle)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
     chat, completion = Consume(*shared, "chat"), Consume(*shared, "completion")
@@ -107,7 +111,7 @@ def make_public_app(
         Route("/v1/models", about.models),
         Route("/health", about.health),
     ]
-    consumers = Guard(Router(routes, redirect_slashes=False), options, failed)
+    consumers = counts.around(Guard(Router(routes, redirect_slashes=False), options, failed), routes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
@@ -214,9 +218,9 @@ async def _serve(
     on_ready: Callable[[], None],
     on_drain: Callable[[int, float], None],
 ) -> int:
-    lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS), FailedKeys()
+    lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(), FailedKeys()
     public = HttpServer(
-        counts.around(make_public_app(coordinator, listen.public, lifecycle, failed)),
+        make_public_app(coordinator, listen.public, lifecycle, counts, failed),
         max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
         tls=listen.tls,
         limits=listen.public.limits,

@@ -154,7 +154,7 @@ class Provider:
         self._sending = asyncio.Lock()
         self._connection: ClientConnection | None = None
         self._proving: asyncio.Task[None] | None = None
-        self._paces = {model: StreamRates() for model in options.offers}
+        self._stream_rates = {model: StreamRates() for model in options.offers}
         # Why the last try failed.
         self._said = ""
         self._was_registered = False
@@ -324,8 +324,8 @@ class Provider:
             if span is None
             else Provided(serve, span.send, window, span.traceparent)
         )
-        if serve.model in self._paces:
-            provided.pace = self._paces[serve.model]
+        if serve.model in self._stream_rates:
+            provided.rates = self._stream_rates[serve.model]
         provided.shares_cache = self._options.shares_cache
         self._models[serve.request_id] = serve.model
         task = asyncio.ensure_future(self._answer(serve, provided, name))
@@ -372,7 +372,7 @@ class Provider:
                 queued = sum(self._running[request_id][0].prompt_tokens for request_id in ids)
                 free = 0 if self._leaving else max(0, capacity.slots - len(ids))
                 memory = psutil.virtual_memory().available
-                loads.append(ModelLoad(model, free, queued, memory, *self._paces[model].beat()))
+                loads.append(ModelLoad(model, free, queued, memory, *self._stream_rates[model].beat()))
             await self._send(Heartbeat(loads))
             await asyncio.sleep(self._options.heartbeat_s)
 

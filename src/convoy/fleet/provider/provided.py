@@ -113,7 +113,7 @@ class Provided:
         # A guess, for the provider's own account of its load.
         self.prompt_tokens = 0
         # The provider replaces it by one that all answers of a model share.
-        self.pace = StreamRates()
+        self.rates = StreamRates()
         # Whether accounts share the engine's prefixes.
         self.shares_cache = False
         self._decodes = False
@@ -243,7 +243,7 @@ class Provided:
                     return
         finally:
             if self._decodes:
-                self.pace.end()
+                self.rates.end()
                 self._decodes = False
         if not reader.ended:
             raise ProviderError("the engine's answer ended before it was complete")
@@ -253,10 +253,10 @@ class Provided:
         """Count the tokens given so far. The first one ends the prompt, so the rate counts those after it."""
         given, self._tokens = tokens - self._tokens, tokens
         if given and not self._decodes:
-            self.pace.begin()
+            self.rates.begin()
             self._decodes = True
             given -= 1
-        self.pace.given(given)
+        self.rates.given(given)
 
     async def _whole(self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader) -> None:
         data = await self._alive(sealer, _join(answer.body))
@@ -268,7 +268,7 @@ class Provided:
 
     async def _chunk(self, sealer: AnswerSealer, data: bytes, *, last: bool = False) -> None:
         if self.window.is_shut and self._decodes:
-            with self.pace.held_up():
+            with self.rates.held_up():
                 await self.window.take()
         else:
             await self.window.take()

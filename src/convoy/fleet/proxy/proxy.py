@@ -19,13 +19,13 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.read_body import read_body
-from convoy.api.exchange import Exchange
+from convoy.api.exchange import Exchange, answer_start
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.traces import NO_TRACES, Traces
 from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
-from convoy.fleet.answer import SEALED_HEADER, AnswerHead, start
+from convoy.fleet.answer import SEALED_HEADER, AnswerHead
 from convoy.fleet.consumer_request import ConsumerRequest, Kind, ModelOptions, read_consumer_request
 from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
@@ -185,7 +185,7 @@ class Proxy:
     async def _stream(
         self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
     ) -> None:
-        await exchange.send(start(head.status, _headers(head, who, answer.timing)))
+        await exchange.send(answer_start(head.status, _headers(head, who, answer.timing)))
         async for piece in reader.pieces():
             await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
         end = b""
@@ -204,7 +204,7 @@ class Proxy:
         if reader.difference:
             headers["x-convoy-usage-differs"] = reader.difference
         self._compare(reader, exchange)
-        await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
+        await exchange.send(answer_start(head.status, {**headers, "content-length": str(len(body))}))
         await exchange.send({"type": "http.response.body", "body": body})
 
     def _compare(self, reader: AnswerReader, exchange: Exchange) -> None:
@@ -218,7 +218,7 @@ class Proxy:
         async with self.client.plain(wanted.kind, data, hidden) as response:
             kind = response.headers.get("content-type", "application/json")
             headers = {"content-type": kind, "cache-control": "no-store", SEALED_HEADER: "by-coordinator"}
-            await exchange.send(start(response.status_code, headers))
+            await exchange.send(answer_start(response.status_code, headers))
             async for piece in pieces(response):
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
             await exchange.send({"type": "http.response.body", "body": b""})

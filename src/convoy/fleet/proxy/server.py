@@ -20,8 +20,6 @@ from convoy.errors import ConfigError
 from convoy.fleet.proxy.client import CoordinatorClient, check_url
 from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
 
-PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
-
 
 def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
     """Return the app with OpenAI's paths, behind the same guard as a head's."""
@@ -31,7 +29,7 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
             return JSONResponse({"status": "draining", "reason": "the proxy is shutting down"}, 503)
         return JSONResponse({"status": "ready", "reason": "it listens"})
 
-    counts = HttpCounts(PROXY_PATHS)
+    counts = HttpCounts()
     metrics = Metrics((proxy.counts.families, counts.families), lifecycle)
     routes = [
         Route("/v1/chat/completions", ProxyAsked(proxy, options, lifecycle, "chat"), methods=["POST"]),
@@ -40,7 +38,7 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
         Route("/health", health),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options))
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options), routes)
 
 
 def run_proxy(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
 from convoy.model.device import CUDA, HOST
 from convoy.model.stage import LoadedStage, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard
@@ -46,7 +47,7 @@ class LoadSlice(Protocol):
         before: LoadedStage | None,
         *,
         shard: Shard,
-    ) -> RankSlice: ...
+    ) -> RankSlice[Collective]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def _load_host(
     before: LoadedStage | None,
     *,
     shard: Shard | None = None,
-) -> RankSlice:
+) -> RankSlice[Collective]:
     from convoy.model.backends.host.stage import HostStage
 
     return HostStage.load(source, assignment, options, progress, before=before, shard=shard)
@@ -134,7 +135,7 @@ def load_slice(
     progress: LoadProgress | None = None,
     *,
     before: LoadedStage | None = None,
-) -> RankSlice:
+) -> RankSlice[Collective]:
     """Load one rank's slice of a stage that several members hold. Raises as `load_stage`.
 
     Raises PlanError too, for ranks that cannot share these layers.

@@ -20,7 +20,7 @@ from convoy.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-_AGAIN = "fetch the file again: it is incomplete, or another program changed it"
+FETCH_AGAIN = "fetch the file again: it is incomplete, or another program changed it"
 _READABLE = "check the path, and that you may read the file"
 
 INDEX = "model.safetensors.index.json"
@@ -130,12 +130,12 @@ def parse_index(place: str, data: bytes) -> dict[str, str]:
     try:
         shards = dict(json.loads(data)["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelError(f"{place} is not an index of safetensors shards", hint=_AGAIN) from error
+        raise ModelError(f"{place} is not an index of safetensors shards", hint=FETCH_AGAIN) from error
     for name in shards.values():
         # accept shards beside the index only: an index must not make us open files elsewhere
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(
-                f"{place} names the shard {name!r}, expected a .safetensors file beside it", hint=_AGAIN
+                f"{place} names the shard {name!r}, expected a .safetensors file beside it", hint=FETCH_AGAIN
             )
     return shards
 
@@ -156,7 +156,7 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
         raise ModelError(
             f"{path} is truncated: it has {size} bytes, and its header describes "
             f"{last.offset + last.num_bytes}, the last of them of {last.name}",
-            hint=_AGAIN,
+            hint=FETCH_AGAIN,
         )
     yield from entries
 
@@ -167,7 +167,9 @@ def header_bytes(place: str, prefix: bytes, size: int | None = None) -> int:
     most = _MAX_HEADER_BYTES if size is None else min(_MAX_HEADER_BYTES, size - 8)
     if len(prefix) < 8 or length > most:
         have = "" if size is None else f"{size} bytes, "
-        raise ModelError(f"{place} is truncated or not safetensors: {have}header of {length}", hint=_AGAIN)
+        raise ModelError(
+            f"{place} is truncated or not safetensors: {have}header of {length}", hint=FETCH_AGAIN
+        )
     return length
 
 
@@ -178,7 +180,7 @@ def parse_header(path: Path, raw: bytes) -> list[StoredTensor]:
         header.pop("__metadata__", None)
         return [_stored(path, name, entry, 8 + len(raw)) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} has a malformed safetensors header", hint=_AGAIN) from error
+        raise ModelError(f"{path} has a malformed safetensors header", hint=FETCH_AGAIN) from error
 
 
 def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> StoredTensor:
@@ -200,7 +202,7 @@ def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
     if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
         raise ModelError(
             f"{place}: {tensor.name} has {num_bytes} bytes, expected {dtype} of shape {list(shape)}",
-            hint=_AGAIN,
+            hint=FETCH_AGAIN,
         )
     return tensor
 

@@ -82,7 +82,7 @@ def sample_all(logits: Logits, jobs: Sequence[SampleJob]) -> tuple[SampleResult,
     Raises StepError if the counts of rows and jobs differ.
     """
     if len(logits) != len(jobs):
-        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} draws")
+        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} sample jobs")
     return tuple(sample_row(row, job) for row, job in zip(logits, jobs, strict=True))
 
 

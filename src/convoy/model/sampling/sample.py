@@ -68,7 +68,7 @@ def sample(
     if params.greedy:
         token_id = int(shaped.argmax())
     else:
-        token_id = _draw(shaped, params, uniform(params.seed, choice, position))
+        token_id = _sample_token(shaped, params, uniform(params.seed, choice, position))
     if params.logprobs is None:
         return Sampled(token_id)
     return _score(logits, token_id, params.logprobs)
@@ -153,7 +153,7 @@ def _as_ids(ids: Sequence[int]) -> Ids:
     return np.asarray(ids, dtype=np.intp)
 
 
-def _draw(logits: Logits, params: SamplingParams, random: float) -> int:
+def _sample_token(logits: Logits, params: SamplingParams, random: float) -> int:
     candidates = None if params.top_k < 1 else best_ids(logits, params.top_k)
     kept = logits if candidates is None else logits[candidates]
     # at the smallest temperatures a quotient may overflow to -inf, which correctly gets the weight 0

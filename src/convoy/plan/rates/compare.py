@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from convoy.plan.placement.modes import ModePlacements
 from convoy.plan.placement.placement import Placement
-from convoy.plan.placement.ways import Ways
 from convoy.plan.rates.rates import (
     Links,
     RatesReport,
@@ -49,17 +49,17 @@ class Compared:
     tensor: TensorReport | None
 
 
-def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Workload) -> Compared:
-    """Compare the modes of ``ways``. ``speeds`` has every member; a lone member has no other modes."""
-    placements = ways.placements
+def compare(modes: ModePlacements, speeds: Mapping[str, Speed], links: Links, workload: Workload) -> Compared:
+    """Compare the placements of ``modes``. ``speeds`` has every member; a lone member has no other modes."""
+    placements = modes.placements
     rates = {mode: predict(placement, speeds, links, workload) for mode, placement in placements.items()}
     tensor = None
     if "tensor" in rates and "pipeline" in rates:
         saved_s = rates["pipeline"].decode.step_s - rates["tensor"].decode.step_s
         tensor = _tensor(placements["tensor"], links, workload, saved_s)
-    refused = {str(mode): error.message for mode, error in ways.refused.items()}
-    if ways.facts.model is not None:
-        refused.setdefault("tensor", ways.facts.model)
+    refused = {str(mode): error.message for mode, error in modes.refused.items()}
+    if modes.facts.model is not None:
+        refused.setdefault("tensor", modes.facts.model)
     return Compared({str(mode): rate for mode, rate in rates.items()}, refused, tensor)
 
 

@@ -124,9 +124,11 @@ def weight_of_message(message: Message) -> int:
             num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
             num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
             num_bytes += len(step.tokens)
-            for draw in step.draws:
-                num_objects += 1 + len(draw.logit_bias)
-                num_bytes += len(draw.prompt) + len(draw.generated) + len(draw.allowed) + len(draw.banned)
+            for sample in step.samples:
+                num_objects += 1 + len(sample.logit_bias)
+                num_bytes += (
+                    len(sample.prompt) + len(sample.generated) + len(sample.allowed) + len(sample.banned)
+                )
             return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
         case SampleReplies(answers=answers):
             num_objects = 1 + sum(1 + len(answer.top) for answer in answers)

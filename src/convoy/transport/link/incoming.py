@@ -123,7 +123,7 @@ class Incoming:
         options: LinkOptions,
         read_end: ReadEnd,
         *,
-        on_worn: Callable[[], None] = lambda: None,
+        on_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self._stream = stream
         self._opener = opener
@@ -135,8 +135,8 @@ class Incoming:
         self._end = 0
         self.num_frames = 0
         self.num_bytes = 0
-        self.patience = ReceiveDeadline()
-        self._wear = KeyUsage(options, on_worn)
+        self.deadline = ReceiveDeadline()
+        self._key_usage = KeyUsage(options, on_limit)
 
     def receive(self, allowed: frozenset[FrameType]) -> Received:
         """Return the next message or complete tensor.
@@ -144,7 +144,7 @@ class Incoming:
         Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame also `HandshakeError` or
         `Incompatible`. All of them end the link.
         """
-        self.patience.begin()
+        self.deadline.begin()
         header = self._next_header(allowed)
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
@@ -175,13 +175,13 @@ class Incoming:
         self._stream.close()
         self.wipe()
 
-    def succeed(self, before: Incoming, on_worn: Callable[[], None]) -> None:
-        """Carry on the counts of the connection that this one replaces, and report wear to the link
-        through ``on_worn``.
+    def succeed(self, before: Incoming, on_limit: Callable[[], None]) -> None:
+        """Carry on the counts of the connection that this one replaces, and report the limit to the link
+        through ``on_limit``.
         """
         self.num_frames += before.num_frames
         self.num_bytes += before.num_bytes
-        self._wear.on_worn = on_worn
+        self._key_usage.on_limit = on_limit
 
     def wipe(self) -> None:
         """Wipe the opening key. Call it on the receiving thread, or once no thread receives any more."""
@@ -220,30 +220,30 @@ class Incoming:
             return decode_message(first.type, self._records(first, nbytes, what))
 
     def _records(self, first: FrameHeader, nbytes: int, what: str) -> memoryview:
-        options, patience = self._options, self.patience
+        options, deadline = self._options, self.deadline
         try:
-            patience.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, what)
+            deadline.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, what)
             data = _memory(nbytes)
             for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
                 end = min(start + RECORD_BYTES, nbytes)
                 self._record(first, record, data[start:end], last=end == nbytes)
-                patience.begin()
+                deadline.begin()
             return data
         finally:
-            patience.whole_by(None)
+            deadline.whole_by(None)
 
     @contextmanager
     def _taken(self, nbytes: int, what: str) -> Iterator[None]:
         """Count ``nbytes`` in the memory budget until ``what`` is complete."""
-        budget, patience = self._options.memory_budget, self.patience
-        patience.suspend()
+        budget, deadline = self._options.memory_budget, self.deadline
+        deadline.suspend()
         # The sender gives up after the whole stall timeout. Half of it lets this end report the cause first.
-        if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: patience.over):
+        if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: deadline.over):
             raise LinkBroken(
                 f"no memory for {what}: {budget.taken_bytes} of {budget.max_bytes} bytes are taken by "
                 "incomplete messages and tensors"
             )
-        patience.begin()
+        deadline.begin()
         try:
             yield
         finally:
@@ -325,7 +325,7 @@ class Incoming:
                 raise LinkBroken(f"the other end closed the link {where}")
             self._end += got
             # One call returns bytes of at most one TLS record, so this count is never too low.
-            self._wear.add(1)
+            self._key_usage.add(1)
 
     def _make_room(self) -> None:
         rest = bytes(self._view[self._start : self._end])

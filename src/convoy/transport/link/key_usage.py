@@ -17,13 +17,13 @@ TLS_RECORD_BYTES = 16 * 1024
 class KeyUsage:
     """Count the TLS records of one direction. For the thread that sends, or the one that receives.
 
-    ``on_worn`` is called at ``replace_after_records``, and again with every later record.
+    ``on_limit`` is called at ``replace_after_records``, and again with every later record.
     """
 
-    def __init__(self, options: LinkOptions, on_worn: Callable[[], None]) -> None:
+    def __init__(self, options: LinkOptions, on_limit: Callable[[], None]) -> None:
         self._replace_after = options.replace_after_records
         self._max_records = options.max_tls_records
-        self.on_worn = on_worn
+        self.on_limit = on_limit
         self.num_records = 0
 
     def add(self, num_records: int) -> None:
@@ -39,4 +39,4 @@ class KeyUsage:
                 f"{self._max_records}, and it was not replaced in time",
                 hint="the dialling member's warnings say why it could not connect again",
             )
-        self.on_worn()
+        self.on_limit()

@@ -82,9 +82,9 @@ class Link:
         self._streams: tuple[Stream, ...] = streams
         cluster = cluster_tag(facts.cluster_id)
         self._replacement = Replacement(peer, options, self._commit)
-        worn = self._replacement.begin
-        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_worn=worn)
-        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end, on_worn=worn)
+        begin = self._replacement.begin
+        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_limit=begin)
+        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end, on_limit=begin)
         self.reader = Reader(lambda: self._incoming, self._is_ours, self._is_going)
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -118,7 +118,7 @@ class Link:
     @property
     def heard_s(self) -> float:
         """Return when the last bytes came (``time.monotonic``), or now while the receiver works on one."""
-        since_s = self._incoming.patience.since_s
+        since_s = self._incoming.deadline.since_s
         return time.monotonic() if since_s is None else since_s
 
     def start(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
@@ -203,11 +203,11 @@ class Link:
         try:
             self.ping(timeout_s)
         except PeerUnreachable:
-            return self.received_frames != before or self._incoming.patience.busy_s is not None
+            return self.received_frames != before or self._incoming.deadline.busy_s is not None
         return True
 
     def replace_with(self, redial: Callable[[], Link]) -> None:
-        """Set, at the dialler, the function that makes a link to replace this one's worn connections."""
+        """Set, at the dialler, the function that makes a link to replace this one's used-up connections."""
         self._replacement.redial = lambda: redial().release()
 
     def release(self) -> Connections:
@@ -281,7 +281,7 @@ class Link:
                 self._error = self._closing or error
         # Outside the lock, because these calls wake threads that may take it.
         self._outgoing.end(self._error)
-        self._incoming.patience.over = True
+        self._incoming.deadline.over = True
         self._over.set()
         self._replacement.end()
         for stream in self._streams:
@@ -308,13 +308,13 @@ class Link:
         period_s = min(_HELD_S, shortest_s / 4)
         while not self._over.wait(period_s):
             now_s = time.monotonic()
-            wrong = None if self._closing else self._incoming.patience.verdict(now_s, options.gone_after_s)
+            wrong = None if self._closing else self._incoming.deadline.verdict(now_s, options.gone_after_s)
             if wrong is not None:
                 self._end(LinkBroken(f"{self.peer} is gone: {wrong}"))
                 return
             if now_s - self._outgoing.sent_s >= options.ping_after_s:
                 self._pings.send()
-            held_s, sent_s = self._incoming.patience.busy_s, self._outgoing.sent_s
+            held_s, sent_s = self._incoming.deadline.busy_s, self._outgoing.sent_s
             if held_s is not None and now_s - max(held_s, sent_s) >= _HELD_S / 2 and not self._closing:
                 self._pings.say_alive()
 

@@ -71,14 +71,14 @@ class Outgoing:
         options: LinkOptions,
         on_error: Callable[[ConvoyError], None],
         *,
-        on_worn: Callable[[], None] = lambda: None,
+        on_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self._stream = stream
         self._sealer = sealer
         self._cluster = cluster
         self._options = options
         self._on_error = on_error
-        self._wear = KeyUsage(options, on_worn)
+        self._key_usage = KeyUsage(options, on_limit)
         self._lock = threading.Lock()
         # Notified only in places where a thread may wait, to keep sends on an idle link cheap.
         self._changed = threading.Condition(self._lock)
@@ -302,7 +302,7 @@ class Outgoing:
             self._stream, self._sealer = fresh._stream, fresh._sealer
             self.num_frames += fresh.num_frames
             self.num_bytes += fresh.num_bytes
-            self._wear.num_records = fresh._wear.num_records
+            self._key_usage.num_records = fresh._key_usage.num_records
         sealer.wipe()
         # Bytes that the old connection still has to send, SWITCH last, leave before it ends.
         old.close()
@@ -365,7 +365,7 @@ class Outgoing:
             self._stream.send_all(self._view[:num_bytes])
             self._progress_s = time.monotonic()
             # Each write ends its last TLS record, so a partial record counts as one.
-            self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
+            self._key_usage.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 
 def _end_unused(frames: Iterable[OutgoingFrame], error: ConvoyError) -> None:

@@ -53,7 +53,7 @@ class Reader:
         self._allowed = allowed
         self._look_after(self._incoming())
         while self._going():
-            self._incoming().patience.begin()
+            self._incoming().deadline.begin()
             while self._going() and not (self._incoming().has_more or self._turn.has_come()):
                 pass
             with self._turn.lock:
@@ -104,7 +104,7 @@ class Reader:
                 return
             received = self._next()
         if received is not None and self._going():
-            self._incoming().patience.suspend()
+            self._incoming().deadline.suspend()
             deliver(received)
 
     def _next(self) -> Received | None:

@@ -2,8 +2,8 @@
 
 The owners of links notice nothing. In the order of events:
 
-1. The dialler, which sees how worn both connections are, dials two new ones. Their handshake names the link
-   that they are for.
+1. The dialler, which sees how far both connections are used up, dials two new ones. Their
+   handshake names the link that they are for.
 2. The listener finds that link among its links with the same member, keeps the new connections for it, and
    confirms: SWITCH is its first sealed frame on them.
 3. The dialler now commits: SWITCH is its last frame on the old connection to the listener.
@@ -68,7 +68,7 @@ class Replacement:
         self.redial: Callable[[], Connections] | None = None
 
     def begin(self) -> None:
-        """Start a replacement: a connection is worn. Never blocks, and does nothing while one is under
+        """Start a replacement: a connection is used up. Never blocks, and does nothing while one is under
         way.
         """
         with self._lock:

@@ -13,10 +13,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convoy.config.files import FOLDER_HINT
 from convoy.errors import IdentityError
 from convoy.trust.roster.roster import MAX_ROSTER_BYTES
-
-_FOLDER_HINT = "check the folder: its owner, its mode and its free space"
 
 DIRECTORY = "accepted"
 FILE = "newest"
@@ -56,7 +55,7 @@ class AcceptedFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise IdentityError(f"cannot read {self.path}: {_why(error)}", hint=_FOLDER_HINT) from error
+            raise IdentityError(f"cannot read {self.path}: {_why(error)}", hint=FOLDER_HINT) from error
         # The open file is checked, so that it cannot be exchanged in between.
         if status.st_mode & 0o022 or status.st_uid != os.getuid():
             raise IdentityError(
@@ -96,7 +95,7 @@ class AcceptedFile:
             # The rename itself must reach the disk too.
             _sync(directory)
         except OSError as error:
-            raise IdentityError(f"cannot write {self.path}: {_why(error)}", hint=_FOLDER_HINT) from error
+            raise IdentityError(f"cannot write {self.path}: {_why(error)}", hint=FOLDER_HINT) from error
 
 
 def _sync(directory: Path) -> None:

@@ -27,6 +27,7 @@ from convoy.trust.roster.operator import (
     walk,
 )
 from convoy.trust.roster.text import (
+    COPY_HINT,
     check_keys,
     format_address,
     format_body,
@@ -37,10 +38,10 @@ from convoy.trust.roster.text import (
     parse_body,
     parse_toml,
 )
-
-_COPY = "copy the roster's file again from the operator's machine"
+from convoy.wire.messages.control import MAX_ROSTER_BYTES
 
 __all__ = [
+    "MAX_ROSTER_BYTES",
     "Member",
     "Roster",
     "SignedRoster",
@@ -54,7 +55,6 @@ __all__ = [
     "sign_roster",
 ]
 
-MAX_ROSTER_BYTES = 1024 * 1024
 _MAX_TAIL_BYTES = 16 * 1024
 DEFAULT_LIFETIME = datetime.timedelta(days=30)
 
@@ -187,14 +187,15 @@ class _Signature:
 def _split(data: bytes) -> tuple[bytes, _Signature]:
     if len(data) > MAX_ROSTER_BYTES:
         raise RosterError(
-            f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}", hint=_COPY
+            f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}", hint=COPY_HINT
         )
     body, separator, tail = data.rpartition(_SEPARATOR)
     if not separator:
         raise RosterError("the roster is unsigned", hint="sign it: `convoy roster new`")
     if len(tail) > _MAX_TAIL_BYTES:
         raise RosterError(
-            f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}", hint=_COPY
+            f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}",
+            hint=COPY_HINT,
         )
     file = parse_toml(_SEPARATOR + tail)
     check_keys(file, frozenset({"signature"}), "the end of the roster")
@@ -203,11 +204,11 @@ def _split(data: bytes) -> tuple[bytes, _Signature]:
     try:
         signature = base64.b64decode(get(table, "ed25519", str), validate=True)
     except (ValueError, binascii.Error):
-        raise RosterError("the roster's signature is not base64", hint=_COPY) from None
+        raise RosterError("the roster's signature is not base64", hint=COPY_HINT) from None
     try:
         operator = bytes.fromhex(get(table, "operator", str))
     except ValueError:
-        raise RosterError("the operator's key in the roster is not hex", hint=_COPY) from None
+        raise RosterError("the operator's key in the roster is not hex", hint=COPY_HINT) from None
     found = _Signature(operator, signature, handovers_from(table.get("handovers", [])))
     # Base64 and hex have several spellings, but one roster is one file.
     if found.tail() != tail:

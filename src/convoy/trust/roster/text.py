@@ -16,7 +16,7 @@ from convoy.errors import RosterError
 from convoy.transport.member import Member, Roster
 from convoy.trust.roster.check import MAX_HOST, MAX_MEMBERS, check_member, check_roster
 
-_COPY = "copy the roster's file again from the operator's machine"
+COPY_HINT = "copy the roster's file again from the operator's machine"
 _REMEDY = "install the version of Convoy that signed this roster"
 
 FORMAT = 1
@@ -72,7 +72,7 @@ def member_from_table(table: object) -> Member:
 
 def _read_member(table: object) -> Member:
     if not isinstance(table, Mapping):
-        raise RosterError("a member of the roster is not a table", hint=_COPY)
+        raise RosterError("a member of the roster is not a table", hint=COPY_HINT)
     check_keys(table, _MEMBER_KEYS, "a member", _MEMBER_EXTRAS)
     name = get(table, "name", str)
     try:
@@ -126,7 +126,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError):
         # ValueError includes TOMLDecodeError, and the error of int() for a number of 4,301 digits.
-        raise RosterError("the roster is not TOML", hint=_COPY) from None
+        raise RosterError("the roster is not TOML", hint=COPY_HINT) from None
 
 
 def check_keys(
@@ -137,7 +137,7 @@ def check_keys(
     Raises `RosterError`.
     """
     for key in sorted(expected - table.keys()):
-        raise RosterError(f"{what} has no {key}", hint=_COPY)
+        raise RosterError(f"{what} has no {key}", hint=COPY_HINT)
     for key in sorted(table.keys() - expected - extras):
         raise RosterError(f"{what} has the unknown field {key[:63]!r}", hint=_REMEDY)
 

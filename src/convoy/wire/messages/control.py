@@ -41,7 +41,7 @@ class FrameType(enum.IntEnum):
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22
-    DRAWN = 0x23
+    SAMPLED = 0x23
     READ_BLOCKS = 0x24
     WRITE_BLOCKS = 0x25
     BLOCKS = 0x26
@@ -72,6 +72,8 @@ HubCommitName = Annotated[
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40})?\Z"
     ),
 ]
+# The longest roster file, and so the longest roster in a frame.
+MAX_ROSTER_BYTES = 1024 * 1024
 # No member has this much memory, so a larger offer is malformed.
 MAX_OFFER_BYTES = 16 << 40
 # An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
@@ -374,9 +376,9 @@ class SampleReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class Step(Message, frozen=True):
     """Tell every stage to release, then grant, then run the rows in order (head to stages).
 
-    A step without rows probes the ring. ``draws`` has one entry per output of the rows for a peer that
+    A step without rows probes the ring. ``samples`` has one entry per output of the rows for a peer that
     owns the output, and is empty for other peers. All grants together have at most `MAX_STEP_BLOCKS`
-    blocks, and all draws `MAX_STEP_BIASES` biases.
+    blocks, and all sample requests `MAX_STEP_BIASES` biases.
     """
 
     # A step is largest through the tokens that its sample requests look back on. A head has by default 32
@@ -392,13 +394,13 @@ class Step(Message, frozen=True):
     rows: Annotated[list[Row], Entries]
     # Little-endian uint32 per token of all rows, for the owner of the embedding; otherwise empty.
     tokens: bytes
-    draws: Annotated[list[SampleRequest], Entries] = []
+    samples: Annotated[list[SampleRequest], Entries] = []
 
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
         return (
             f"Step(number={self.number}, {len(self.released)} released, {len(self.grants)} grants, "
-            f"{len(self.rows)} rows, {len(self.tokens)} bytes of tokens, {len(self.draws)} draws)"
+            f"{len(self.rows)} rows, {len(self.tokens)} bytes of tokens, {len(self.samples)} samples)"
         )
 
 
@@ -409,7 +411,7 @@ class SampleReplies(Message, frozen=True):
 
     # The largest has the logits of 32 sessions over a vocabulary of 262,144, which are 32 MiB, and 20
     # alternatives of 15 bytes for each of `MAX_STEP_TOKENS` answers, which are 4.7 MiB.
-    frame = FrameRow(FrameType.DRAWN, 40 * 1024 * 1024, Sender.PEER)
+    frame = FrameRow(FrameType.SAMPLED, 40 * 1024 * 1024, Sender.PEER)
 
     number: int
     answers: Annotated[list[SampleReply], Entries]
@@ -505,7 +507,7 @@ class RosterUpdate(Message, frozen=True):
     parsed.
     """
 
-    frame = FrameRow(FrameType.ROSTER, 1024 * 1024 + 64, Sender.LINK)
+    frame = FrameRow(FrameType.ROSTER, MAX_ROSTER_BYTES + 64, Sender.LINK)
 
     signed: bytes
 

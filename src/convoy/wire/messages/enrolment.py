@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from convoy.crypto.enrolment import HASH_BYTES, NONCE_BYTES, SIGNATURE_BYTES, EnrolmentProof
 from convoy.crypto.keys import prefixed
 from convoy.errors import FrameError, FrameTooLong, Incompatible
+from convoy.wire.messages.control import MAX_ROSTER_BYTES
 
 MAGIC = b"CNVE"
 VERSION = 2
 PREAMBLE_BYTES = 12
-MAX_ROSTER_BYTES = 1024 * 1024
 
 _PREAMBLE = struct.Struct(">4sHBBI")
 _PROOF_BYTES = NONCE_BYTES + 2 * SIGNATURE_BYTES + HASH_BYTES

@@ -40,7 +40,7 @@ class Agree(Message, frozen=True):
 
 
 class RankStep(Message, frozen=True):
-    """Tell the other ranks of the stage to run this step with rank 0. It has no draws; they are rank 0's.
+    """Tell the other ranks of the stage to run this step with rank 0. It has no samples; they are rank 0's.
 
     ``hidden``: a HIDDEN tensor follows, which came from the predecessor. ``output``: the step's output
     rows go through this stage's part of the output at once, as a `RankOutput` would order.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,12 +88,12 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation() -> None:
 
 
 def test_abort_wakes_who_waits_within_a_moment() -> None:
-    group = group_of(2, 30.0)
+    # An hour: the deadline of the sum does not wake the rank.
+    group = group_of(2, 3600.0)
     threading.Timer(0.1, group.ends[1].abort, [ConvoyError("enough")]).start()
-    began_s = time.monotonic()
-    with pytest.raises(CollectiveError, match="enough"):
-        group.ends[0].all_reduce(torch.ones(3))
-    assert time.monotonic() - began_s < 5
+    (found,) = run_at_once([lambda: group.ends[0].all_reduce(torch.ones(3))])
+    assert isinstance(found, CollectiveError)
+    assert found.message == "enough"
 
 
 # Ranks as threads, which act as one stage.
@@ -172,10 +171,10 @@ def test_a_rank_that_fails_ends_the_other_ranks_and_none_waits(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(stage.stages[1], "run", fail)
-    began_s = time.monotonic()
+    # Rank 0 waits in a sum meanwhile. If nothing woke it, its deadline would end the ranks with another
+    # error.
     with pytest.raises(RuntimeError, match="no memory"):
         chain.run((0, PROMPT))
-    assert time.monotonic() - began_s < 10
     monkeypatch.undo()
     with pytest.raises(CollectiveError, match="a rank failed: RuntimeError"):
         chain.run((0, [1]))

@@ -31,6 +31,7 @@ from support.link_parts import outgoing_of
 from support.links import End
 from support.members import make_local_members
 from support.rings import RankRing, rank_ring, run_at_once
+from support.waiting import wait_until
 
 SHAPES = [(1,), (0, 8), (3, 5), (2, 2, 3), (1, 2048), (33, 2048), (2, 40_000), (70, 2048)]
 TYPES = ["float32", "bfloat16"]
@@ -179,11 +180,9 @@ def test_a_fault_of_the_network_ends_it_by_name_and_never_changes_a_sum(
 def test_a_rank_that_says_nothing_is_named_with_the_operation(world_size: int) -> None:
     with rank_ring(world_size, deadline_s=0.3) as ring:
         ring.run(lambda one: one.all_reduce(torch.ones(3)))
-        began_s = time.monotonic()
         found = run_at_once(
             [lambda one=one: one.all_reduce(torch.ones(3)) for one in ring.collectives if one.rank != 1]  # type: ignore[misc]
         )
-    assert time.monotonic() - began_s < 5
     assert all(isinstance(error, CollectiveError) and isinstance(error, StageLost) for error in found)
     said = [error.message for error in found if isinstance(error, CollectiveError) and error.rank == 1]
     assert "rank 1 sent nothing of operation 1, an all-reduce, within 0.3 s" in said
@@ -215,9 +214,7 @@ def test_what_comes_before_its_operation_is_bounded_and_holds_the_sender_back() 
         found: list[torch.Tensor] = []
         ahead = threading.Thread(target=lambda: found.append(ring.collectives[1].all_reduce(parts[1])))
         ahead.start()
-        until_s = time.monotonic() + 10
-        while first.held_bytes + 4 * PIECE_ELEMENTS <= MAX_HELD_BYTES and time.monotonic() < until_s:
-            time.sleep(0.01)
+        wait_until(lambda: first.held_bytes + 4 * PIECE_ELEMENTS > MAX_HELD_BYTES)
         time.sleep(0.1)
         assert 0 < first.held_bytes <= MAX_HELD_BYTES
         assert ahead.is_alive()

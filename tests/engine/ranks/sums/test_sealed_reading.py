@@ -36,10 +36,13 @@ class Two:
         directory: Path,
         options: LinkOptions | None = None,
         wrap: Callable[[Stream], Stream] | None = None,
+        deadline_s: float = 10.0,
     ) -> None:
         self.members = make_local_members(["alpha", "beta"], directory)
         self.links = tls_link_pair(*self.members, options=options, wrap=wrap)
-        self.ranks = [SealedCollective(rank, 2, {1 - rank: self.links[rank]}, 1, 10.0) for rank in (0, 1)]
+        self.ranks = [
+            SealedCollective(rank, 2, {1 - rank: self.links[rank]}, 1, deadline_s) for rank in (0, 1)
+        ]
         self.others: tuple[queue.SimpleQueue[Received], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self.ended: tuple[queue.SimpleQueue[ConvoyError], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         for rank in (0, 1):
@@ -110,11 +113,11 @@ def test_messages_between_sums_come_in_order_and_links_answer_pings(two: Two) ->
 
 def test_an_order_that_comes_after_the_last_sum_is_not_held_up(two: Two) -> None:
     two.add(3)
+    # A loan in use never ends by itself, so only `rest` can end this one.
+    two.links[0].reader.borrow()
     two.ranks[0].rest()
-    began_s = time.monotonic()
     two.links[1].send(Refuse(1, "so", ""))
     two.others[0].get(timeout=10)
-    assert time.monotonic() - began_s < 0.2
 
 
 def test_who_forgets_to_rest_holds_the_link_up_for_a_moment_only(two: Two) -> None:
@@ -132,13 +135,14 @@ def test_a_link_that_ends_while_it_is_read_wakes_the_rank_and_is_said_to_have_en
     assert two.ended[0].get(timeout=10)
 
 
-def test_abort_wakes_a_rank_that_reads(two: Two) -> None:
-    threading.Timer(0.1, two.ranks[0].abort, [ConvoyError("enough")]).start()
-    began_s = time.monotonic()
-    (found,) = run_at_once([lambda: two.ranks[0].all_reduce(torch.ones(3))])
+def test_abort_wakes_a_rank_that_reads(tmp_path: Path) -> None:
+    # An hour: the deadline of the sum does not wake the rank.
+    made = Two(tmp_path, deadline_s=3600.0)
+    threading.Timer(0.1, made.ranks[0].abort, [ConvoyError("enough")]).start()
+    (found,) = run_at_once([lambda: made.ranks[0].all_reduce(torch.ones(3))])
+    made.links[0].close()
     assert isinstance(found, CollectiveError)
     assert found.message == "enough"
-    assert time.monotonic() - began_s < 5
 
 
 def test_a_link_is_closed_here_while_it_is_read(two: Two) -> None:
@@ -158,10 +162,8 @@ def test_two_ranks_that_send_a_whole_record_at_once_do_not_wait_for_each_other(t
     try:
         for num_elements in (2048, 12_000, PIECE_ELEMENTS):
             parts = [(one, torch.full((num_elements,), float(1 + one.rank))) for one in made.ranks]
-            began_s = time.monotonic()
             found = run_at_once([lambda one=one, part=part: one.all_reduce(part) for one, part in parts])  # type: ignore[misc]
             assert all(isinstance(total, torch.Tensor) and bool((total == 3).all()) for total in found), found
-            assert time.monotonic() - began_s < 5
     finally:
         made.links[0].close()
 

@@ -59,9 +59,9 @@ def test_whoever_has_the_least_under_way_goes_first_and_within_an_account_the_ol
 
 def test_an_account_is_not_passed_over_for_ever_by_accounts_that_come() -> None:
     queue = FairQueue(100, 100)
-    running = ask(0, "patient", tokens=4000)
+    running = ask(0, "waiting", tokens=4000)
     queue.started(running)
-    queue.add(ask(1, "patient"))
+    queue.add(ask(1, "waiting"))
     for number in range(2, 30):  # each with nothing under way, and so before it
         queue.add(ask(number, f"new{number}"))
         assert taken(queue) == number

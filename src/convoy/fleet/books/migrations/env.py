@@ -1,4 +1,4 @@
-"""Run the versions over the connection that `store.Store` gives: Alembic's entry point."""
+"""Run the versions over the connection that `books.store.Store` gives: Alembic's entry point."""
 
 from __future__ import annotations
 

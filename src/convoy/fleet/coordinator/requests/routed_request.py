@@ -19,7 +19,7 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.websockets import WebSocketDisconnect
 
-from convoy.api.exchange import Exchange
+from convoy.api.exchange import Exchange, answer_start
 from convoy.api.keys.key_use import RequestUse
 from convoy.api.traces import NO_SPAN, TraceSpan, Value
 from convoy.crypto.keys import prefixed
@@ -32,7 +32,7 @@ from convoy.errors import (
     SealError,
     Unavailable,
 )
-from convoy.fleet.answer import AnswerHead, is_of_engine, start
+from convoy.fleet.answer import AnswerHead, is_of_engine
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
 from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions
@@ -323,10 +323,10 @@ async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form:
     if whole is not None:
         body = whole + form.ending(routed, head)
         async with routed.delivering():
-            await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
+            await exchange.send(answer_start(head.status, {**headers, "content-length": str(len(body))}))
             await exchange.send({"type": "http.response.body", "body": body})
         return
-    await exchange.send(start(head.status, headers))
+    await exchange.send(answer_start(head.status, headers))
     try:
         async for piece in attempt.pieces():
             if piece:

@@ -58,7 +58,7 @@ def start_sampling(
     Raises StepError where their numbers differ.
     """
     if len(logits) != len(jobs):
-        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} draws")
+        raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} sample jobs")
     greedy = tuple(index for index, one in enumerate(jobs) if _is_greedy(one))
     others = tuple(index for index in range(len(jobs)) if index not in set(greedy))
     found = best_tokens(_rows(logits, greedy, staging))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class HostStage:
-    """Run the layers of one member. Not thread-safe: one thread runs its steps, in order.
+    """Run the layers of one member, or one rank's slice of them: a `RankSlice`, which explains the methods.
 
     In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks,
     threads, cuts or a replay.
@@ -160,18 +160,12 @@ class HostStage:
         return self._modules
 
     def forget(self) -> None:
-        """Free the K/V pools. Steps are refused until new pools are made."""
         self._kv.forget()
 
     def join(self, collective: Collective) -> None:
-        """Connect this rank's slice to the other ranks, before `run`.
-
-        Raises ModelError for another rank's collective.
-        """
         (self._ranks or Ranks(self.shard)).join(collective)
 
     def give_up(self) -> None:
-        """End this stage and free its memory."""
         self.forget()
         if self._ranks is not None:
             self._ranks.leave()
@@ -188,20 +182,14 @@ class HostStage:
         return modules if same and shard == self.shard else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
-        """Drop all sequences and make K/V pools, of ``num_blocks`` blocks for each group or for all alike.
-
-        Raises StepError, PlanError.
-        """
         every = [num_blocks] * len(self.block_bytes) if isinstance(num_blocks, int) else num_blocks
         self._kv.make(every)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """Return the bytes that weights leave for K/V of ``offered_bytes`` of memory."""
         return offered_bytes - self.weight_bytes
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of a block of each cache group on this stage."""
         return self._kv.block_bytes
 
     @property
@@ -214,13 +202,11 @@ class HostStage:
 
     @property
     def takes_tokens(self) -> bool:
-        """Return whether this stage needs token ids, for the embedding or for layers that use them."""
         mine = self.assignment
         return mine.embed or self._spec.needs_token_ids(mine.start, mine.end)
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """Return this stage's layers by their number in the whole model."""
         return self._modules.layers
 
     @property
@@ -229,21 +215,11 @@ class HostStage:
         return self._modules.linears
 
     def apply(self, step: Step) -> None:
-        """Apply releases, grants and the rows' new lengths, all or nothing, without a run.
-
-        Raises StepError.
-        """
         tables = self._kv.tables
         tables.commit(tables.stage(step))
 
     @torch.inference_mode()
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
-
-        The owner of the embedding takes ``tokens`` (int64 [T]). Others take ``hidden`` ([T, hidden_size],
-        float32 or bfloat16), and ``tokens`` too where layers need them. Raises StepError for invalid
-        input, before anything is changed.
-        """
         tables = self._kv.tables
         # A thread that has not computed yet adopts the process's thread count only when it is asked for the
         # count.
@@ -263,18 +239,11 @@ class HostStage:
         return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows that go on to the output: each row's last ``num_outputs`` positions.
-
-        They are in row order.
-        """
         return select_rows(step, hidden)
 
     @torch.inference_mode()
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
-
-        All ranks must call this. Rank 0 gets all logits, the others get their part.
-        """
+        """Return all ranks' logits at rank 0. The other ranks get their part."""
         part = self.output_part(hidden)
         if self._ranks is None or not part.shape[0]:
             return part
@@ -302,10 +271,6 @@ class HostStage:
         return logits[:num_rows]
 
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> SampleTask:
-        """Sample from the output of ``hidden`` [len(jobs), hidden_size].
-
-        Raises StepError where the numbers differ.
-        """
         return SampleTask(sample_all(self.output(hidden).numpy(), jobs))
 
     def start(
@@ -316,37 +281,20 @@ class HostStage:
         *,
         selects: bool = False,
     ) -> Computed:
-        """Run a step as `run` does. On a device this would not wait for the result.
-
-        With ``selects`` the result has only the rows that go on to an output.
-        """
         out = self.run(step, hidden, tokens)
         return Computed(self.select(step, out) if selects else out)
 
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the K/V of ``blocks`` in layers [start, end).
-
-        The result is float32 [layers, 2, positions, kv_heads, head_dim]. Raises StepError for layers or
-        blocks that this stage does not have, above `span_kv.MAX_CARRIED_BYTES`, and where not all layers
-        keep all of their K/V in the same form.
-        """
         return self._kv.read_blocks(start, end, blocks)
 
     @torch.inference_mode()
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """Fill ``blocks``, which no sequence holds, in layers from ``start`` on.
-
-        ``kv`` is as from `read_blocks`. The blocks hold the prefixes of ``tags`` once the stage's last
-        layer is filled, and no prefix before. Layers must therefore come in order. Raises StepError;
-        nothing is changed then.
-        """
         self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of a `read_blocks` result. Raises StepError above `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
     def _embed(self, tokens: torch.Tensor | None) -> torch.Tensor:

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.checkpoint import StoredTensor
-
-_AGAIN = "fetch the file again: it is incomplete, or another program changed it"
+from convoy.model.checkpoints.checkpoint import FETCH_AGAIN, StoredTensor
 
 # ggml's number of a type: its name, the numbers in a block, and the bytes of a block
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -83,7 +81,7 @@ class _Reading:
     def header(self) -> GgufHeader:
         magic, version = self._take(4), self._number("I")
         if magic != b"GGUF" or version not in _VERSIONS:
-            raise ModelError(f"{self._path} is no GGUF file of version 2 or 3", hint=_AGAIN)
+            raise ModelError(f"{self._path} is no GGUF file of version 2 or 3", hint=FETCH_AGAIN)
         num_tensors, num_settings = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
         settings: dict[str, object] = {}
         for _ in range(num_settings):
@@ -123,7 +121,7 @@ class _Reading:
         if end > size:
             raise ModelError(
                 f"{self._path} is truncated: it has {size} bytes, and {tensor.name} ends at {end}",
-                hint=_AGAIN,
+                hint=FETCH_AGAIN,
             )
         offset = base + tensor.offset
         return StoredTensor(tensor.name, tensor.path, tensor.dtype, tensor.shape, offset, tensor.num_bytes)
@@ -136,7 +134,7 @@ class _Reading:
         if kind == _ARRAY:
             return self._array()
         raise ModelError(
-            f"{self._path}: a setting has the type {kind}, which GGUF does not have", hint=_AGAIN
+            f"{self._path}: a setting has the type {kind}, which GGUF does not have", hint=FETCH_AGAIN
         )
 
     def _array(self) -> object:
@@ -162,7 +160,8 @@ class _Reading:
         found = self._number(form)
         if found > most:
             raise ModelError(
-                f"{self._path} is no GGUF file: a length of {found}, expected at most {most}", hint=_AGAIN
+                f"{self._path} is no GGUF file: a length of {found}, expected at most {most}",
+                hint=FETCH_AGAIN,
             )
         return found
 
@@ -173,7 +172,9 @@ class _Reading:
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ModelError(f"{self._path} is truncated: its header continues past its end", hint=_AGAIN)
+            raise ModelError(
+                f"{self._path} is truncated: its header continues past its end", hint=FETCH_AGAIN
+            )
         found = self._data[self._at : end]
         self._at = end
         return found

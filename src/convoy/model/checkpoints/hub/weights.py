@@ -170,17 +170,17 @@ def _fill(
     first: PartFile, others: Sequence[ModelPart], chunks: Iterator[bytes], count: Callable[[int], None]
 ) -> list[ModelPart]:
     """Distribute ``chunks`` over the parts in order; return the parts that came with wrong bytes."""
-    held = HeldTensors(chunks, count)
-    wrong = [] if _fill_one(first, held) else [first.part]
+    buffer = ChunkBuffer(chunks, count)
+    wrong = [] if _fill_one(first, buffer) else [first.part]
     for part in others:
         with PartFile(part) as file:
             file.begin_anew()
-            if not _fill_one(file, held):
+            if not _fill_one(file, buffer):
                 wrong.append(part)
     return wrong
 
 
-class HeldTensors:
+class ChunkBuffer:
     """Split and join chunks of any size into pieces of the sizes asked for."""
 
     def __init__(
@@ -199,9 +199,9 @@ class HeldTensors:
         return taken
 
 
-def _fill_one(file: PartFile, held: HeldTensors) -> bool:
+def _fill_one(file: PartFile, buffer: ChunkBuffer) -> bool:
     while file.left:
-        taken = held.take(file.left)
+        taken = buffer.take(file.left)
         if not taken:
             break
         file.write(taken)

@@ -26,7 +26,7 @@ class FewTile:
     num_stages: int = 4
 
 
-# The candidates that `bench.cuda.single` measures and reports.
+# The candidates that `comparisons.cuda.single` measures and reports.
 FEW_TILES = (
     FewTile(32, 128),
     FewTile(32, 256, num_stages=3),

@@ -29,7 +29,7 @@ class Tile:
         return Tile(self.outputs, min(self.inputs, next_power(num_inputs)), self.num_warps)
 
 
-# The candidates that `bench.cuda.single` measures and reports.
+# The candidates that `comparisons.cuda.single` measures and reports.
 TILES = (Tile(2, 1024, 4), Tile(4, 512, 4), Tile(4, 1024, 4), Tile(8, 512, 4), Tile(4, 1024, 8))
 PLAIN_TILE = Tile(4, 1024, 8)
 GATED_TILE = Tile(4, 1024, 4)

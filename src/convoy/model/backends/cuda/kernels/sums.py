@@ -30,7 +30,7 @@ _ROOM = 1 << 20
 _BLOCK = 512
 # How often a kernel looks into a mailbox before it gives up: tens of seconds. The sum is then NaN, see
 # `DeviceRanks.check_sums`.
-_PATIENCE = 1 << 24
+_MAX_POLLS = 1 << 24
 
 # A part, and the event after which it is complete.
 Gathered = tuple[torch.Tensor, torch.cuda.Event]
@@ -168,7 +168,7 @@ class DeviceSums:
         def launch(programs: int) -> None:
             sum_kernel[programs,](
                 out, words, self._table, self._count, self._begun, size, ROOM=_ROOM, RANK=self.rank,
-                WORLD=self.world_size, BLOCK=_BLOCK, PACKED=packed, ADDS=adds, PATIENCE=_PATIENCE,
+                WORLD=self.world_size, BLOCK=_BLOCK, PACKED=packed, ADDS=adds, MAX_POLLS=_MAX_POLLS,
                 num_warps=4,
             )  # fmt: skip
 
@@ -223,7 +223,7 @@ def _open_peers(devices: Sequence[torch.device]) -> None:
 def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.tensor, begun: tl.tensor,
                size: tl.tensor, ROOM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
                BLOCK: tl.constexpr, PACKED: tl.constexpr, ADDS: tl.constexpr,
-               PATIENCE: tl.constexpr) -> None:
+               MAX_POLLS: tl.constexpr) -> None:
     """Sum over ranks. Grid (size / BLOCK,). Words are float32, or PACKED: two bfloat16 in an int32."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = at < size
@@ -246,7 +246,7 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
     for rank in tl.static_range(WORLD):
         word = own
         if rank != RANK:
-            word = _wait(mine + (slot + rank) * ROOM + at, known, number, count, PATIENCE)
+            word = _wait(mine + (slot + rank) * ROOM + at, known, number, count, MAX_POLLS)
         if PACKED:
             low += (word << 16).to(tl.float32, bitcast=True)
             high += (word & -65536).to(tl.float32, bitcast=True)
@@ -262,15 +262,15 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
 
 @kernel
 def _wait(places: tl.tensor, known: tl.tensor, number: tl.tensor, count: tl.tensor,
-          PATIENCE: tl.constexpr) -> tl.tensor:
-    """Return the words of operation ``number`` once they have arrived, or NaN after all patience is used up.
+          MAX_POLLS: tl.constexpr) -> tl.tensor:
+    """Return the words of operation ``number`` once they have arrived, or NaN after ``MAX_POLLS`` polls.
     """
-    patience = tl.where(tl.load(count + 1) == 0, PATIENCE, 0)
+    max_polls = tl.where(tl.load(count + 1) == 0, MAX_POLLS, 0)
     stamp = number.to(tl.int64)
     came = tl.load(places, mask=known, other=0, volatile=True)
     missing = tl.sum((known & ((came >> 32) != stamp)).to(tl.int32), 0)
     looks = 0
-    while (missing > 0) & (looks < patience):
+    while (missing > 0) & (looks < max_polls):
         came = tl.load(places, mask=known, other=0, volatile=True)
         missing = tl.sum((known & ((came >> 32) != stamp)).to(tl.int32), 0)
         looks += 1

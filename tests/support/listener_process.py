@@ -1,8 +1,8 @@
 """A listener in a process of its own, and crowds before it: the effect of a flood on memory and on
 others.
 
-with DoorProcess(tmp_path, ["beta", "alpha"]) as door:   # listens as beta
-    crowd = Crowd(door.address, hosts)
+with ListenerProcess(tmp_path, ["beta", "alpha"]) as listener:   # listens as beta
+    crowd = Crowd(listener.address, hosts)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = Path(__file__).resolve().parents[1]
 
 
-class DoorProcess:
+class ListenerProcess:
     """Run a real `Listener` of the first member of ``names``. It keeps new links, started and idle."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
@@ -44,10 +44,17 @@ class DoorProcess:
         roster = directory / "roster"
         roster.write_bytes(sign_roster(self.members[0].roster, operator))
         search = os.pathsep.join([str(_ROOT / "src"), str(_TESTS)])
-        self.log = directory / "door.log"
+        self.log = directory / "listener.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.door", names[0], directory, operator.public_key.hex()],
+                [
+                    sys.executable,
+                    "-m",
+                    "support.listener_process",
+                    names[0],
+                    directory,
+                    operator.public_key.hex(),
+                ],
                 env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -77,10 +84,10 @@ class DoorProcess:
 
 
 class Peak:
-    """Measure the highest memory, thread and descriptor counts of a door's process while the block runs."""
+    """Measure the most memory, threads and descriptors of a listener's process while the block runs."""
 
-    def __init__(self, door: DoorProcess) -> None:
-        self._door = door
+    def __init__(self, listener: ListenerProcess) -> None:
+        self._listener = listener
         self.over = threading.Event()
         self.rss_bytes = self.num_threads = self.num_descriptors = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -95,9 +102,9 @@ class Peak:
 
     def _watch(self) -> None:
         while not self.over.wait(0.05):
-            self.rss_bytes = max(self.rss_bytes, self._door.rss_bytes())
-            self.num_threads = max(self.num_threads, self._door.num_threads())
-            self.num_descriptors = max(self.num_descriptors, self._door.num_descriptors())
+            self.rss_bytes = max(self.rss_bytes, self._listener.rss_bytes())
+            self.num_threads = max(self.num_threads, self._listener.num_threads())
+            self.num_descriptors = max(self.num_descriptors, self._listener.num_descriptors())
 
 
 class Crowd:

@@ -1,4 +1,4 @@
-"""Measure one stage on a CUDA device beside its limits: ``python -m convoy.bench.cuda.single FILE``.
+"""Measure one stage on a CUDA device beside its limits: ``python -m comparisons.cuda.single FILE``.
 
 The floor of a decode is the time to read its weights once at the device's own copy bandwidth. The limit of a
 prefill is the rate of a large matrix product. Both are measured first, on the same device. The file is
@@ -261,7 +261,7 @@ def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KE
             "floor_of_all_bytes_ms": round(stage.weight_bytes / copy / 1e6, 3),
         },
     )
-    # `bench.cuda.rounded` measures the linears of rounded kernels.
+    # `comparisons.cuda.rounded` measures the linears of rounded kernels.
     if kernel == KERNEL:
         with torch.inference_mode():
             findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))
@@ -280,7 +280,7 @@ def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KE
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the file."""
-    parser = argparse.ArgumentParser(prog="convoy.bench.cuda.single", description=__doc__)
+    parser = argparse.ArgumentParser(prog="comparisons.cuda.single", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default="synthetic:llama-3-8b")
     parser.add_argument("--kernel", default=KERNEL)

@@ -59,7 +59,7 @@ class RingDecode:
         self._deadline = deadline
         self._vocab_size = vocab_size
         self._tags = PrefixTags(BLOCK_SIZE)
-        self._drawn = random.Random(1)  # noqa: S311 - not a secret
+        self._rng = random.Random(1)  # noqa: S311 - not a secret
         self._num_steps = self._num_sequences = 0
         self._batches: list[list[_Sequence]] = []
 
@@ -89,7 +89,7 @@ class RingDecode:
             for first in range(0, len(batch), at_once):
                 chosen = batch[first : first + at_once]
                 grants = [BlockGrant(s.number, 0, list(itertools.islice(free, blocks))) for s in chosen]
-                told = [[self._drawn.randrange(self._vocab_size) for _ in range(context)] for _ in chosen]
+                told = [[self._rng.randrange(self._vocab_size) for _ in range(context)] for _ in chosen]
                 self._submit(chosen, told, grants)
                 self._take(chosen)
 

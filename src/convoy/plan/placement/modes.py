@@ -33,7 +33,7 @@ _WHOLE = "the spans give members whole layers; joined names, alpha+beta=0:9, sha
 
 
 @dataclass(frozen=True)
-class Ways:
+class ModePlacements:
     """Hold the placement of each mode, or in ``refused`` the reason against it.
 
     ``facts`` lack the measurements.
@@ -66,7 +66,7 @@ class Ways:
         raise self.refused[mode]
 
 
-def find_ways(
+def find_placements(
     spec: ModelSpec,
     members: Sequence[MemberOffer],
     spans: Mapping[str, str] | None = None,
@@ -74,29 +74,31 @@ def find_ways(
     *,
     ranks: int | None = None,
     fewer: bool = False,
-) -> Ways:
+) -> ModePlacements:
     """Return the result of `place` for these members in each mode.
 
     ``ranks`` is the number of each stage, or with ``fewer`` the most; None takes as many as possible.
     """
-    ways = Ways(spec, {}, {}, ParallelFacts(len(members), 1, _kernel(members)), is_grouped(spans))
+    modes = ModePlacements(spec, {}, {}, ParallelFacts(len(members), 1, _kernel(members)), is_grouped(spans))
     alone = [member for member in members if member.head]
-    ways.attempt("single", lambda: place(spec, alone, spans if len(members) == 1 else None, rules))
-    if ways.is_grouped:
-        ways.attempt("tensor", lambda: place(spec, members, spans, rules))
-        ways.refused["pipeline"] = SpanError(
+    modes.attempt("single", lambda: place(spec, alone, spans if len(members) == 1 else None, rules))
+    if modes.is_grouped:
+        modes.attempt("tensor", lambda: place(spec, members, spans, rules))
+        modes.refused["pipeline"] = SpanError(
             "spans are for several ranks each", hint="use --parallel tensor or auto"
         )
-        return dataclasses.replace(ways, facts=dataclasses.replace(ways.facts, world_size=2, room=ways.why))
-    ways.attempt("pipeline", lambda: place(spec, members, spans, rules))
+        return dataclasses.replace(
+            modes, facts=dataclasses.replace(modes.facts, world_size=2, room=modes.why)
+        )
+    modes.attempt("pipeline", lambda: place(spec, members, spans, rules))
     try:
         world_size = best_world_size(spec, len(members), ranks, fewer=fewer)
     except PlanError as error:
-        return dataclasses.replace(ways, facts=dataclasses.replace(ways.facts, model=error.message))
+        return dataclasses.replace(modes, facts=dataclasses.replace(modes.facts, model=error.message))
     if not spans and len(members) > 1:
-        ways.attempt("tensor", lambda: place(spec, in_groups(members, world_size), None, rules))
-    facts = dataclasses.replace(ways.facts, world_size=world_size, room=_WHOLE if spans else ways.why)
-    return dataclasses.replace(ways, facts=facts)
+        modes.attempt("tensor", lambda: place(spec, in_groups(members, world_size), None, rules))
+    facts = dataclasses.replace(modes.facts, world_size=world_size, room=_WHOLE if spans else modes.why)
+    return dataclasses.replace(modes, facts=facts)
 
 
 def _kernel(members: Sequence[MemberOffer]) -> str:
@@ -104,36 +106,36 @@ def _kernel(members: Sequence[MemberOffer]) -> str:
     return next((member.kernel for member in members if member.kernel in STEADY), members[0].kernel)
 
 
-def choose_way(
-    asked: Asked, ways: Ways, *, predict: Predict | None = None, collective: str | None = None
+def choose_placement(
+    asked: Asked, modes: ModePlacements, *, predict: Predict | None = None, collective: str | None = None
 ) -> Placement:
     """Return the chosen placement with the reason. ``predict`` is called only if the prediction decides.
 
     ``collective`` is the reason why it did not come up, if it was tried. Raises PlanError or SpanError if the
     requested or chosen mode is impossible.
     """
-    if ways.is_grouped and ways.facts.num_members > 1:
+    if modes.is_grouped and modes.facts.num_members > 1:
         if asked in ("single", "pipeline"):
             raise SpanError(
                 f"{asked} was asked for, and a span is for several ranks",
                 hint="leave --parallel out, or give each member a span of its own",
             )
         if asked == "auto":
-            choose_parallel("tensor", dataclasses.replace(ways.facts, collective=collective))
-            return _given(ways, ParallelChoice("tensor", "asked for: a span is for several ranks"))
-    facts = dataclasses.replace(ways.facts, collective=collective)
-    if asked == "auto" and predict is not None and _depends(ways, facts):
-        pipeline_s, tensor_s = predict(ways.of("pipeline")), predict(ways.of("tensor"))
+            choose_parallel("tensor", dataclasses.replace(modes.facts, collective=collective))
+            return _given(modes, ParallelChoice("tensor", "asked for: a span is for several ranks"))
+    facts = dataclasses.replace(modes.facts, collective=collective)
+    if asked == "auto" and predict is not None and _depends(modes, facts):
+        pipeline_s, tensor_s = predict(modes.of("pipeline")), predict(modes.of("tensor"))
         if pipeline_s is not None and tensor_s is not None:
             facts = dataclasses.replace(facts, steps=PredictedSteps(pipeline_s, tensor_s))
-    return _given(ways, choose_parallel(asked, facts))
+    return _given(modes, choose_parallel(asked, facts))
 
 
-def _given(ways: Ways, choice: ParallelChoice) -> Placement:
-    return dataclasses.replace(ways.of(choice.mode), reason=choice.reason)
+def _given(modes: ModePlacements, choice: ParallelChoice) -> Placement:
+    return dataclasses.replace(modes.of(choice.mode), reason=choice.reason)
 
 
-def _depends(ways: Ways, facts: ParallelFacts) -> bool:
+def _depends(modes: ModePlacements, facts: ParallelFacts) -> bool:
     """Return whether the prediction decides."""
     possible = facts.num_members > 1 and why_not_tensor(facts) is None and facts.kernel not in STEADY
-    return possible and {"pipeline", "tensor"} <= ways.placements.keys()
+    return possible and {"pipeline", "tensor"} <= modes.placements.keys()
