@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio.to_thread
 import msgspec
 from starlette.requests import Request
@@ -10,16 +12,16 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from convoy.api.body.intake import Intake
+from convoy.api.chat.generate import Generate
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.answers import Health, ModelCard, ModelList
-from convoy.api.openai.bodies import ChatBody, CompletionBody
+from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
-from convoy.api.openai.generate import Generate
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.http_counts import HttpCounts
@@ -39,8 +41,9 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     shared = (service, options, life, Intake(options), Repeats())
-    chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
-    completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
+    chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_chat, ChatAnswer)
+    decode = partial(decode_body, kind=CompletionBody)
+    completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
     about = _About(service, life)
     counts, failed = HttpCounts(PATHS), FailedKeys()
     sources = (*service.metrics, counts.families, failed.families)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -74,6 +75,10 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
     ),
     errors.SelfCheckError: _INTERNAL,
 }
+
+
+# The form of an API's errors: an error becomes the body of its answer.
+Problem = Callable[[BaseException], msgspec.Struct]
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

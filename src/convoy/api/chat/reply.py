@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from convoy.api.openai.parsed_request import ParsedRequest
+from convoy.api.chat.parsed import ParsedRequest
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 from convoy.model.text.pieces import Piece, TextPiece
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.api.openai.parsed_request import ParsedRequest
+from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.service import Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.sampling.params import SamplingParams

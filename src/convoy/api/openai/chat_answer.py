@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import (
     AssistantMessage,
     ChatChoice,
@@ -16,9 +18,9 @@ from convoy.api.openai.answers import (
     Delta,
     PromptLogprobs,
 )
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.token_text import TokenText
-from convoy.api.openai.usage import UsageCounter
+from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.problem import ErrorBody, body_for
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
 
@@ -31,6 +33,8 @@ class _Message:
 
 class ChatAnswer:
     """Implement `ResponseBuilder` for chat."""
+
+    end = DONE
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.tally = UsageCounter(asked, "chatcmpl-")
@@ -83,15 +87,29 @@ class ChatAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=choices,
-            usage=tally.usage,
+            usage=usage_of(tally),
             prompt_logprobs=self._prompt_logprobs,
         )
 
-    def usage_event(self) -> ChatChunk:
+    def keep_alive(self) -> list[ChatChunk]:
+        return []
+
+    def closing(self) -> list[ChatChunk]:
+        """Return the event with the usage alone, if it was asked for."""
         tally = self.tally
-        return ChatChunk(
-            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+        if not tally.asked.include_usage:
+            return []
+        usage = ChatChunk(
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=[],
+            usage=usage_of(tally),
         )
+        return [usage]
+
+    def failure(self, error: BaseException) -> list[ErrorBody]:
+        return [body_for(error)]
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
         return ChatLogprobs([self._pieces.chat_logprob(logprob) for logprob in logprobs])
@@ -105,5 +123,5 @@ class ChatAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=[ChunkChoice(choice, delta, logprobs, reason)],
-            usage=tally.event_usage,
+            usage=event_usage_of(tally),
         )

@@ -9,10 +9,11 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
 from convoy.api.service import ServedModel, ServedTokenizer, Service
@@ -30,43 +31,6 @@ MAX_BAD_WORD_CHARS = 256
 _NO_LIMIT = -1
 # No leading zeros, so that two keys never name the same token; and no more digits than an id can have.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """Hold one HTTP request in the engine's terms: one `GenerationRequest` per prompt.
-
-    Choices are numbered prompt-major. ``prompt_texts`` holds the text of each prompt if it is to be echoed.
-    ``scoring`` means echo, log-probabilities and a single token, as benchmarks score a prompt. That token
-    then always has an entry, even if it ends the text.
-    """
-
-    model: ServedModel
-    requests: tuple[GenerationRequest, ...]
-    # The choices of one prompt.
-    num_choices: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    prompt_texts: tuple[str, ...] = ()
-    scoring: bool = False
-    # The number of alternatives to report for each token of the prompt.
-    prompt_logprobs: int | None = None
-
-    @property
-    def echo(self) -> bool:
-        return bool(self.prompt_texts)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the tokens of all prompts together."""
-        return sum(len(request.prompt_ids) for request in self.requests)
-
-    @property
-    def most_tokens(self) -> int:
-        """Return the tokens of prompts and answers together, if every answer has its full length."""
-        answers = sum(request.max_tokens * request.num_choices for request in self.requests)
-        return self.num_prompt_tokens + answers
 
 
 def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
