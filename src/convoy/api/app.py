@@ -23,12 +23,18 @@ from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.parsed_request import read_chat, read_completion
+from convoy.api.responses.answer import ResponsesAnswer
+from convoy.api.responses.bodies import decode_responses
+from convoy.api.responses.endpoint import StoredResponses, StreamedRefusals
+from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.translate import read_response
 from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"),
+    *("/v1/responses", "/v1/responses/{id}"),
     *("/health", "/status", "/metrics"),
 )
 
@@ -44,6 +50,10 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_chat, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)
     completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
+    store = ResponseStore() if options.store_responses else None
+    read, build = partial(read_response, store=store), partial(ResponsesAnswer, store=store)
+    responses = StreamedRefusals(Generate(*shared, "responses", decode_responses, read, build))
+    stored = StoredResponses(store)
     about = _About(service, life)
     counts, failed = HttpCounts(PATHS), FailedKeys()
     sources = (*service.metrics, counts.families, failed.families)
@@ -51,6 +61,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),

@@ -146,3 +146,21 @@ def test_an_empty_input_and_one_over_the_limit_are_refused() -> None:
     assert refused(*[{"role": "user", "content": "x"}] * 21).param == "input[20]"
     many = [{"type": "input_text", "text": "x"}] * 20
     assert refused({"role": "user", "content": many}).param == "input[0].content[19]"
+
+
+@pytest.mark.parametrize("arguments", ['{"a":', "[1]", "5", "no json", "[" * 5000])
+def test_a_call_that_was_cut_off_is_dropped_with_its_result(arguments: str) -> None:
+    history = read({"role": "user", "content": "a"}, {**CALL, "arguments": arguments}, RESULT)
+    assert history.turns == (Turn("user", "a"),)
+    assert history.num_dropped == 2
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    assert read({**CALL, "arguments": ""}).turns[0].calls[0].arguments == "{}"
+
+
+def test_arguments_over_a_bound_are_refused() -> None:
+    large = '{"a":"' + "x" * (512 * 1024) + '"}'
+    deep = '{"a":' + "[" * 70 + "]" * 70 + "}"
+    for arguments in (large, deep):
+        assert refused({**CALL, "arguments": arguments}).param == "input[0].arguments"

@@ -15,16 +15,16 @@ from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.problem import answer_for, body_for, headers_for
 from convoy.api.responses.output import OutputWriter
 from convoy.api.responses.shapes import (
-    Completed,
-    Created,
     Event,
-    Failed,
-    Incomplete,
     IncompleteDetails,
-    InProgress,
     InputTokensDetails,
     OutputTokensDetails,
+    ResponseCompleted,
+    ResponseCreated,
     ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
     ResponseObject,
     ResponseUsage,
 )
@@ -33,8 +33,8 @@ from convoy.api.responses.translate import ContextFailed, ResponsesRequest
 from convoy.engine.outputs import Output, TokenOutput
 from convoy.model.text.pieces import ReasoningPiece, TextPiece
 
-# A client goes by these codes, and takes any other one as a fault of the server: it tries again.
-_CODES = frozenset({CONTEXT_ERROR, "insufficient_quota", "rate_limit_exceeded"})
+# Clients do not try again after these codes, and do after a fault of the server.
+_CODES = frozenset({CONTEXT_ERROR, "insufficient_quota"})
 
 
 class ResponsesAnswer:
@@ -62,11 +62,11 @@ class ResponsesAnswer:
         self._reasoning_tokens = 0
 
     def opening(self) -> Sequence[Event]:
-        created = Created(response=self._shown, sequence_number=self._number())
+        created = ResponseCreated(response=self._shown, sequence_number=self._number())
         return [created, *self.keep_alive()]
 
     def keep_alive(self) -> Sequence[Event]:
-        return [InProgress(response=self._shown, sequence_number=self._number())]
+        return [ResponseInProgress(response=self._shown, sequence_number=self._number())]
 
     def events(self, index: int, output: Output) -> Sequence[Event]:  # noqa: ARG002 - there is one request
         self.tally.count(output)
@@ -86,14 +86,14 @@ class ResponsesAnswer:
     def closing(self) -> Sequence[Event]:
         final = self.whole()
         if final.status == "incomplete":
-            return [Incomplete(response=final, sequence_number=self._number())]
-        return [Completed(response=final, sequence_number=self._number())]
+            return [ResponseIncomplete(response=final, sequence_number=self._number())]
+        return [ResponseCompleted(response=final, sequence_number=self._number())]
 
     def failure(self, error: BaseException) -> Sequence[Event]:
         failed = msgspec.structs.replace(
             self._shown, status="failed", error=error_of(error), output=tuple(self._writer.items)
         )
-        return [Failed(response=failed, sequence_number=self._number())]
+        return [ResponseFailed(response=failed, sequence_number=self._number())]
 
     def add(self, index: int, output: Output) -> None:
         self.events(index, output)
@@ -140,14 +140,18 @@ def refusal_events(error: ContextFailed) -> list[Event]:
     new_id = f"resp_{secrets.token_hex(12)}"
     shown = msgspec.structs.replace(error.shown, id=new_id, created_at=int(time.time()))
     failed = msgspec.structs.replace(shown, status="failed", error=error_of(error))
-    return [Created(response=shown, sequence_number=0), Failed(response=failed, sequence_number=1)]
+    return [
+        ResponseCreated(response=shown, sequence_number=0),
+        ResponseFailed(response=failed, sequence_number=1),
+    ]
 
 
 def error_of(error: BaseException) -> ResponseError:
     """Return an error as a failed response has it."""
     detail = body_for(error).error
-    code, message = detail.code or detail.type, detail.message
+    own, message = detail.code or detail.type, detail.message
     if answer_for(error).status == 429:
         # Clients read the time from the text.
-        code, message = "rate_limit_exceeded", f"{message}; try again in {headers_for(error)['retry-after']}s"
-    return ResponseError(code if code in _CODES else "server_error", message, code, detail.param)
+        message = f"{message}; try again in {headers_for(error)['retry-after']}s"
+        return ResponseError("rate_limit_exceeded", message, own, detail.param)
+    return ResponseError(own if own in _CODES else "server_error", message, own, detail.param)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from convoy.api.openai.bodies import convert_object, decode_object
+
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
     """Hold how much the model reasons, and whether its reasoning comes as a summary."""
@@ -61,3 +63,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     # These two name texts that are kept elsewhere. Without them the model would read another conversation.
     conversation: Any = None
     prompt: Any = None
+
+
+def decode_responses(data: bytes) -> ResponsesBody:
+    """Return the body that JSON bytes hold. Raises `RequestError` naming the field at fault."""
+    return convert_object(decode_object(data), ResponsesBody)

@@ -43,19 +43,17 @@ class StoredResponses:
     def __init__(self, store: ResponseStore | None) -> None:
         self._store = store
 
-    async def get(self, request: Request) -> Response:
-        store, owner, response_id = self._find(request)
-        return Response(store.body(owner, response_id), media_type="application/json")
-
-    async def delete(self, request: Request) -> Response:
-        store, owner, response_id = self._find(request)
-        store.delete(owner, response_id)
-        return Response(msgspec.json.encode(DeletedResponse(response_id)), media_type="application/json")
-
-    def _find(self, request: Request) -> tuple[ResponseStore, bytes, str]:
+    async def answer(self, request: Request) -> Response:
+        """Return a response, or delete it. Raises `UnknownResponse`, also for another key's response."""
         if self._store is None:
             raise UnknownResponse(
                 "this server stores no responses", hint="--store-responses turns the store on"
             )
         caller: Caller = request.scope["convoy.caller"]
-        return self._store, caller.salt, request.path_params["id"]
+        response_id = request.path_params["id"]
+        if request.method == "DELETE":
+            self._store.delete(caller.salt, response_id)
+            body = msgspec.json.encode(DeletedResponse(response_id))
+        else:
+            body = self._store.body(caller.salt, response_id)
+        return Response(body, media_type="application/json")

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
+from convoy.api.body.body_shape import check_depth
 from convoy.api.responses.tools import flat_name
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Role, ToolCall, Turn
@@ -24,6 +27,7 @@ ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
+MAX_ARGUMENTS_BYTES = 512 * 1024
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "file", "audio"})
 _ENCODED = "convoy."
@@ -69,6 +73,7 @@ class _Reader:
         self.num_dropped = 0
         self._turns: list[Turn] = []
         self._names = {call.id: call.name for turn in earlier for call in turn.calls}
+        self._cut_calls: set[str] = set()
         self._open: Turn | None = None
         self._left = max_items
         self._max_items = max_items
@@ -114,13 +119,22 @@ class _Reader:
     def _call(self, item: Mapping[str, Any], where: str) -> None:
         namespace = _text(item, "namespace", where) if item.get("namespace") else ""
         name = flat_name(namespace, _text(item, "name", where))
-        call = ToolCall(_text(item, "call_id", where), name, _text(item, "arguments", where))
+        call_id, arguments = _text(item, "call_id", where), _text(item, "arguments", where)
+        if not _is_object(arguments, f"{where}.arguments"):
+            # The call was cut off. Its result says no more than that, and is dropped with it.
+            self._cut_calls.add(call_id)
+            self.num_dropped += 1
+            return
+        call = ToolCall(call_id, name, arguments.strip() or "{}")
         self._names[call.id] = name
         turn = self._open or Turn("assistant")
         self._open = replace(turn, calls=(*turn.calls, call))
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _text(item, "call_id", where)
+        if call_id in self._cut_calls:
+            self.num_dropped += 1
+            return
         if call_id not in self._names:
             param = f"{where}.call_id"
             raise RequestError(f"{param} names no function_call before it", param=param)
@@ -200,6 +214,25 @@ def _text(item: Mapping[str, Any], field: str, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{param}: expected text", param=param, code="invalid_type")
     return value
+
+
+def _is_object(arguments: str, param: str) -> bool:
+    """Return whether arguments are the JSON text of an object, or empty.
+
+    Raises `RequestError` for arguments that are too long or too deep.
+    """
+    num_bytes = len(arguments.encode(errors="surrogatepass"))
+    if num_bytes > MAX_ARGUMENTS_BYTES:
+        text = f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}"
+        raise RequestError(text, param=param)
+    if not arguments.strip():
+        return True
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    check_depth(value, param)
+    return isinstance(value, dict)
 
 
 def _decode_reasoning(given: Any) -> str:

@@ -74,7 +74,7 @@ class OutputWriter:
     def write(self, piece: Piece) -> list[Event]:
         """Return the events that a piece adds, with those that end the item before it."""
         events: list[Event] = []
-        if self._open is None or not self._open.takes(piece):
+        if self._open is None or not self._open.accepts(piece):
             events += self.close("completed")
             self._open = self._begin(piece)
             item = self._open.item("in_progress")
@@ -112,7 +112,7 @@ class OutputWriter:
 class _OpenItem(Protocol):
     """Declare an item that still grows."""
 
-    def takes(self, piece: Piece) -> bool:
+    def accepts(self, piece: Piece) -> bool:
         """Return whether ``piece`` belongs to this item."""
         ...
 
@@ -142,7 +142,7 @@ class _Message:
         self._number, self._index, self._id = number, index, _new_id("msg_")
         self._texts: list[str] = []
 
-    def takes(self, piece: Piece) -> bool:
+    def accepts(self, piece: Piece) -> bool:
         return isinstance(piece, TextPiece)
 
     def opening(self) -> list[Event]:
@@ -182,7 +182,7 @@ class _Reasoning:
         self._encode = encode
         self._texts: list[str] = []
 
-    def takes(self, piece: Piece) -> bool:
+    def accepts(self, piece: Piece) -> bool:
         return isinstance(piece, ReasoningPiece)
 
     def opening(self) -> list[Event]:
@@ -263,7 +263,7 @@ class _Call:
         self._namespace, self._name = source
         self._texts: list[str] = []
 
-    def takes(self, piece: Piece) -> bool:
+    def accepts(self, piece: Piece) -> bool:
         return isinstance(piece, CallPiece) and piece.index == self._first.index
 
     def opening(self) -> list[Event]:

@@ -165,23 +165,23 @@ class _ResponseEvent(Event, frozen=True, kw_only=True):
     response: ResponseObject
 
 
-class Created(_ResponseEvent, frozen=True, tag="response.created"):
+class ResponseCreated(_ResponseEvent, frozen=True, tag="response.created"):
     """Begin a stream."""
 
 
-class InProgress(_ResponseEvent, frozen=True, tag="response.in_progress"):
+class ResponseInProgress(_ResponseEvent, frozen=True, tag="response.in_progress"):
     """Report that the response runs. A silent stream repeats it."""
 
 
-class Completed(_ResponseEvent, frozen=True, tag="response.completed"):
+class ResponseCompleted(_ResponseEvent, frozen=True, tag="response.completed"):
     """End a stream whose answer is complete."""
 
 
-class Incomplete(_ResponseEvent, frozen=True, tag="response.incomplete"):
+class ResponseIncomplete(_ResponseEvent, frozen=True, tag="response.incomplete"):
     """End a stream whose answer reached its most tokens."""
 
 
-class Failed(_ResponseEvent, frozen=True, tag="response.failed"):
+class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):
     """End a stream that broke."""
 
 

@@ -104,7 +104,7 @@ class ResponseStore:
                 return
             self._drop(response_id)
 
-    def _drop_oldest_of(self, owner: str) -> None:
+    def _drop_oldest_of(self, owner: bytes) -> None:
         self._drop(next(key for key, entry in self._entries.items() if entry.owner == owner))
 
     def _drop(self, response_id: str) -> None:

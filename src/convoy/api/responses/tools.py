@@ -6,15 +6,18 @@ namespace and the function's own name again. Tools that a hosting service would 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from convoy.api.body.body_shape import check_depth
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Tool, ToolChoice, ToolMode
 
 _MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "required"}
 _JOINT = "__"
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,12 @@ class OfferedTools:
     tools and the choice as the answer repeats them.
     """
 
-    tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = ToolChoice()
-    sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    shown: Sequence[Mapping[str, Any]] = ()
-    shown_choice: str | Mapping[str, Any] = "auto"
-    num_left_out: int = 0
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    sources: Mapping[str, tuple[str, str]]
+    shown: Sequence[Mapping[str, Any]]
+    shown_choice: str | Mapping[str, Any]
+    num_left_out: int
 
 
 def flat_name(namespace: str, name: str) -> str:
@@ -99,7 +102,11 @@ class _Reader:
         if parameters is not None and not isinstance(parameters, dict):
             param = f"{where}.parameters"
             raise RequestError(f"{param}: expected an object", param=param, code="invalid_type")
+        check_depth(parameters, f"{where}.parameters")
         flat, strict = flat_name(namespace, name), given.get("strict") is True
+        if not _NAME.fullmatch(flat):
+            text = f"{where}.name: expected 1 to 128 letters, digits or any of _ . : / -"
+            raise RequestError(text, param=f"{where}.name")
         if flat in self.sources:
             raise RequestError(f"{where}.name is that of another tool", param=f"{where}.name")
         if len(self.tools) == self._max_tools:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -51,7 +51,7 @@ class ResponsesRequest(ParsedRequest):
     encode: bool = False
 
 
-class ContextFailed(RequestError):
+class ContextFailed(RequestError):  # noqa: N818 - named after the event that reports it
     """Report that the conversation of a streamed request does not fit the context."""
 
     def __init__(self, error: RequestError, shown: ResponseObject) -> None:
@@ -85,13 +85,9 @@ def read_response(
         if body.stream and error.code == CONTEXT_ERROR:
             raise ContextFailed(error, shown) from None
         raise
+    engine_side = {one.name: getattr(parsed, one.name) for one in fields(parsed)}
     return ResponsesRequest(
-        model=parsed.model,
-        requests=parsed.requests,
-        num_choices=parsed.num_choices,
-        stream=parsed.stream,
-        include_usage=False,
-        continuous_usage=False,
+        **engine_side,
         shown=shown,
         turns=history.turns,
         owner=salt,
@@ -142,20 +138,43 @@ def _chat_request(body: ResponsesBody, turns: tuple[Turn, ...], offered: Offered
     }
     seed = secrets.randbits(63) if body.seed is None else body.seed
     first = () if body.instructions is None else (Turn("system", body.instructions),)
-    effort = _effort(body)
     return ChatRequest(
         model=body.model,
         conversation=Conversation(
-            (*first, *turns),
+            fold_turns((*first, *turns)),
             offered.tools,
             offered.choice,
-            {} if effort is None else {"reasoning_effort": effort},
+            _variables(_effort(body)),
         ),
         params=SamplingParams(**given, seed=seed),
         max_tokens=body.max_output_tokens,
         stream=bool(body.stream),
         grammar=_grammar(body),
     )
+
+
+def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return turns with one system turn at most, at the start, and without two turns of the user in a row.
+
+    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
+    because a prompt that changes at its start finds nothing in the prefix cache.
+    """
+    folded: list[Turn] = []
+    for turn in turns:
+        late = turn.role == "system" and any(one.role != "system" for one in folded)
+        given = replace(turn, role="user") if late else turn
+        if folded and given.role in ("system", "user") and folded[-1].role == given.role:
+            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
+        else:
+            folded.append(given)
+    return tuple(folded)
+
+
+def _variables(effort: str | None) -> dict[str, Any]:
+    """Return the template's variables; templates switch reasoning by either of the last two."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
 
 
 def _effort(body: ResponsesBody) -> str | None:
@@ -287,7 +306,7 @@ def _fitting(request: ChatRequest, service: Service, salt: bytes) -> ParsedReque
     num_prompt, room, most = parsed.num_prompt_tokens, parsed.model.max_context, request.max_tokens or 1
     if num_prompt + most > room:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens and max_output_tokens is {most}, but the context holds {room}"
+            f"the prompt has {num_prompt} tokens and its answer {most}, but the context holds {room}"
             if request.max_tokens
             else f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
             param="max_output_tokens" if num_prompt < room else "input",

@@ -1,0 +1,155 @@
+"""Outputs of the engine become a response, with calls, reasoning and their tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from convoy.api.chat.reply import Ended, ReplyReader
+from convoy.api.listen.options import ServeOptions
+from convoy.api.refusals import NoBalance, RateLimited
+from convoy.api.responses.answer import ResponsesAnswer, error_of
+from convoy.api.responses.bodies import decode_responses
+from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.translate import ResponsesRequest, read_response
+from convoy.api.service import ServedModel, Service
+from convoy.engine.outputs import FinishOutput, Output, TokenOutput
+from convoy.errors import ConvoyError, QueueFull, RequestError, StageLost
+from convoy.model.text.conversation import ToolCall, Turn
+from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
+from support.fake_service import ByteTokenizer, FakeEngine
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+OWNER = b"ann"
+# Pieces of each token, by its id.
+TOKENS: Mapping[int, tuple[Piece, ...]] = {
+    1: (ReasoningPiece("I think"),),
+    2: (),
+    3: (TextPiece("Let me look."),),
+    4: (CallPiece(0, "call_a", "disk__read", '{"path"'),),
+    5: (CallPiece(0, arguments=':"x"}'),),
+}
+
+
+class ScriptedReader(ReplyReader):
+    """Read token ids as the pieces of `TOKENS`."""
+
+    def read(self, output: Output) -> list[tuple[int, Piece | Ended]]:
+        match output:
+            case TokenOutput(token_id=token_id):
+                return [(0, piece) for piece in TOKENS[token_id]]
+            case FinishOutput(reason=reason):
+                return [(0, Ended("tool_calls" if reason == "stop" else reason))]
+        return []
+
+
+def asked(**body: Any) -> ResponsesRequest:
+    service = Service((ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), dict)
+    data = msgspec.json.encode({"input": "hi", **body})
+    return read_response(decode_responses(data), service, ServeOptions(), OWNER, store=ResponseStore())
+
+
+def fed(answer: ResponsesAnswer, tokens: list[int], reason: Any = "stop") -> list[dict[str, Any]]:
+    """Return the events of a whole stream, each checked by OpenAI's type in strict mode."""
+    events = [*answer.opening()]
+    for token in tokens:
+        events += answer.events(0, TokenOutput(0, token, ""))
+    events += answer.events(0, FinishOutput(0, reason, cached_tokens=5))
+    events += answer.closing()
+    for event in events:
+        EVENT.validate_json(msgspec.json.encode(event), strict=True)
+    return [json.loads(msgspec.json.encode(event)) for event in events]
+
+
+TOOLS = [
+    {"type": "namespace", "name": "disk", "description": "", "tools": [{"type": "function", "name": "read"}]}
+]
+
+
+def test_a_reply_with_reasoning_text_and_a_call() -> None:
+    answer = ResponsesAnswer(asked(), reader=ScriptedReader)
+    last = fed(answer, [1, 2, 3, 4, 5])[-1]
+    response = last["response"]
+    assert (last["type"], response["status"]) == ("response.completed", "completed")
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
+    assert response["output"][2]["arguments"] == '{"path":"x"}'
+    assert response["usage"] == {
+        "input_tokens": len("<user>hi<assistant>"),
+        "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        # The second token shows nothing: it belongs to the reasoning before it.
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": len("<user>hi<assistant>") + 5,
+    }
+
+
+def test_a_call_of_a_namespace_carries_it() -> None:
+    answer = ResponsesAnswer(asked(tools=TOOLS), reader=ScriptedReader)
+    call = fed(answer, [4, 5])[-1]["response"]["output"][0]
+    assert (call["namespace"], call["name"]) == ("disk", "read")
+
+
+def test_a_reasoning_is_summarised_and_encoded_if_asked_for() -> None:
+    body = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    item = fed(ResponsesAnswer(asked(**body), reader=ScriptedReader), [1, 3])[-1]["response"]["output"][0]
+    assert item["summary"] == [{"type": "summary_text", "text": "I think"}]
+    assert item["encrypted_content"]
+
+
+def test_a_call_that_reached_the_most_tokens_is_incomplete() -> None:
+    events = fed(ResponsesAnswer(asked(), reader=ScriptedReader), [3, 4], "length")
+    assert events[-1]["type"] == "response.incomplete"
+    assert [item["status"] for item in events[-1]["response"]["output"]] == ["completed", "incomplete"]
+    assert "response.function_call_arguments.done" not in [event["type"] for event in events]
+
+
+def test_a_stored_turn_has_its_reasoning_and_its_calls() -> None:
+    store = ResponseStore()
+    answer = ResponsesAnswer(asked(), store, ScriptedReader)
+    last = fed(answer, [1, 3, 4, 5])[-1]["response"]
+    call = ToolCall("call_a", "disk__read", '{"path":"x"}')
+    assert store.turns(OWNER, last["id"]) == (
+        Turn("user", "hi"),
+        Turn("assistant", "Let me look.", "I think", (call,)),
+    )
+    assert json.loads(store.body(OWNER, last["id"])) == last
+
+
+def test_a_break_keeps_the_items_that_were_complete() -> None:
+    answer = ResponsesAnswer(asked(), reader=ScriptedReader)
+    answer.opening()
+    for token in (1, 3):
+        answer.events(0, TokenOutput(0, token, ""))
+    (failed,) = answer.failure(StageLost("lost"))
+    raw = json.loads(msgspec.json.encode(failed))
+    assert (raw["type"], raw["response"]["status"]) == ("response.failed", "failed")
+    assert [item["type"] for item in raw["response"]["output"]] == ["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (
+            RequestError("x", code="context_length_exceeded"),
+            "context_length_exceeded",
+            "context_length_exceeded",
+        ),
+        (NoBalance("x"), "insufficient_quota", "insufficient_quota"),
+        (RateLimited("x", retry_after_s=7.0), "rate_limit_exceeded", "rate_limit_exceeded"),
+        (QueueFull("x"), "rate_limit_exceeded", "queue_full"),
+        (StageLost("x"), "server_error", "stage_lost"),
+    ],
+)
+def test_an_error_has_one_of_the_codes_that_clients_know(error: ConvoyError, code: str, kind: str) -> None:
+    made = error_of(error)
+    assert (made.code, made.type) == (code, kind)
+
+
+def test_a_rate_limit_says_when_to_try_again() -> None:
+    assert "try again in 7s" in error_of(RateLimited("x", retry_after_s=7.0)).message
