@@ -388,7 +388,7 @@ def test_without_a_store_an_id_is_unknown_and_the_error_says_why(http: httpx.Cli
 def test_a_stored_response_is_read_and_deleted_by_its_key_alone(storing: Running) -> None:
     with client_of(storing, ANN) as ann, client_of(storing, BOB) as bob:
         made = ann.responses.create(model="fake", input="hi")
-        assert made.store is True
+        assert made.to_dict()["store"] is True
         assert ann.responses.retrieve(made.id) == made
         for ask in (bob.responses.retrieve, bob.responses.delete):
             with pytest.raises(sdk.NotFoundError):
@@ -411,7 +411,7 @@ def test_a_streamed_response_is_stored_before_its_last_event(storing: Running) -
 def test_a_response_with_store_false_is_not_stored(storing: Running) -> None:
     with client_of(storing, ANN) as ann:
         made = ann.responses.create(model="fake", input="hi", store=False)
-        assert made.store is False
+        assert made.to_dict()["store"] is False
         with pytest.raises(sdk.NotFoundError):
             ann.responses.retrieve(made.id)
 
