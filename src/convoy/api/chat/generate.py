@@ -32,10 +32,11 @@ from convoy.errors import ConvoyError, Unavailable
 _log = logging.getLogger(__name__)
 
 Body = TypeVar("Body")
+Asked = TypeVar("Asked", bound=ParsedRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Generate(Generic[Body]):
+class Generate(Generic[Body, Asked]):
     """Serve one endpoint of any API as an ASGI application.
 
     ``kind`` names the endpoint in traces: completion for a plain prompt, any other for a conversation.
@@ -49,8 +50,8 @@ class Generate(Generic[Body]):
     repeats: Repeats
     kind: str
     decode: Callable[[bytes], Body]
-    translate: Callable[[Body, Service, ServeOptions, bytes], ParsedRequest]
-    answer: Callable[[ParsedRequest], ResponseBuilder]
+    translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
+    answer: Callable[[Asked], ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
@@ -102,7 +103,7 @@ class Generate(Generic[Body]):
             if self.options.traces.is_on:
                 _end_span(span, exchange, answer, began_s, read_s)
 
-    def _prepare(self, data: bytes, *, salt: bytes) -> ParsedRequest:
+    def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
         return self.translate(self.decode(data), self.service, self.options, salt)
 
     async def _whole(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:

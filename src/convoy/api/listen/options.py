@@ -49,8 +49,8 @@ class ServeOptions:
     min_body_bytes_per_s: int = 64 * 1024
     # For a client to read the bytes that were written.
     write_timeout_s: float = 60.0
-    # A silent stream sends a comment this often.
-    heartbeat_s: float = 15.0
+    # A silent stream sends an event or a comment this often.
+    heartbeat_s: float = 5.0
     drain_s: float = SERVE.drain_s
     access_log: bool = False
     # For connections without an admitted request.

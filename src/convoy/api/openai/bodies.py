@@ -83,13 +83,22 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 _MAX_BITS = 64
 
 Body = TypeVar("Body", bound=GenerationBody)
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
-    """Return the body that JSON bytes hold, with or without a byte order mark.
+    """Return the body that JSON bytes hold. Raises `RequestError` as `decode_object` and `convert_object` do.
 
-    Raises `RequestError`, naming the field, its value or type, and the expected one.
+    A field that would change the answer and is not served is refused.
     """
+    raw = decode_object(data)
+    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
+    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
+    return convert_object(raw, kind)
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """Return the object that JSON bytes hold, with or without a byte order mark. Raises `RequestError`."""
     check_shape(data)
     try:
         raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
@@ -98,8 +107,14 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     if not isinstance(raw, dict):
         raise RequestError("the body is JSON, but not an object", code="invalid_json")
     _check_sizes(raw)
-    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
-    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
+    return raw
+
+
+def convert_object(raw: dict[str, Any], kind: type[AnyBody]) -> AnyBody:
+    """Return an object as a body of type ``kind``; fields that it does not name are ignored.
+
+    Raises `RequestError`, naming the field, its value or type, and the expected one.
+    """
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
