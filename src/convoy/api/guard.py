@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Wrap the application in host, origin and key checks. Only /health is open to callers without a key."""
+    """Wrap the application in host, origin and key checks. Only /health and HEAD / are open to callers
+    without a key.
+    """
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Guard:
         headers = Headers(scope=scope)
         self._origins.check_host(headers)
         scope["convoy.caller"] = self._anyone
-        if scope["path"] == "/health":
+        if scope["path"] == "/health" or (scope["path"], scope["method"]) == ("/", "HEAD"):
             return False
         exchange.headers = self._origins.check_origin(headers)
         permitted = preflight(headers, exchange.headers) if scope["method"] == "OPTIONS" else None

@@ -19,6 +19,7 @@ from convoy.api.responses.bodies import decode_responses
 from convoy.api.responses.store import ResponseStore
 from convoy.api.responses.translate import ResponsesRequest, read_response
 from convoy.api.service import ServedModel, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 from convoy.errors import ConvoyError, QueueFull, RequestError, StageLost
 from convoy.model.text.conversation import ToolCall, Turn
@@ -52,7 +53,8 @@ class ScriptedReader(ReplyReader):
 def asked(**body: Any) -> ResponsesRequest:
     service = Service((ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), dict)
     data = msgspec.json.encode({"input": "hi", **body})
-    return read_response(decode_responses(data), service, ServeOptions(), OWNER, store=ResponseStore())
+    body, options = decode_responses(data), ServeOptions()
+    return read_response(body, service, options, OWNER, store=ResponseStore(), dropped=DroppedHistory())
 
 
 def fed(answer: ResponsesAnswer, tokens: list[int], reason: Any = "stop") -> list[dict[str, Any]]:

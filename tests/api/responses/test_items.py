@@ -59,7 +59,7 @@ def test_a_reasoning_a_text_and_calls_are_one_turn_of_the_assistant() -> None:
         ),
         Turn("tool", "text of a file", call_id="call_1", name="read"),
     )
-    assert history.num_dropped == 0
+    assert history.dropped == ()
 
 
 def test_each_step_of_an_agent_is_a_turn_of_its_own() -> None:
@@ -104,13 +104,13 @@ def test_a_reasoning_comes_back_from_its_fullest_form(reasoning: dict[str, Any])
 def test_unknown_items_are_dropped_and_counted(items: list[Any]) -> None:
     history = read({"role": "user", "content": "a"}, *items, {"role": "user", "content": "b"})
     assert [turn.content for turn in history.turns] == ["a", "b"]
-    assert history.num_dropped == 1
+    assert len(history.dropped) == 1
 
 
 def test_an_unknown_part_is_dropped_and_counted() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "new_thing"}]
     history = read({"role": "user", "content": parts})
-    assert (history.turns, history.num_dropped) == ((Turn("user", "a"),), 1)
+    assert (history.turns, history.dropped) == ((Turn("user", "a"),), ("new_thing",))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_empty_input_and_one_over_the_limit_are_refused() -> None:
 def test_a_call_that_was_cut_off_is_dropped_with_its_result(arguments: str) -> None:
     history = read({"role": "user", "content": "a"}, {**CALL, "arguments": arguments}, RESULT)
     assert history.turns == (Turn("user", "a"),)
-    assert history.num_dropped == 2
+    assert history.dropped == ("function_call", "function_call_output")
 
 
 def test_a_call_without_arguments_has_none() -> None:

@@ -35,7 +35,6 @@ def test_a_namespace_is_flattened_and_a_call_finds_its_way_back() -> None:
     assert [tool.name for tool in found.tools] == ["read", "mcp__disk__write"]
     assert found.sources["mcp__disk__write"] == ("mcp__disk", "write")
     assert found.sources["read"] == ("", "read")
-    assert found.num_left_out == 1
 
 
 def test_a_namespace_that_ends_in_the_joint_gets_no_second_one() -> None:
@@ -43,9 +42,9 @@ def test_a_namespace_that_ends_in_the_joint_gets_no_second_one() -> None:
     assert flat_name("", "write") == "write"
 
 
-def test_tools_of_other_types_are_left_out_and_counted() -> None:
+def test_tools_of_other_types_are_left_out() -> None:
     found = offered([*HOSTED, READ, {"no": "type"}])
-    assert ([tool.name for tool in found.tools], found.num_left_out) == (["read"], 4)
+    assert [tool.name for tool in found.tools] == ["read"]
     assert [tool["type"] for tool in found.shown] == ["function"]
 
 

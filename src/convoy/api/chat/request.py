@@ -49,5 +49,14 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     return ParsedRequest(model, (engine_request,), request.num_choices, request.stream, False, False)
 
 
+def count_prompt(request: ChatRequest, service: Service) -> int:
+    """Return the tokens of a request's prompt, also if they exceed the context.
+
+    Raises `RequestError` or `UnknownModel`.
+    """
+    tokenizer = service.model(request.model).tokenizer
+    return len(tokenizer.encode_chat([_message(turn) for turn in request.conversation.turns]))
+
+
 def _message(turn: Turn) -> dict[str, str]:
     return {"role": turn.role, "content": turn.content}

@@ -35,10 +35,10 @@ _ENCODED = "convoy."
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold the turns of a request, and the number of items and parts that were dropped."""
+    """Hold the turns of a request, and the types of items and parts that were dropped."""
 
     turns: tuple[Turn, ...]
-    num_dropped: int = 0
+    dropped: tuple[str, ...] = ()
 
 
 def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_items: int) -> History:
@@ -54,7 +54,7 @@ def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_
     reader = _Reader(earlier, max_items)
     for index, item in enumerate(given):
         reader.read(item, f"input[{index}]")
-    return History((*earlier, *reader.end()), reader.num_dropped)
+    return History((*earlier, *reader.end()), tuple(reader.dropped))
 
 
 def encode_reasoning(text: str) -> str:
@@ -70,7 +70,7 @@ class _Reader:
     """Collect turns. An assistant's reasoning, text and calls become one turn, as they were generated."""
 
     def __init__(self, earlier: Sequence[Turn], max_items: int) -> None:
-        self.num_dropped = 0
+        self.dropped: list[str] = []
         self._turns: list[Turn] = []
         self._names = {call.id: call.name for turn in earlier for call in turn.calls}
         self._cut_calls: set[str] = set()
@@ -92,8 +92,8 @@ class _Reader:
                 self._result(item, where)
             case "reasoning":
                 self._reasoning(item, where)
-            case _:
-                self.num_dropped += 1
+            case kind:
+                self.dropped.append(str(kind))
 
     def end(self) -> list[Turn]:
         """Return the turns, once every item is read."""
@@ -123,7 +123,7 @@ class _Reader:
         if not _is_object(arguments, f"{where}.arguments"):
             # The call was cut off. Its result says no more than that, and is dropped with it.
             self._cut_calls.add(call_id)
-            self.num_dropped += 1
+            self.dropped.append("function_call")
             return
         call = ToolCall(call_id, name, arguments.strip() or "{}")
         self._names[call.id] = name
@@ -133,7 +133,7 @@ class _Reader:
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _text(item, "call_id", where)
         if call_id in self._cut_calls:
-            self.num_dropped += 1
+            self.dropped.append("function_call_output")
             return
         if call_id not in self._names:
             param = f"{where}.call_id"
@@ -149,7 +149,7 @@ class _Reader:
             or self._thoughts(item, "summary", where)
         )
         if not text:
-            self.num_dropped += 1
+            self.dropped.append("reasoning")
             return
         if self._open is not None and (self._open.content or self._open.calls):
             self._close()
@@ -164,7 +164,7 @@ class _Reader:
             self._turns.append(turn)
         else:
             # The answer was cut off while the model reasoned. No template has a turn of reasoning alone.
-            self.num_dropped += 1
+            self.dropped.append("reasoning")
 
     def _content(self, item: Mapping[str, Any], field: str, where: str) -> str:
         """Return a message's or a result's text: text, or a list of parts."""
@@ -185,7 +185,7 @@ class _Reader:
                 text = f"{param} is {kind!r}, and this server takes only text"
                 raise RequestError(text, param=param, code="unsupported_parameter")
             else:
-                self.num_dropped += 1
+                self.dropped.append(str(kind))
         return "".join(texts)
 
     def _thoughts(self, item: Mapping[str, Any], field: str, where: str) -> str:

@@ -33,7 +33,6 @@ class OfferedTools:
     sources: Mapping[str, tuple[str, str]]
     shown: Sequence[Mapping[str, Any]]
     shown_choice: str | Mapping[str, Any]
-    num_left_out: int
 
 
 def flat_name(namespace: str, name: str) -> str:
@@ -63,7 +62,7 @@ def read_tools(given: Sequence[Any] | None, choice: Any, *, parallel: bool, max_
             raise RequestError(text, param="tool_choice")
         # Every tool was left out, so there is nothing that could be required.
         asked, shown_choice = ToolChoice(parallel=parallel), "auto"
-    return OfferedTools(tools, asked, sources, tuple(reader.shown), shown_choice, reader.num_left_out)
+    return OfferedTools(tools, asked, sources, tuple(reader.shown), shown_choice)
 
 
 class _Reader:
@@ -71,7 +70,6 @@ class _Reader:
         self.tools: list[Tool] = []
         self.sources: dict[str, tuple[str, str]] = {}
         self.shown: list[dict[str, Any]] = []
-        self.num_left_out = 0
         self._max_tools = max_tools
 
     def read(self, tool: Any, where: str) -> None:
@@ -82,8 +80,6 @@ class _Reader:
                 self.shown.append(self._function(tool, "", where))
             case "namespace":
                 self.shown.append(self._namespace(tool, where))
-            case _:
-                self.num_left_out += 1
 
     def _namespace(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         name, members = _name(given, where), given.get("tools")
@@ -93,8 +89,6 @@ class _Reader:
         for index, member in enumerate(members):
             if isinstance(member, dict) and member.get("type") == "function":
                 shown.append(self._function(member, name, f"{where}.tools[{index}]"))
-            else:
-                self.num_left_out += 1
         return {"type": "namespace", "name": name, "description": _description(given), "tools": shown}
 
     def _function(self, given: Mapping[str, Any], namespace: str, where: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from convoy.api.responses.shapes import ReasoningShown, ResponseObject
 from convoy.api.responses.store import ResponseStore
 from convoy.api.responses.tools import OfferedTools, read_tools
 from convoy.api.service import Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.conversation import Conversation, Turn
@@ -60,9 +61,17 @@ class ContextFailed(RequestError):  # noqa: N818 - named after the event that re
 
 
 def read_response(
-    body: ResponsesBody, service: Service, options: ServeOptions, salt: bytes, *, store: ResponseStore | None
+    body: ResponsesBody,
+    service: Service,
+    options: ServeOptions,
+    salt: bytes,
+    *,
+    store: ResponseStore | None,
+    dropped: DroppedHistory,
 ) -> ResponsesRequest:
     """Translate a body. ``salt`` is that of the caller's key, and ``store`` None keeps no response.
+
+    ``dropped`` counts the items that are left out.
 
     Raises `RequestError`, `UnknownModel` or `UnknownResponse`. A streamed request that does not fit the
     context raises `ContextFailed`.
@@ -71,6 +80,7 @@ def read_response(
     model = service.model(body.model)
     earlier = _earlier(body, store, salt)
     history = read_items(body.input, earlier, max_items=options.max_messages)
+    dropped.count("responses", history.dropped)
     offered = read_tools(
         body.tools,
         body.tool_choice,
