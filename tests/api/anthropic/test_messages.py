@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -181,8 +182,9 @@ def test_errors_have_anthropics_form_for_its_clients(anthropic: Anthropic, http:
     with pytest.raises(NotFoundError) as missing:
         anthropic.models.retrieve("other")
     assert missing.value.response.json()["error"]["type"] == "not_found_error"
+    wrong: Any = [{"role": "x", "content": "a"}]
     with pytest.raises(BadRequestError, match=r"messages\.0\.role"):
-        anthropic.messages.create(model="fake", max_tokens=1, messages=[{"role": "x", "content": "a"}])  # type: ignore[typeddict-item]
+        anthropic.messages.create(model="fake", max_tokens=1, messages=wrong)
     assert http.get("/v1/messages").json()["error"]["type"] == "invalid_request_error"
     assert "type" not in http.get("/v1/other").json()
 
@@ -231,3 +233,73 @@ def test_dropped_blocks_are_counted_by_type(http: httpx.Client) -> None:
         assert f'convoy_http_dropped_blocks_total{{api="messages",type="{kind}"}} 1.0' in metrics
     assert "made-up" not in metrics
     assert 'convoy_http_requests_total{path="/v1/messages",status="200"} 1.0' in metrics
+
+
+CLOCK: dict[str, Any] = {
+    "name": "clock",
+    "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}},
+}
+CALLING = (
+    "<think>It asks for the time.</think>I look."
+    '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+)
+
+
+def test_the_anthropic_client_runs_a_tool_and_reads_the_answer() -> None:
+    engine = FakeEngine(CALLING)
+    asked: Any = list(ASK["messages"])
+    with (
+        serving(engine) as running,
+        Anthropic(base_url=running.url, api_key="unused", max_retries=0) as client,
+    ):
+        given: Any = {"model": "fake", "max_tokens": 500, "tools": [CLOCK]}
+        with client.messages.stream(messages=asked, **given) as stream:
+            first = stream.get_final_message()
+        thinking, text, call = first.content
+        asked += [
+            {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "noon"}]},  # type: ignore[union-attr]
+        ]
+        engine.reply = "It is noon."
+        second = client.messages.create(messages=asked, **given)
+        prompt = bytes(engine.handles[-1].request.prompt_ids).decode()
+    assert (thinking.type, text.type, call.type) == ("thinking", "text", "tool_use")
+    assert first.stop_reason == "tool_use"
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("clock", {"zone": "UTC"})
+    assert [block.to_dict()["text"] for block in second.content] == ["It is noon."]
+    assert "<think>It asks for the time.</think>I look." in prompt
+    assert f"<tool>noon<result of {call.id} clock>" in prompt
+
+
+def test_calls_and_reasoning_stream_as_the_types_of_the_anthropic_package() -> None:
+    with serving(FakeEngine(CALLING)) as running:
+        streamed = blocks_of(parse_stream(post(running.url, stream=True, max_tokens=500, tools=[CLOCK]).text))
+        message = parse_message(post(running.url, max_tokens=500, tools=[CLOCK]).text)
+    assert [block.type for block in message.content] == [block["type"] for block in streamed]
+    thinking, text, call = streamed
+    assert (thinking["thinking"], text["text"]) == ("It asks for the time.", "I look.")
+    assert thinking["signature"] == message.content[0].to_dict()["signature"]
+    assert json.loads(call["json"]) == message.content[2].to_dict()["input"] == {"zone": "UTC"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_sequence_that_matched_is_told(http: httpx.Client, stream: bool) -> None:
+    body = {**ASK, "stop_sequences": ["nothing", "42"], "stream": stream}
+    answer = http.post("/v1/messages", json=body)
+    stopped = parse_stream(answer.text)[-2]["delta"] if stream else answer.json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "42")
+
+
+def test_an_assistants_last_message_is_continued_and_variables_reach_the_template() -> None:
+    with serving() as running:
+        answer = post(
+            running.url,
+            messages=[*ASK["messages"], {"role": "assistant", "content": "The answer"}],
+            thinking={"type": "disabled"},
+            output_config={"effort": "low"},
+        )
+        prompt = bytes(running.engine.handles[0].request.prompt_ids).decode()
+    assert answer.status_code == 200
+    assert prompt.endswith("<user>What is it?<assistant>The answer")
+    assert '{"enable_thinking": false, "thinking": false, "reasoning_effort": "low"}' in prompt

@@ -58,8 +58,6 @@ def read_messages(
             raise
         raise _too_long(request, body.max_tokens, service) from None
     (first,) = asked.requests
-    if first.max_tokens < 1:
-        raise _too_long(request, body.max_tokens, service)
     if body.max_tokens > first.max_tokens:
         return asked
     return replace(asked, requests=(replace(first, max_tokens=body.max_tokens, open_ended=False),))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from convoy.api.service import ServedModel
 from convoy.engine.requests.request import GenerationRequest
+from convoy.model.text.formats.parser import ParserOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ParsedRequest:
     scoring: bool = False
     # The number of alternatives to report for each token of the prompt.
     prompt_logprobs: int | None = None
+    # How the answers of a chat are read.
+    reply: ParserOptions = field(default_factory=ParserOptions)
 
     @property
     def echo(self) -> bool:
