@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +10,6 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from convoy.api.chat.reply import Ended, ReplyReader
 from convoy.api.listen.options import ServeOptions
 from convoy.api.refusals import NoBalance, RateLimited
 from convoy.api.responses.answer import ResponsesAnswer, error_of
@@ -20,48 +18,31 @@ from convoy.api.responses.store import ResponseStore
 from convoy.api.responses.translate import ResponsesRequest, read_response
 from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.dropped import DroppedHistory
-from convoy.engine.outputs import FinishOutput, Output, TokenOutput
+from convoy.engine.outputs import FinishOutput, TokenOutput
 from convoy.errors import ConvoyError, QueueFull, RequestError, StageLost
 from convoy.model.text.conversation import ToolCall, Turn
-from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
 from support.fake_service import ByteTokenizer, FakeEngine
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OWNER = b"ann"
-# Pieces of each token, by its id.
-TOKENS: Mapping[int, tuple[Piece, ...]] = {
-    1: (ReasoningPiece("I think"),),
-    2: (),
-    3: (TextPiece("Let me look."),),
-    4: (CallPiece(0, "call_a", "disk__read", '{"path"'),),
-    5: (CallPiece(0, arguments=':"x"}'),),
-}
-
-
-class ScriptedReader(ReplyReader):
-    """Read token ids as the pieces of `TOKENS`."""
-
-    def read(self, output: Output) -> list[tuple[int, Piece | Ended]]:
-        match output:
-            case TokenOutput(token_id=token_id):
-                return [(0, piece) for piece in TOKENS[token_id]]
-            case FinishOutput(reason=reason):
-                return [(0, Ended("tool_calls" if reason == "stop" else reason))]
-        return []
+THOUGHT, SAID = "<think>\nI think\n</think>\n\n", "Let me look."
+CALL = '<tool_call>\n{"name": "disk__read", "arguments": {"path": "x"}}\n</tool_call>'
+FUNCTION = {"type": "function", "name": "read", "parameters": {"type": "object"}}
+TOOLS = [{"type": "namespace", "name": "disk", "description": "", "tools": [FUNCTION]}]
 
 
 def asked(**body: Any) -> ResponsesRequest:
     service = Service((ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), dict)
-    data = msgspec.json.encode({"input": "hi", **body})
+    data = msgspec.json.encode({"input": "hi", "tools": TOOLS, **body})
     body, options = decode_responses(data), ServeOptions()
     return read_response(body, service, options, OWNER, store=ResponseStore(), dropped=DroppedHistory())
 
 
-def fed(answer: ResponsesAnswer, tokens: list[int], reason: Any = "stop") -> list[dict[str, Any]]:
+def fed(answer: ResponsesAnswer, reply: str, reason: Any = "stop") -> list[dict[str, Any]]:
     """Return the events of a whole stream, each checked by OpenAI's type in strict mode."""
     events = [*answer.opening()]
-    for token in tokens:
-        events += answer.events(0, TokenOutput(0, token, ""))
+    for token in reply.encode():
+        events += answer.events(0, TokenOutput(0, token, chr(token)))
     events += answer.events(0, FinishOutput(0, reason, cached_tokens=5))
     events += answer.closing()
     for event in events:
@@ -69,43 +50,42 @@ def fed(answer: ResponsesAnswer, tokens: list[int], reason: Any = "stop") -> lis
     return [json.loads(msgspec.json.encode(event)) for event in events]
 
 
-TOOLS = [
-    {"type": "namespace", "name": "disk", "description": "", "tools": [{"type": "function", "name": "read"}]}
-]
-
-
 def test_a_reply_with_reasoning_text_and_a_call() -> None:
-    answer = ResponsesAnswer(asked(), reader=ScriptedReader)
-    last = fed(answer, [1, 2, 3, 4, 5])[-1]
+    request = asked()
+    last = fed(ResponsesAnswer(request), THOUGHT + SAID + CALL)[-1]
     response = last["response"]
     assert (last["type"], response["status"]) == ("response.completed", "completed")
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
-    assert response["output"][2]["arguments"] == '{"path":"x"}'
-    assert response["usage"] == {
-        "input_tokens": len("<user>hi<assistant>"),
-        "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
-        "output_tokens": 5,
-        # The second token shows nothing: it belongs to the reasoning before it.
-        "output_tokens_details": {"reasoning_tokens": 2},
-        "total_tokens": len("<user>hi<assistant>") + 5,
-    }
+    assert response["output"][0]["content"][0]["text"] == "I think"
+    assert response["output"][1]["content"][0]["text"] == "Let me look."
+    assert response["output"][2]["arguments"] == '{"path": "x"}'
+    assert response["usage"]["input_tokens"] == request.num_prompt_tokens
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 5, "cache_write_tokens": 0}
+    assert response["usage"]["output_tokens"] == len(THOUGHT + SAID + CALL)
+    assert response["usage"]["total_tokens"] == request.num_prompt_tokens + len(THOUGHT + SAID + CALL)
+
+
+def test_the_tokens_of_a_reasoning_are_counted_with_the_mark_that_ends_it() -> None:
+    usage = fed(ResponsesAnswer(asked()), THOUGHT + SAID)[-1]["response"]["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": len(THOUGHT) - len("<think>\n")}
+    usage = fed(ResponsesAnswer(asked()), SAID)[-1]["response"]["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_a_call_of_a_namespace_carries_it() -> None:
-    answer = ResponsesAnswer(asked(tools=TOOLS), reader=ScriptedReader)
-    call = fed(answer, [4, 5])[-1]["response"]["output"][0]
+    call = fed(ResponsesAnswer(asked()), CALL)[-1]["response"]["output"][0]
     assert (call["namespace"], call["name"]) == ("disk", "read")
 
 
 def test_a_reasoning_is_summarised_and_encoded_if_asked_for() -> None:
     body = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
-    item = fed(ResponsesAnswer(asked(**body), reader=ScriptedReader), [1, 3])[-1]["response"]["output"][0]
+    item = fed(ResponsesAnswer(asked(**body)), THOUGHT + SAID)[-1]["response"]["output"][0]
     assert item["summary"] == [{"type": "summary_text", "text": "I think"}]
     assert item["encrypted_content"]
 
 
 def test_a_call_that_reached_the_most_tokens_is_incomplete() -> None:
-    events = fed(ResponsesAnswer(asked(), reader=ScriptedReader), [3, 4], "length")
+    events = fed(ResponsesAnswer(asked()), SAID + CALL[:-20], "length")
     assert events[-1]["type"] == "response.incomplete"
     assert [item["status"] for item in events[-1]["response"]["output"]] == ["completed", "incomplete"]
     assert "response.function_call_arguments.done" not in [event["type"] for event in events]
@@ -113,9 +93,8 @@ def test_a_call_that_reached_the_most_tokens_is_incomplete() -> None:
 
 def test_a_stored_turn_has_its_reasoning_and_its_calls() -> None:
     store = ResponseStore()
-    answer = ResponsesAnswer(asked(), store, ScriptedReader)
-    last = fed(answer, [1, 3, 4, 5])[-1]["response"]
-    call = ToolCall("call_a", "disk__read", '{"path":"x"}')
+    last = fed(ResponsesAnswer(asked(), store), THOUGHT + SAID + CALL)[-1]["response"]
+    call = ToolCall(last["output"][2]["call_id"], "disk__read", '{"path": "x"}')
     assert store.turns(OWNER, last["id"]) == (
         Turn("user", "hi"),
         Turn("assistant", "Let me look.", "I think", (call,)),
@@ -124,10 +103,10 @@ def test_a_stored_turn_has_its_reasoning_and_its_calls() -> None:
 
 
 def test_a_break_keeps_the_items_that_were_complete() -> None:
-    answer = ResponsesAnswer(asked(), reader=ScriptedReader)
+    answer = ResponsesAnswer(asked())
     answer.opening()
-    for token in (1, 3):
-        answer.events(0, TokenOutput(0, token, ""))
+    for token in (THOUGHT + SAID).encode():
+        answer.events(0, TokenOutput(0, token, chr(token)))
     (failed,) = answer.failure(StageLost("lost"))
     raw = json.loads(msgspec.json.encode(failed))
     assert (raw["type"], raw["response"]["status"]) == ("response.failed", "failed")

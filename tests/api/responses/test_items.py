@@ -143,6 +143,7 @@ def test_a_wrong_item_is_refused_with_its_field(item: Any, param: str) -> None:
 
 def test_an_empty_input_and_one_over_the_limit_are_refused() -> None:
     assert refused().param == "input"
+    assert refused({"type": "compaction"}).param == "input"
     assert refused(*[{"role": "user", "content": "x"}] * 21).param == "input[20]"
     many = [{"type": "input_text", "text": "x"}] * 20
     assert refused({"role": "user", "content": many}).param == "input[0].content[19]"

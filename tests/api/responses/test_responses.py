@@ -120,6 +120,97 @@ def test_previous_response_id(storing: Running) -> None:
         assert prompt(storing).endswith(f"<user>What is it?<assistant>{REPLY}<user>And?<assistant>")
 
 
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOL: Any = {
+    "type": "function",
+    "name": "read",
+    "description": "Read.",
+    "parameters": SCHEMA,
+    "strict": False,
+}
+ARGUMENTS = '{"path": "notes.txt"}'
+CALLING = (
+    "<think>\nI need the file.\n</think>\n\nLet me look.\n"
+    f'<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Running]:
+    with serving(FakeEngine(CALLING)) as running:
+        yield running
+
+
+def test_tool_calling(calling: Running) -> None:
+    with client_of(calling, "unused") as openai:
+        first = openai.responses.create(model="fake", input="Read notes.txt.", tools=[TOOL])
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert first.status == "completed"
+        call: Any = first.output[2]
+        assert (call.name, call.arguments, call.status) == ("read", ARGUMENTS, "completed")
+        assert call.call_id.startswith("call_")
+        history: Any = [{"role": "user", "content": "Read notes.txt."}]
+        history += [item.model_dump() for item in first.output]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+        openai.responses.create(model="fake", input=[*history, result], tools=[TOOL])
+        assert prompt(calling).endswith(
+            "<user>Read notes.txt.<assistant><think>I need the file.</think>Let me look."
+            f"<call {call.call_id} read>{ARGUMENTS}<tool>42<result of {call.call_id} read><assistant>"
+        )
+
+
+def test_streamed_tool_calling(calling: Running) -> None:
+    with (
+        client_of(calling, "unused") as openai,
+        openai.responses.stream(model="fake", input="Read notes.txt.", tools=[TOOL]) as events,
+    ):
+        seen = list(events)
+        final = events.get_final_response()
+    deltas = [event.delta for event in seen if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == ARGUMENTS
+    done = [event for event in seen if event.type == "response.output_item.done"]
+    assert [event.item.type for event in done] == ["reasoning", "message", "function_call"]
+    call: Any = final.output[2]
+    assert call.arguments == ARGUMENTS
+    assert call.call_id == done[2].item.to_dict()["call_id"]
+
+
+def test_a_call_can_be_answered_by_previous_response_id() -> None:
+    options = ServeOptions(port=0, drain_s=5.0, store_responses=True)
+    with serving(FakeEngine(CALLING), options) as running, client_of(running, "unused") as openai:
+        first = openai.responses.create(model="fake", input="Read notes.txt.", tools=[TOOL])
+        call: Any = first.output[2]
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+        openai.responses.create(model="fake", input=[result], tools=[TOOL], previous_response_id=first.id)
+        assert prompt(running).endswith(f"{ARGUMENTS}<tool>42<result of {call.call_id} read><assistant>")
+
+
+def test_every_event_of_a_call_is_one_of_openais_types_in_strict_mode(calling: Running) -> None:
+    space = {"type": "namespace", "name": "disk", "description": "Files.", "tools": [TOOL]}
+    with httpx.Client(base_url=calling.url, timeout=20.0) as http:
+        for reasoning in ({}, {"summary": "auto"}):
+            tools = [TOOL, space, {"type": "web_search"}, {"type": "custom", "name": "patch"}]
+            events = stream(http, tools=tools, reasoning=reasoning)
+            for _, data in events:
+                EVENT.validate_json(json.dumps(data), strict=True)
+            kind = "summary_text" if reasoning else "text"
+            assert f"response.reasoning_{kind}.delta" in [name for name, _ in events]
+
+
+def test_a_tool_choice_of_none_leaves_a_call_as_text(calling: Running) -> None:
+    with client_of(calling, "unused") as openai:
+        response = openai.responses.create(model="fake", input="hi", tools=[TOOL], tool_choice="none")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+
+
+def test_the_effort_reaches_the_template(server: Running, http: httpx.Client) -> None:
+    whole(http, reasoning={"effort": "none"})
+    assert '"enable_thinking": false' in prompt(server)
+    whole(http, reasoning={"effort": "high"})
+    assert '"reasoning_effort": "high"' in prompt(server)
+
+
 # Events.
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,25 +40,21 @@ _CODES = frozenset({CONTEXT_ERROR, "insufficient_quota"})
 class ResponsesAnswer:
     """Implement `ResponseBuilder` for this API."""
 
-    def __init__(
-        self,
-        asked: ResponsesRequest,
-        store: ResponseStore | None = None,
-        reader: Callable[[ResponsesRequest], ReplyReader] = ReplyReader,
-    ) -> None:
-        """Begin the answer to ``asked``. ``store`` keeps it; ``reader`` makes pieces of the outputs."""
+    def __init__(self, asked: ResponsesRequest, store: ResponseStore | None = None) -> None:
+        """Begin the answer to ``asked``. ``store`` keeps it if the request says so."""
         self.tally = UsageCounter(asked, "resp_")
         self.end = b"data: [DONE]\n\n"
         self._asked = asked
         self._store = store
-        self._reader = reader(asked)
+        self._reader = ReplyReader(asked)
         self._numbers = itertools.count()
         self._writer = OutputWriter(
             self._number, asked.sources, summarise=asked.summarise, encode=asked.encode
         )
         self._shown = msgspec.structs.replace(asked.shown, id=self.tally.id, created_at=self.tally.created)
         self._ended: Ended | None = None
-        self._reasons = False
+        # Whether the last text was reasoning.
+        self._reasons = asked.reply.thinking
         self._reasoning_tokens = 0
 
     def opening(self) -> Sequence[Event]:

@@ -54,7 +54,10 @@ def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_
     reader = _Reader(earlier, max_items)
     for index, item in enumerate(given):
         reader.read(item, f"input[{index}]")
-    return History((*earlier, *reader.end()), tuple(reader.dropped))
+    turns = (*earlier, *reader.end())
+    if not turns:
+        raise RequestError("input has no item that this server can read", param="input")
+    return History(turns, tuple(reader.dropped))
 
 
 def encode_reasoning(text: str) -> str:
