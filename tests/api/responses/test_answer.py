@@ -31,9 +31,9 @@ FUNCTION = {"type": "function", "name": "read", "parameters": {"type": "object"}
 TOOLS = [{"type": "namespace", "name": "disk", "description": "", "tools": [FUNCTION]}]
 
 
-def asked(**body: Any) -> ResponsesRequest:
+def asked(**given: Any) -> ResponsesRequest:
     service = Service((ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), dict)
-    data = msgspec.json.encode({"input": "hi", "tools": TOOLS, **body})
+    data = msgspec.json.encode({"input": "hi", "tools": TOOLS, **given})
     body, options = decode_responses(data), ServeOptions()
     return read_response(body, service, options, OWNER, store=ResponseStore(), dropped=DroppedHistory())
 

@@ -151,7 +151,7 @@ def test_tool_calling(calling: Running) -> None:
         assert call.call_id.startswith("call_")
         history: Any = [{"role": "user", "content": "Read notes.txt."}]
         history += [item.model_dump() for item in first.output]
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
         openai.responses.create(model="fake", input=[*history, result], tools=[TOOL])
         assert prompt(calling).endswith(
             "<user>Read notes.txt.<assistant><think>I need the file.</think>Let me look."

@@ -37,10 +37,10 @@ class MessageAnswer:
         self._ended: Ended | None = None
 
     def opening(self) -> Sequence[msgspec.Struct]:
-        return [shapes.MessageStart(self._message((), None)), shapes.Ping()]
+        return [shapes.MessageStart(self._message((), None)), shapes.PingEvent()]
 
     def keep_alive(self) -> Sequence[msgspec.Struct]:
-        return [shapes.Ping()]
+        return [shapes.PingEvent()]
 
     def events(self, index: int, output: Output) -> Sequence[msgspec.Struct]:  # noqa: ARG002 - there is one request
         self.tally.count(output)
@@ -62,11 +62,11 @@ class MessageAnswer:
     def add(self, index: int, output: Output) -> None:
         self.events(index, output)
 
-    def whole(self) -> shapes.Message:
+    def whole(self) -> shapes.MessageBody:
         return self._message(self._blocks.blocks, self._stopped())
 
-    def _message(self, blocks: Sequence[shapes.Block], stopped: shapes.Stopped | None) -> shapes.Message:
-        return shapes.Message(
+    def _message(self, blocks: Sequence[shapes.Block], stopped: shapes.Stopped | None) -> shapes.MessageBody:
+        return shapes.MessageBody(
             id=self.tally.id,
             model=self.tally.asked.model.name,
             content=blocks,

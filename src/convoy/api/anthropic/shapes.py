@@ -42,7 +42,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Message(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
+class MessageBody(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
     """Hold an answer: complete, or as it is at the start of a stream."""
 
     id: str
@@ -57,10 +57,10 @@ class Message(msgspec.Struct, frozen=True, tag="message", tag_field="type"):
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start", tag_field="type"):
     """Begin a stream."""
 
-    message: Message
+    message: MessageBody
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping", tag_field="type"):
+class PingEvent(msgspec.Struct, frozen=True, tag="ping", tag_field="type"):
     """Keep a silent stream alive."""
 
 
