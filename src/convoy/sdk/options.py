@@ -176,6 +176,7 @@ def serve_options(config: Config) -> ServeOptions:
         allowed_origins=serve.allowed_origins,
         tls=tls,
         drain_s=serve.drain_s,
+        store_responses=serve.store_responses,
     )
 
 

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.token_text import TextLogprobWriter, TokenText
-from convoy.api.openai.usage import UsageCounter
+from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.problem import ErrorBody, body_for
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
 
@@ -31,6 +33,8 @@ class _Text:
 
 class CompletionAnswer:
     """Implement `ResponseBuilder` for completions."""
+
+    end = DONE
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.counter = UsageCounter(asked, "cmpl-")
@@ -106,18 +110,28 @@ class CompletionAnswer:
             created=counter.created,
             model=counter.asked.model.name,
             choices=choices,
-            usage=counter.usage,
+            usage=usage_of(counter),
         )
 
-    def usage_event(self) -> TextCompletion:
+    def keep_alive(self) -> list[TextCompletion]:
+        return []
+
+    def closing(self) -> list[TextCompletion]:
+        """Return the event with the usage alone, if it was asked for."""
         counter = self.counter
-        return TextCompletion(
+        if not counter.asked.include_usage:
+            return []
+        usage = TextCompletion(
             id=counter.id,
             created=counter.created,
             model=counter.asked.model.name,
             choices=[],
-            usage=counter.usage,
+            usage=usage_of(counter),
         )
+        return [usage]
+
+    def failure(self, error: BaseException) -> list[ErrorBody]:
+        return [body_for(error)]
 
     def _put_prompt(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> None:
         for number in self._choices_of(index):
@@ -180,5 +194,5 @@ class CompletionAnswer:
             created=counter.created,
             model=counter.asked.model.name,
             choices=[TextChoice(number, text, logprobs, reason)],
-            usage=counter.event_usage,
+            usage=event_usage_of(counter),
         )
