@@ -45,7 +45,9 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
-        grammar=None if request.grammar is None else model.grammars.compile(request.grammar, "grammar"),
+        grammar=None
+        if request.grammar is None
+        else model.grammars.compile(request.grammar, request.grammar.param),
     )
     return ParsedRequest(model, (engine_request,), request.num_choices, request.stream, False, False)
 

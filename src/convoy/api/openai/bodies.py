@@ -10,6 +10,7 @@ import msgspec
 
 from convoy.api.body.body_shape import check_shape
 from convoy.api.body.fields import Endpoint, refuse_unserved
+from convoy.api.openai.answer_form import FormFields
 from convoy.errors import RequestError
 
 
@@ -34,7 +35,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """Hold the fields of both endpoints. None always means: not given."""
 
     model: str | None = None
