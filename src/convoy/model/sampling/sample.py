@@ -26,6 +26,9 @@ from convoy.model.sampling.params import SamplingParams
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
+# the float32 -inf
+_MINUS_INF_BITS = np.uint32(0xFF800000)
+
 # numbers of candidates that top-p sorts, before it sorts the whole vocabulary
 _CUTS = (1024, 16384)
 
@@ -132,20 +135,27 @@ def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int], mas
     ids = _as_ids([*allowed, *banned])
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= len(logits)):
         raise StepError(f"a restricted token is outside the vocabulary of {len(logits)}")
-    restricted = logits.copy()
+    restricted = _masked(logits, mask) if mask else logits.copy()
     if allowed:
         kept = _as_ids(allowed)
+        values = restricted[kept]
         restricted = np.full_like(logits, -np.inf)
-        restricted[kept] = logits[kept]
-    if mask:
-        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-        if len(bits) < len(logits):
-            raise StepError(f"a mask has {len(bits)} tokens, expected {len(logits)}")
-        restricted[bits[: len(logits)] == 0] = -np.inf
+        restricted[kept] = values
     restricted[_as_ids(banned)] = -np.inf
-    if not np.isfinite(restricted).any():
+    if restricted.max() == -np.inf:
         raise StepError(f"none of {len(logits)} tokens may be sampled, expected at least one")
     return restricted
+
+
+def _masked(logits: Logits, mask: bytes) -> Logits:
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    if len(bits) < len(logits):
+        raise StepError(f"a mask has {len(bits)} tokens, expected {len(logits)}")
+    # Bitwise, because a choice by element takes seven times as long where the bits alternate: 0 becomes no bit
+    # of the logit and all those of -inf, and 1 the other way round.
+    keep = np.negative(bits[: len(logits)].astype(np.uint32))
+    kept = np.ascontiguousarray(logits).view(np.uint32) & keep
+    return (kept | (~keep & _MINUS_INF_BITS)).view(np.float32)
 
 
 def _rank(logits: Logits, token_id: int) -> int:
