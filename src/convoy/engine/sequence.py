@@ -13,6 +13,7 @@ from typing import Protocol
 
 from convoy.engine.outputs import FinishReason
 from convoy.errors import ConvoyError
+from convoy.model.constraints.matcher import Matcher
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
 
@@ -39,6 +40,8 @@ class Sequence:
     all_outputs: bool = False
     # Only sequences of equal salt may share blocks.
     salt: bytes = b""
+    # The place of the generated tokens in the request's grammar.
+    matcher: Matcher | None = None
     tokens: list[int] = field(init=False)
     # The most tokens that there is room for after a loss.
     wall: int = field(init=False, default=sys.maxsize)

@@ -49,6 +49,9 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
+        grammar=None
+        if request.grammar is None
+        else model.grammars.compile(request.grammar, request.grammar.param),
     )
     check_restrictions(engine_request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
     return ParsedRequest(

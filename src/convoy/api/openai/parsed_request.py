@@ -15,13 +15,16 @@ from typing import Any
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.answer_form import read_form
 from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from convoy.model.text.grammar import Grammar
 
 MAX_STOPS = 16
 # vLLM takes as many.
@@ -154,7 +157,12 @@ def _shared(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         allowed_token_ids=_allowed(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, model.tokenizer),
+        grammar=_compiled(read_form(body), model),
     )
+
+
+def _compiled(form: Grammar | None, model: ServedModel) -> CompiledGrammar | None:
+    return None if form is None else model.grammars.compile(form, form.param)
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:

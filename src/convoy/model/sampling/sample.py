@@ -4,9 +4,9 @@ The random number of a token is a hash of (seed, choice index, position). The ba
 a replay after a loss therefore cannot change a text. The number picks by inverse CDF in float64 over the
 candidates in ascending id order.
 
-The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; banned tokens;
-temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of these, as
-vLLM's are by default.
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; the grammar's
+mask and banned tokens; temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution,
+before all of these, as vLLM's are by default.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from convoy.model.sampling.params import SamplingParams
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
+
+# the float32 -inf
+_MINUS_INF_BITS = np.uint32(0xFF800000)
 
 # numbers of candidates that top-p sorts, before it sorts the whole vocabulary
 _CUTS = (1024, 16384)
@@ -54,17 +57,18 @@ def sample(
     generated_ids: Sequence[int],
     allowed: Sequence[int] = (),
     banned: Sequence[int] = (),
+    mask: bytes = b"",
 ) -> Sampled:
     """Sample the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
 
-    Only an ``allowed`` token is sampled, or any if there are none, and never a ``banned`` one. Raises
-    StepError if a logit is not finite or no token is left, and RequestError if a biased token is not in the
-    vocabulary.
+    Only an ``allowed`` token is sampled, or any if there are none, and never a ``banned`` one. A ``mask`` has
+    one bit for each token, the lowest first, and a token with a 0 is not sampled. Raises StepError if a logit
+    is not finite or no token is left, and RequestError if a biased token is not in the vocabulary.
     """
     check_finite(logits)
     shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
-    if allowed or banned:
-        shaped = _restrict(shaped, allowed, banned)
+    if allowed or banned or mask:
+        shaped = _restrict(shaped, allowed, banned, mask)
     if params.greedy:
         token_id = int(shaped.argmax())
     else:
@@ -127,19 +131,31 @@ def _reshape(
     return shaped
 
 
-def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> Logits:
+def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int], mask: bytes) -> Logits:
     ids = _as_ids([*allowed, *banned])
-    if int(ids.min()) < 0 or int(ids.max()) >= len(logits):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= len(logits)):
         raise StepError(f"a restricted token is outside the vocabulary of {len(logits)}")
-    restricted = logits.copy()
+    restricted = _masked(logits, mask) if mask else logits.copy()
     if allowed:
         kept = _as_ids(allowed)
+        values = restricted[kept]
         restricted = np.full_like(logits, -np.inf)
-        restricted[kept] = logits[kept]
+        restricted[kept] = values
     restricted[_as_ids(banned)] = -np.inf
-    if not np.isfinite(restricted).any():
+    if restricted.max() == -np.inf:
         raise StepError(f"none of {len(logits)} tokens may be sampled, expected at least one")
     return restricted
+
+
+def _masked(logits: Logits, mask: bytes) -> Logits:
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    if len(bits) < len(logits):
+        raise StepError(f"a mask has {len(bits)} tokens, expected {len(logits)}")
+    # Bitwise, because a choice by element takes seven times as long where the bits alternate: 0 becomes no bit
+    # of the logit and all those of -inf, and 1 the other way round.
+    keep = np.negative(bits[: len(logits)].astype(np.uint32))
+    kept = np.ascontiguousarray(logits).view(np.uint32) & keep
+    return (kept | (~keep & _MINUS_INF_BITS)).view(np.float32)
 
 
 def _rank(logits: Logits, token_id: int) -> int:

@@ -129,6 +129,7 @@ def weight_of_message(message: Message) -> int:
                 num_bytes += (
                     len(sample.prompt) + len(sample.generated) + len(sample.allowed) + len(sample.banned)
                 )
+                num_bytes += len(sample.mask)
             return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
         case SampleReplies(answers=answers):
             num_objects = 1 + sum(1 + len(answer.top) for answer in answers)
