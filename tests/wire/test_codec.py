@@ -298,9 +298,9 @@ def test_a_sample_request_restricts_at_most_1024_tokens(field: str) -> None:
         decode_message(FrameType.STEP, encode_message(step(4097)))
 
 
-def test_a_draw_has_a_mask_of_at_most_524288_tokens() -> None:
+def test_a_sample_request_has_a_mask_of_at_most_524288_tokens() -> None:
     def step(num_bytes: int) -> Step:
-        return Step(5, [], [], [], b"", [msgspec.structs.replace(DRAW, mask=bytes(num_bytes))])
+        return Step(5, [], [], [], b"", [msgspec.structs.replace(SAMPLE, mask=bytes(num_bytes))])
 
     assert decode_message(FrameType.STEP, encode_message(step(MAX_MASK_BYTES))) == step(MAX_MASK_BYTES)
     with pytest.raises(FrameError):

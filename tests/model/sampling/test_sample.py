@@ -189,9 +189,13 @@ def test_a_mask_allows_the_tokens_of_its_bits_as_a_list_does(params: dict[str, A
     logits, allowed = some_logits(5), [3, 64, 100, 104]
     mask = sum(1 << token for token in allowed).to_bytes(16, "little")
     for position in range(60):
-        masked = draw(logits, position=position, mask=mask, logprobs=2, **params)
-        assert masked == draw(logits, position=position, allowed=allowed, logprobs=2, **params)
-        assert draw(logits, position=position, mask=mask, banned=[64], **params).token_id in {3, 100, 104}
+        masked = sample_with(logits, position=position, mask=mask, logprobs=2, **params)
+        assert masked == sample_with(logits, position=position, allowed=allowed, logprobs=2, **params)
+        assert sample_with(logits, position=position, mask=mask, banned=[64], **params).token_id in {
+            3,
+            100,
+            104,
+        }
 
 
 @pytest.mark.parametrize("mask", [bytes(16), (1 << 120).to_bytes(16, "little"), b"\xff" * 12])
@@ -199,7 +203,7 @@ def test_a_mask_without_a_token_of_the_vocabulary_or_too_short_is_an_error(mask:
     with pytest.raises(
         StepError, match=r"none of 105 tokens may be sampled|a mask has 96 tokens, expected 105"
     ):
-        draw(some_logits(5), mask=mask)
+        sample_with(some_logits(5), mask=mask)
 
 
 def test_log_probabilities_are_of_all_tokens_whatever_is_banned() -> None:

@@ -145,9 +145,11 @@ def _checked_mask(mask: bytes, vocab_size: int) -> bytes:
     if not mask:
         return mask
     if len(mask) != mask_bytes(vocab_size):
-        raise StepError(f"a draw has a mask of {len(mask)} bytes, expected {mask_bytes(vocab_size)}")
+        raise StepError(
+            f"a sample request has a mask of {len(mask)} bytes, expected {mask_bytes(vocab_size)}"
+        )
     if int.from_bytes(mask[vocab_size // 8 :], "little") >> vocab_size % 8:
-        raise StepError(f"a draw has a mask with a token outside the vocabulary of {vocab_size}")
+        raise StepError(f"a sample request has a mask with a token outside the vocabulary of {vocab_size}")
     return mask
 
 
