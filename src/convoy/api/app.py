@@ -21,13 +21,14 @@ from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.generate import Generate
 from convoy.api.openai.parsed_request import read_chat, read_completion
+from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
 from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"),
-    *("/health", "/status", "/metrics"),
+    *("/tokenize", "/detokenize", "/health", "/status", "/metrics"),
 )
 
 
@@ -38,7 +39,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     """
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
-    shared = (service, options, life, Intake(options), Repeats())
+    intake = Intake(options)
+    shared = (service, options, life, intake, Repeats())
     chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
     completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
     about = _About(service, life)
@@ -48,6 +50,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/tokenize", Tokenize(service, options, life, intake, tokenize), methods=["POST"]),
+        Route("/detokenize", Tokenize(service, options, life, intake, detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),

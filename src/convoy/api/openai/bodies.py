@@ -83,13 +83,19 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 _MAX_BITS = 64
 
 Body = TypeVar("Body", bound=GenerationBody)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
-    """Return the body that JSON bytes hold, with or without a byte order mark.
+    """Return the body that JSON bytes hold. Raises `RequestError` as the two functions below do."""
+    raw = decode_object(data)
+    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
+    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
+    return convert_body(raw, kind)
 
-    Raises `RequestError`, naming the field, its value or type, and the expected one.
-    """
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object that bytes hold, with or without a byte order mark. Raises `RequestError`."""
     check_shape(data)
     try:
         raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
@@ -98,8 +104,14 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     if not isinstance(raw, dict):
         raise RequestError("the body is JSON, but not an object", code="invalid_json")
     _check_sizes(raw)
-    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
-    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
+    return raw
+
+
+def convert_body(raw: dict[str, Any], kind: type[_Struct]) -> _Struct:
+    """Return a decoded object as ``kind``.
+
+    Raises `RequestError`, naming the field, its value or type, and the expected one.
+    """
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

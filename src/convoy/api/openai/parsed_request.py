@@ -72,13 +72,7 @@ class ParsedRequest:
 def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
     """Translate a chat body. ``salt`` is the caller's key's. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
-    if not body.messages:
-        raise RequestError("messages is empty, expected at least one message", param="messages")
-    _check_messages(body.messages, options)
-    messages = [
-        {"role": _role(message, index), "content": _content(message, index)}
-        for index, message in enumerate(body.messages)
-    ]
+    messages = read_messages(body.messages, options)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     _check_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
@@ -86,6 +80,17 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
     max_tokens = _max_tokens(body, body.max_completion_tokens)
     prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
     return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens, salt=salt)
+
+
+def read_messages(given: Sequence[ChatMessage], options: ServeOptions) -> list[dict[str, str]]:
+    """Return the messages of a chat for its template. Raises `RequestError`."""
+    if not given:
+        raise RequestError("messages is empty, expected at least one message", param="messages")
+    _check_messages(given, options)
+    return [
+        {"role": _role(message, index), "content": _content(message, index)}
+        for index, message in enumerate(given)
+    ]
 
 
 def read_completion(
