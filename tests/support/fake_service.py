@@ -67,8 +67,9 @@ class ByteTokenizer:
         opens = chat.add_generation_prompt and not chat.continues
         return self.encode(text + ("<assistant>" if opens else ""), max_tokens=max_tokens)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token != EOS).decode(errors="replace")
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        shown = [token for token in ids if token != EOS or not skip_special_tokens]
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"</s>" if token_id == EOS else bytes([token_id])

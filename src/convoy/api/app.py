@@ -30,6 +30,7 @@ from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.parsed_request import read_chat, read_completion
+from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
 from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
 from convoy.api.responses.endpoint import StoredResponses, StreamedRefusals
@@ -73,6 +74,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         Route("/", about.root, methods=["HEAD"]),
+        Route("/tokenize", Tokenize(service, options, life, intake, tokenize), methods=["POST"]),
+        Route("/detokenize", Tokenize(service, options, life, intake, detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),

@@ -48,6 +48,7 @@ VERBS = (
         GroupedCommand,
     ),
     Verb("chat", "chat:chat", RUN, "Talk to a running cluster; answers stream as they come."),
+    Verb("launch", "agents.launch:launch", RUN, "Start an installed agent on a running cluster."),
     Verb("session", "session:session", RUN, "Answer a prompt, and keep the conversation in a file."),
     Verb("status", "status:status", RUN, "Show a running cluster: stages, links, load."),
     Verb("invite", "invite:invite", SET_UP, "Let one more machine in: show a token for its `join`."),

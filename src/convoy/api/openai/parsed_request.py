@@ -77,6 +77,17 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
     )
 
 
+def read_messages(given: Sequence[ChatMessage], options: ServeOptions) -> list[dict[str, str]]:
+    """Return the messages of a chat for its template. Raises `RequestError`."""
+    if not given:
+        raise RequestError("messages is empty, expected at least one message", param="messages")
+    _check_messages(given, options)
+    return [
+        {"role": _role(message, index), "content": _content(message, index)}
+        for index, message in enumerate(given)
+    ]
+
+
 def read_completion(
     body: CompletionBody, service: Service, options: ServeOptions, salt: bytes
 ) -> ParsedRequest:

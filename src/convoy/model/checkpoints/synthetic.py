@@ -73,7 +73,27 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     },
+    # for tests of agents: their first requests have up to 26,000 tokens, and layers this narrow run them
+    # in seconds
+    "agent": {
+        "model_type": LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 8192,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    },
 }
+# The models that have a tokeniser with a chat template for tools, by the folder of its files. All others read
+# and write bytes.
+TOKENIZERS: Mapping[str, Path] = {"agent": Path(__file__).resolve().parents[2] / "models" / "agent"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,11 @@ class Synthetic:
         """Return the text that `parse` takes again from any folder of this machine; it names no file."""
         of = self.of if self.has_name else str(Path(self.of).expanduser().resolve())
         return Path(self._spelled(of))
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Return the folder of the tokeniser's files, or None for a token for each byte."""
+        return TOKENIZERS.get(self.of)
 
     def config(self) -> dict[str, object]:
         """Return the configuration. Raises ModelError for an unknown name or a file without a JSON object."""

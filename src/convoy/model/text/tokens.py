@@ -9,6 +9,7 @@ from typing import Any
 from convoy.errors import ModelError, RequestError
 from convoy.model.checkpoints.formats.gguf import gguf_package
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import Synthetic
 from convoy.model.library import LIBRARY
 from convoy.model.text.chat import ChatTemplate
 from convoy.model.text.conversation import Conversation
@@ -114,10 +115,7 @@ class Tokenizer:
 
 def _load(source: ModelSource) -> Any:
     if source.seed is not None:
-        from convoy.model.text.byte_tokenizer import byte_tokenizer
-
-        with LIBRARY:
-            return byte_tokenizer(source.spec.vocab_size)
+        return _load_synthetic(source)
     if source.is_one_file:
         return _load_gguf(source)
     # tokenizer.json is complete; AutoTokenizer would rebuild it by the model type in config.json, which may
@@ -150,6 +148,21 @@ def _load(source: ModelSource) -> Any:
             hint=_TOKENIZER,
         )
     return pretrained
+
+
+def _load_synthetic(source: ModelSource) -> Any:
+    """Return the tokeniser that a synthetic model's name stands for."""
+    synthetic = Synthetic.parse(str(source.path))
+    folder = None if synthetic is None else synthetic.tokenizer
+    with LIBRARY:
+        if folder is None:
+            from convoy.model.text.byte_tokenizer import byte_tokenizer
+
+            return byte_tokenizer(source.spec.vocab_size)
+        import transformers
+
+        loader: Any = transformers.PreTrainedTokenizerFast
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _load_gguf(source: ModelSource) -> Any:

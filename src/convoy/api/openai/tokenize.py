@@ -1,0 +1,151 @@
+"""Serve vLLM's /tokenize and /detokenize: the tokens of a prompt or a chat, and the text of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.api.body.fields import Endpoint, refuse_unserved
+from convoy.api.body.intake import Intake, most_body_bytes
+from convoy.api.body.read_body import read_body
+from convoy.api.exchange import Exchange
+from convoy.api.keys.keys import Caller
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
+from convoy.api.openai.conversation import read_conversation
+from convoy.api.openai.token_text import TokenText
+from convoy.api.service import ServedModel, Service
+from convoy.errors import RequestError
+
+# The fields that change a prompt's tokens. All others ask for an answer, and there is none.
+_PROMPT_FIELDS = (
+    *("prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens"),
+)
+
+
+class TextBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the body of POST /tokenize with a prompt."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class MessagesBody(ChatBody, frozen=True, kw_only=True):
+    """Hold the body of POST /tokenize with the messages of a chat, and all that its template may see."""
+
+    return_token_strs: bool | None = None
+
+
+class TokensBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Hold the answer of POST /tokenize. ``token_strs`` is null unless the request asks for it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """Hold the answer of POST /detokenize, under vLLM's name for the text."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Serve one of the two endpoints as an ASGI application. No request reaches the engine."""
+
+    service: Service
+    options: ServeOptions
+    lifecycle: Lifecycle
+    intake: Intake
+    read: Callable[[bytes, Service, ServeOptions], msgspec.Struct]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        caller: Caller = scope["convoy.caller"]
+        with self.lifecycle.answering(), caller.use.begin():
+            # A chat may have more bytes than a prompt or a list of ids.
+            max_bytes = most_body_bytes(self.service.models, self.options, chat=True)
+            upload = self.intake.upload(caller.name)
+            try:
+                headers = Headers(scope=scope)
+                upload.keep(
+                    await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
+                )
+                answer = await exchange.while_connected(self.intake.read(upload, self._answer))
+            finally:
+                upload.leave()
+            await exchange.send_json(200, answer)
+
+    def _answer(self, data: bytes) -> msgspec.Struct:
+        return self.read(data, self.service, self.options)
+
+
+def tokenize(data: bytes, service: Service, options: ServeOptions) -> Tokens:
+    """Return the tokens that a completion of the body's prompt, or a chat of its messages, begins with.
+
+    Raises `RequestError`, also for more tokens than the context, or `UnknownModel`.
+    """
+    raw = decode_object(data)
+    is_chat = "messages" in raw
+    kind: type[MessagesBody | TextBody] = MessagesBody if is_chat else TextBody
+    endpoint: Endpoint = "chat" if is_chat else "completion"
+    given = {name: raw[name] for name in _PROMPT_FIELDS if name in raw}
+    refuse_unserved(given, frozenset(kind.__struct_fields__), endpoint)
+    body: MessagesBody | TextBody = convert_object(raw, kind)
+    model = service.model(body.model)
+    ids = _encode(body, model, options)
+    texts = None
+    if body.return_token_strs:
+        text = TokenText(model.tokenizer)
+        texts = [text.text_of(token_id) for token_id in ids]
+    return Tokens(len(ids), model.max_context, ids, texts)
+
+
+def detokenize(data: bytes, service: Service, options: ServeOptions) -> Detokenized:  # noqa: ARG001
+    """Return the text of the body's tokens, with special tokens by their names.
+
+    Raises `RequestError` for ids outside the vocabulary and for more ids than the context, or `UnknownModel`.
+    """
+    body = convert_object(decode_object(data), TokensBody)
+    model = service.model(body.model)
+    num_tokens, vocab_size = len(body.tokens), model.tokenizer.vocab_size
+    if num_tokens > model.max_context:
+        raise RequestError(
+            f"tokens has {num_tokens} ids, and the limit is {model.max_context}",
+            param="tokens",
+            code="context_length_exceeded",
+        )
+    for index, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"tokens[{index}] is {token_id}, expected 0 to {vocab_size - 1}", param=f"tokens[{index}]"
+            )
+    return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+def _encode(body: TextBody | MessagesBody, model: ServedModel, options: ServeOptions) -> list[int]:
+    room = model.max_context
+    if isinstance(body, MessagesBody):
+        return model.tokenizer.encode_chat(read_conversation(body, options), max_tokens=room)
+    ids = model.tokenizer.encode(body.prompt, max_tokens=room)
+    if body.add_special_tokens:
+        return ids
+    # `encode_word` has no limit of its own, so it follows `encode`.
+    return model.tokenizer.encode_word(body.prompt)
