@@ -42,11 +42,38 @@ class CallRules:
             schema = {**schema, "x-guidance": {"lenient": True}}
         return "%json " + json.dumps(schema)
 
-    def grammar(self, calls: Sequence[str], *, before: str = "", between: str = "", after: str = "") -> str:
-        """Return a grammar of one or more of ``calls``, behind the reasoning that the prompt has opened."""
+    def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+        """Return name and schema of each property, and whether it is required."""
+        properties, required = schema.get("properties"), schema.get("required")
+        names = required if isinstance(required, list) else []
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        return [
+            (key, {**value, **shared} if isinstance(value, Mapping) else {}, key in names)
+            for key, value in (properties.items() if isinstance(properties, Mapping) else ())
+        ]
+
+    def parameters(self, tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
+        """Return the `members` of a tool's parameters."""
+        return self.members(tool.parameters)
+
+    def grammar(
+        self,
+        calls: Sequence[str],
+        *,
+        before: str = "",
+        between: str = "",
+        after: str = "",
+        single: bool = False,
+        extra: Sequence[str] = (),
+    ) -> str:
+        """Return a grammar of one or more of ``calls``, behind the reasoning that the prompt has opened.
+
+        A ``single`` call is one at most. ``extra`` are rules that the calls name.
+        """
         lines = [f"call: {' | '.join(f'call_{index}' for index in range(len(calls)))}"]
         lines += [f"call_{index}: {call}" for index, call in enumerate(calls)]
-        more = f"({between} call)*" if self.parallel else ""
+        lines += extra
+        more = f"({between} call)*" if self.parallel and not single else ""
         start = f"{before} call {more} {after}"
         if self.reasoning_end:
             start = f"reasoning {start}"

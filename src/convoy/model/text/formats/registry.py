@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.model.text.formats import hermes
+from convoy.model.text.formats import deepseek, gemma, harmony, hermes, llama, mistral, tags
 from convoy.model.text.formats.grammar import CallRules
 from convoy.model.text.formats.lexer import Lexer
 from convoy.model.text.formats.parser import THINK, ReplyParser
@@ -36,6 +36,34 @@ _END_TOKENS = 24
 _PLAIN = FormatRow("think", ("<think>",), THINK, ReplyParser, None)
 # The first row that fits counts, so the special ones come first.
 FORMATS: tuple[FormatRow, ...] = (
+    FormatRow("harmony", ("<|channel|>",), harmony.MARKS, harmony.HarmonyParser, harmony.write_grammar),
+    FormatRow("gemma", ("<|tool_call>", "<|channel>"), gemma.MARKS, gemma.GemmaParser, gemma.write_grammar),
+    FormatRow(
+        "dsml",
+        (tags.DSML,),
+        tags.DSML_MARKS,
+        tags.DsmlParser,
+        tags.write_dsml_grammar,
+        model_types=frozenset(("deepseek_v32", "deepseek_v4")),
+    ),
+    FormatRow(
+        "deepseek",
+        (deepseek.BEGIN,),
+        deepseek.MARKS,
+        deepseek.DeepSeekParser,
+        deepseek.write_grammar,
+        arguments_as_text=True,
+    ),
+    FormatRow(
+        "mistral",
+        (mistral.CALLS,),
+        mistral.MARKS,
+        mistral.MistralParser,
+        mistral.write_grammar,
+        call_id_chars=9,
+    ),
+    FormatRow("llama", (llama.TAG, "ipython"), llama.MARKS, llama.LlamaParser, llama.write_grammar),
+    FormatRow("qwen-tags", ("<function=",), tags.QWEN_MARKS, tags.QwenTagParser, tags.write_qwen_grammar),
     FormatRow("hermes", ("<tool_call>",), hermes.MARKS, hermes.HermesParser, hermes.write_grammar),
     _PLAIN,
 )
