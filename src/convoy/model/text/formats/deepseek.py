@@ -34,6 +34,11 @@ class DeepSeekParser(ReplyParser):
         """Tell whether no call is open."""
         return self._state == "text"
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string of a call is open."""
+        return self._state == "arguments" and self._arguments.in_string
+
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Begin or end a call or one of its parts."""
         if not self.options.calls:

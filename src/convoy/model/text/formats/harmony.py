@@ -32,14 +32,19 @@ class HarmonyParser(ReplyParser):
 
     def read(self, lexeme: Mark | str) -> list[Piece]:
         """Return the pieces that a mark or a text adds."""
-        if isinstance(lexeme, Mark):
+        if isinstance(lexeme, Mark) and not (lexeme.spelled and self.in_string):
             return self.on_mark(lexeme)
-        return self.on_text(lexeme)
+        return self.on_text(lexeme.shown if isinstance(lexeme, Mark) else lexeme)
 
     def finish(self) -> list[Piece]:
         """Return the last pieces, as no lexeme follows."""
         held = self.say(self._header) if self._state == "begin" else []
         return [*held, *self._leave(), *self.close()]
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string of a call is open."""
+        return self._state == "call" and self._arguments.in_string
 
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Begin or end a header or a message."""

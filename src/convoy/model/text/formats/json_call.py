@@ -23,6 +23,11 @@ class JsonValue:
         self._escaped = False
         self._scalar = False
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return self._quoted
+
     def take(self, text: str, start: int) -> int:
         """Return the index in ``text`` behind the part of the value that begins at ``start``.
 
@@ -70,6 +75,11 @@ class JsonArguments:
     def done(self) -> bool:
         """Tell whether the object is complete."""
         return self._value.done
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return self._value.in_string
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         """Return the pieces of ``text``, and the rest of it behind the object."""
@@ -121,6 +131,11 @@ class JsonCall:
     def failed(self) -> bool:
         """Tell whether the text is certain to be no call."""
         return self._failed
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return not self.done and self._value.in_string
 
     @property
     def raw(self) -> str:

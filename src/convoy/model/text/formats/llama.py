@@ -30,6 +30,11 @@ class LlamaParser(ReplyParser):
         """Tell whether no call is open."""
         return self._call is None
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string of a call is open."""
+        return self._call is not None and self._call.in_string
+
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Expect a call behind the tag."""
         if mark.name != TAG or not self.options.calls or self._call is not None:

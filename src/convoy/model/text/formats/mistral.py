@@ -33,6 +33,13 @@ class MistralParser(ReplyParser):
         """Tell whether no call is open."""
         return self._state == "text"
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string of a call is open."""
+        return (self._state == "arguments" and self._arguments.in_string) or (
+            self._call is not None and self._call.in_string
+        )
+
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Begin a call, its id or its arguments."""
         if not self.options.calls:

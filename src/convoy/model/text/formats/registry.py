@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from convoy.model.text.conversation import Tool
 from convoy.model.text.formats import deepseek, gemma, harmony, hermes, llama, mistral, tags
 from convoy.model.text.formats.grammar import CallRules
 from convoy.model.text.formats.lexer import Lexer
 from convoy.model.text.formats.parser import THINK, ReplyParser
+from convoy.model.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,22 @@ class ReplyFormat:
     def has_calls(self) -> bool:
         """Tell whether the model can write calls."""
         return self.row.grammar is not None
+
+    def call_grammar(self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool) -> str:
+        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one."""
+        assert self.row.grammar is not None, "only a format with calls can force them"
+        return self.row.grammar(CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens))
+
+    def behind_reasoning(self, grammar: Grammar) -> Grammar:
+        """Return the grammar of a reply whose text keeps ``grammar`` once its reasoning has ended.
+
+        A grammar in a language of its own holds from the beginning, so such a reply has no reasoning.
+        """
+        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(True), tokens=self.tokens)
+        return rules.behind_reasoning(grammar)
+
+    def _reasoning_end(self, thinking: bool) -> str:
+        return self.row.parser.think[1] if thinking else ""
 
     def lexer(self, shown_of: Callable[[int], str]) -> Lexer:
         """Return a lexer for one choice; ``shown_of`` returns the text of one token."""

@@ -118,10 +118,11 @@ class TagParser(ReplyParser):
     def __init__(self, options: ParserOptions) -> None:
         super().__init__(options)
         self._state: _State = "text"
-        self._scanner = TextScanner(self.kinds)
+        # The lexer finds the other tags.
+        self._scanner = TextScanner(tag for tag in self.kinds if tag not in QWEN_MARKS)
         self._header = ""
-        # The text since the opening tag, as long as no call has begun.
-        self._raw = ""
+        # The text since the opening tag; None once a call has begun.
+        self._raw: str | None = None
         self._writer: ArgumentWriter | None = None
 
     @property
@@ -197,7 +198,7 @@ class TagParser(ReplyParser):
                 return self.say(self.shown(text))
             case "value" if self._writer is not None:
                 return self._writer.text(self.shown(text))
-            case "outside":
+            case "outside" if self._raw is not None:
                 self._raw += self.shown(text)
             case "name" | "key":
                 return self._take_header(text)
@@ -209,7 +210,7 @@ class TagParser(ReplyParser):
         if not found:
             return []
         if self._state == "name":
-            self._state, self._raw = "body", ""
+            self._state, self._raw = "body", None
             name = self.read_name(head)
             self._writer = ArgumentWriter(self, self.tool(name), trims=self.trims)
             return [self.begin_call(name), *self._take(rest)]
@@ -229,8 +230,8 @@ class TagParser(ReplyParser):
             return self.say(shown)
         closed = self._writer.close() if state == "value" and self._writer else []
         pieces = [*closed, *self._end_call()]
-        self._state, self._raw = "text", ""
-        if raw:
+        self._state, self._raw = "text", None
+        if raw is not None:
             return self.say(raw + (self._header if state == "name" else "") + shown)
         self.section()
         return pieces
