@@ -6,8 +6,12 @@ import json
 from collections.abc import Set as SetOf
 from typing import Any
 
+import numpy as np
+
 from convoy.model.constraints.compiler import GrammarCompiler, GrammarLimits
-from convoy.model.constraints.matcher import CompiledGrammar
+from convoy.model.constraints.matcher import CompiledGrammar, MaskFiller
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.sampling.sample import sample
 from convoy.model.text.grammar import Grammar, GrammarKind
 from support.fake_executor import VOCAB
 from support.fake_tokenizer import EOS
@@ -53,6 +57,35 @@ def compiled(
 
 def grammar(kind: GrammarKind, text: Any = "", *, strict: bool = True) -> Grammar:
     return Grammar(kind, text if isinstance(text, str) else json.dumps(text), strict)
+
+
+def draw_answer(grammar: CompiledGrammar, seed: int, max_tokens: int) -> tuple[str, bool]:
+    """Draw from random logits that favour closing tokens; return the text, and whether it is whole."""
+    random, filler, matcher = np.random.default_rng(seed), MaskFiller(), grammar.matcher()
+    closing = [256, *b'"]}', *(258 + ByteVocabulary.WORDS.index(word) for word in ("}", "]"))]
+    text = b""
+    for position in range(max_tokens):
+        logits = random.standard_normal(ByteVocabulary.vocab_size).astype(np.float32)
+        # Most tokens are bytes of letters beyond ASCII, and a text of these alone says little.
+        logits[128:256] -= 3
+        logits[closing] += 4
+        filler.fill([(matcher, ())])
+        token = sample(
+            logits,
+            SamplingParams(seed=seed),
+            choice=0,
+            position=position,
+            prompt_ids=(),
+            generated_ids=(),
+            mask=matcher.masks[0],
+        ).token_id
+        if token == 256:
+            return text.decode(), True
+        assert matcher.consume(token)
+        text += ByteVocabulary().token_bytes(token)
+        if matcher.complete:
+            return text.decode(), True
+    return text.decode(errors="ignore"), False
 
 
 def letters(pattern: str) -> CompiledGrammar:

@@ -94,7 +94,7 @@ class HeadOptions:
     most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
     linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
     guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar forces are
-    guessed in the same cases, also where ``speculate`` is 0.
+    guessed in the same cases, also if ``speculate`` is 0.
 
     With ``share_across_keys`` requests share K/V of a common prefix under any API key.
 

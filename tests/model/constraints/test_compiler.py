@@ -106,6 +106,8 @@ def exponential(size: int) -> dict[str, Any]:
         ("json_schema", {"type": "strin"}, "that can be enforced"),
         ("json_schema", {"type": "string", "pattern": "("}, "that can be enforced"),
         ("json_schema", {"description": "x" * 300_000}, "bytes, and the limit is 262144"),
+        ("json_schema", {"$ref": "http://localhost:1/schema.json"}, "that can be enforced"),
+        ("json_schema", {"$ref": "file:///etc/hostname"}, "that can be enforced"),
         ("regex", "((((", "not a regular expression that can be enforced"),
         ("choice", [], "not a list of texts"),
         ("choice", [1], "not a list of texts"),

@@ -141,11 +141,11 @@ def _grammar(request: ChatRequest, reply: ParserOptions, model: ServedModel) -> 
     if request.conversation.tools and choice.mode == "required":
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
         text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
-        return model.grammars.compile(Grammar("lark", text), "tools")
+        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools")
     if request.grammar is None:
         return None
     grammar = own.behind_reasoning(request.grammar) if reply.thinking else request.grammar
-    return model.grammars.compile(grammar, "grammar")
+    return model.grammars.compile(grammar, grammar.param)
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

@@ -94,7 +94,7 @@ class CallRules:
                 )
             case _:
                 return grammar
-        return Grammar("lark", self._behind(r"/\n*/ body", [f"body: {body}"]), grammar.strict)
+        return Grammar("lark", self._behind(r"/\n*/ body", [f"body: {body}"]), grammar.strict, grammar.param)
 
     def _behind(self, start: str, lines: list[str]) -> str:
         """Return the whole grammar of ``start``, behind the reasoning if there is one."""
