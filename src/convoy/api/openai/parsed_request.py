@@ -56,6 +56,7 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
         stop=shared.stop,
         num_choices=shared.num_choices,
         stream=bool(body.stream),
+        grammar=read_form(body),
     )
     parsed = parse_chat(chat, service, shared.cache_salt)
     # The fields that only the APIs after OpenAI have.
@@ -128,7 +129,8 @@ def _read(
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
     shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
-    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
+    grammar = _compiled(read_form(body), model)
+    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring, grammar=grammar)
     requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
     return ParsedRequest(
         model=model,
@@ -168,7 +170,6 @@ def _shared(
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         allowed_token_ids=_allowed(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, model.tokenizer),
-        grammar=_compiled(read_form(body), model),
     )
 
 
