@@ -14,13 +14,16 @@ from typing import Any
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.answer_form import read_form
 from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from convoy.model.text.grammar import Grammar
 
 MAX_STOPS = 16
 # vLLM takes as many.
@@ -52,6 +55,7 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
         stop=shared.stop,
         num_choices=shared.num_choices,
         stream=bool(body.stream),
+        grammar=read_form(body),
     )
     parsed = parse_chat(chat, service, shared.cache_salt)
     # The fields that only the APIs after OpenAI have.
@@ -113,7 +117,8 @@ def _read(
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
     shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
-    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
+    grammar = _compiled(read_form(body), model)
+    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring, grammar=grammar)
     requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
     return ParsedRequest(
         model=model,
@@ -154,6 +159,10 @@ def _shared(
         allowed_token_ids=_allowed(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, model.tokenizer),
     )
+
+
+def _compiled(form: Grammar | None, model: ServedModel) -> CompiledGrammar | None:
+    return None if form is None else model.grammars.compile(form, form.param)
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:
