@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass
 
 from convoy.api.chat.parsed import ParsedRequest
@@ -63,6 +64,15 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         continuous_usage=False,
         reply=reply,
     )
+
+
+def cache_salt_of(own: bytes, asked: str | None) -> bytes:
+    """Return the salt of a request's cached prefixes, from the caller's key and ``asked``.
+
+    Another key's caller cannot tell from response times that a prompt was asked before under this key.
+    ``asked`` separates callers that share one key.
+    """
+    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
 def count_prompt(request: ChatRequest, service: Service) -> int:

@@ -5,7 +5,6 @@ Tokenising a large body takes a while, so the server calls these functions on a 
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 from dataclasses import replace
@@ -13,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.request import ChatRequest, check_room, find_room, parse_chat
+from convoy.api.chat.request import ChatRequest, cache_salt_of, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.answer_form import read_form
 from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
@@ -76,17 +75,6 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
         continuous_usage=asked.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
     )
-
-
-def read_messages(given: Sequence[ChatMessage], options: ServeOptions) -> list[dict[str, str]]:
-    """Return the messages of a chat for its template. Raises `RequestError`."""
-    if not given:
-        raise RequestError("messages is empty, expected at least one message", param="messages")
-    _check_messages(given, options)
-    return [
-        {"role": _role(message, index), "content": _content(message, index)}
-        for index, message in enumerate(given)
-    ]
 
 
 def read_completion(
@@ -165,7 +153,7 @@ def _shared(
         ignore_eos=bool(body.ignore_eos),
         num_choices=_num_choices(body, options),
         prompt_logprobs=_most(params.logprobs if scored else None, body.prompt_logprobs),
-        cache_salt=_salt(salt, body.cache_salt),
+        cache_salt=cache_salt_of(salt, body.cache_salt),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         allowed_token_ids=_allowed(body.allowed_token_ids),
@@ -276,15 +264,6 @@ def _stream_options(body: GenerationBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     return body.stream_options or StreamOptions()
-
-
-def _salt(own: bytes, asked: str | None) -> bytes:
-    """Return the salt of a request's cached prefixes, from the caller's key and ``asked``.
-
-    Another key's caller cannot tell from response times that a prompt was asked before under this key.
-    ``asked`` separates callers that share one key.
-    """
-    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

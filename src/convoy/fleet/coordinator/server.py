@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from convoy.api.anthropic.problem import problem_for
 from convoy.api.body.intake import Intake
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
@@ -33,7 +34,7 @@ from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.books.store import Store
-from convoy.fleet.consumer_request import ModelOptions
+from convoy.fleet.consumer_request import PATHS, ModelOptions
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -100,18 +101,18 @@ def make_public_app(
     """
     about = _About(coordinator, lifecycle)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
-    chat, completion = Consume(*shared, "chat"), Consume(*shared, "completion")
     leases = Leases(coordinator)
     routes = [
         Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", UseLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completion, methods=["POST"]),
+        *(Route(path, Consume(*shared, kind), methods=["POST"]) for kind, path in PATHS.items()),
         Route("/v1/models", about.models),
         Route("/health", about.health),
     ]
-    consumers = counts.around(Guard(Router(routes, redirect_slashes=False), options, failed), routes)
+    consumers = counts.around(
+        Guard(Router(routes, redirect_slashes=False), options, failed, problem_for), routes
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
