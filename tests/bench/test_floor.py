@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from convoy.bench.floor import FloorOptions, FloorRow, MemoryRead, floor_ratios, load_whole, measure_floor
+from convoy.bench.masks import mask_ratios, measure_masks
 from convoy.bench.report.clock import Deadline
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.text.tokens import Tokenizer
 from support.synthetic import write_config
 
 OPTIONS = FloorOptions((1, 2), context=20, steps=3)
@@ -45,3 +47,16 @@ def test_ratios_are_those_of_the_rows_that_are_there() -> None:
 
     rows = [row("exact-f32", 1, 40.0), row("exact-f32", 4, 50.0), row("w8a8", 16, 30.0)]
     assert floor_ratios(rows) == {"exact-f32_of_floor": 0.75, "exact-f32_step_4_over_1": 1.25}
+
+
+def test_masks_have_a_row_beside_each_step_and_a_late_run_ends() -> None:
+    source = ModelSource.resolve("demo-mini")
+    floors = [FloorRow("exact-f32", count, 100, 1000, 20.0, 30.0, 40.0, 25.0, 0.7) for count in (1, 3)]
+    rows = measure_masks(Tokenizer(source), floors, 5, Deadline(60))
+    assert [(row.concurrent, row.vocab_size) for row in rows] == [
+        (one, source.spec.vocab_size) for one in (1, 3)
+    ]
+    assert all(row.mask_ms > 0 and row.of_step == pytest.approx(row.mask_ms / 40, abs=1e-3) for row in rows)
+    assert mask_ratios(rows).keys() == {"exact-f32_masks_of_step_1", "exact-f32_masks_of_step_3"}
+    with pytest.raises(ConvoyError, match="longer than 0 s"):
+        measure_masks(Tokenizer(source), floors, 5, Deadline(0))

@@ -9,6 +9,7 @@ import pytest
 
 from convoy.bench.report.clock import Deadline
 from convoy.bench.spec import (
+    FORMED,
     PLAIN,
     REPETITIVE,
     Contender,
@@ -28,7 +29,8 @@ OPTIONS = SpecOptions(num_tokens=16, num_rounds=2)
 
 @contextmanager
 def contender(speculate: int) -> Iterator[Contender]:
-    with running_cluster(ModelSource.resolve("demo-mini"), 1, speculate=speculate) as cluster:
+    source = ModelSource.resolve("demo-mini")
+    with running_cluster(source, 1, speculate=speculate, jump_forward=speculate > 0) as cluster:
         yield Contender(cluster.engine, cluster.tokenizer, speculate, 0.5, 1.5)
 
 
@@ -43,14 +45,15 @@ def test_each_text_has_a_row_with_guesses_and_one_without(without: Contender) ->
         rows = measure_spec([without, guessing], OPTIONS, said=Said(), deadline=Deadline(60))
     assert [(row.text, row.drawn, row.speculate) for row in rows] == [
         (text, drawn, speculate)
-        for text, drawn in ((PLAIN, "greedy"), (PLAIN, "seeded"), (REPETITIVE, "greedy"))
+        for text, drawn in ((PLAIN, "greedy"), (PLAIN, "seeded"), (REPETITIVE, "greedy"), (FORMED, "seeded"))
         for speculate in (0, 4)
     ]
     assert all(row.identical and row.tokens_per_s > 0 for row in rows)
     assert (rows[4].tokens, rows[4].drafted) == (3 * 16, 0)
     assert rows[5].drafted >= rows[5].accepted > 0
     assert [row.tokens for row in rows[::2]] == [row.tokens for row in rows[1::2]]
-    assert len(spec_ratios(rows)) == 3
+    assert rows[6].drafted == 0 < rows[7].accepted, "much of a schema's text is forced"
+    assert len(spec_ratios(rows)) == 4
 
 
 def answer(*tokens: int) -> Completion:

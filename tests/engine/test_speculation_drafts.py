@@ -169,7 +169,7 @@ def test_nobody_guesses_where_state_cannot_be_rewound_or_nobody_asked() -> None:
     spec = ModelSpec.from_config(SPEC, "tiny")
     assert HeadOptions(speculate=8).drafter(spec, steady=True) is not None
     assert HeadOptions(speculate=8).drafter(replace(spec, can_rewind=False), steady=True) is None
-    assert HeadOptions(speculate=0).drafter(spec, steady=True) is None
+    assert HeadOptions(speculate=0, jump_forward=False).drafter(spec, steady=True) is None
 
 
 def test_under_a_kernel_that_is_not_exact_nobody_guesses_unless_asked_for_it() -> None:
@@ -177,7 +177,14 @@ def test_under_a_kernel_that_is_not_exact_nobody_guesses_unless_asked_for_it() -
     assert HeadOptions(speculate=8).drafter(spec, steady=False) is None
     asked = HeadOptions(speculate=8, guess_inexact=True)
     assert asked.drafter(spec, steady=False) is not None
-    assert replace(asked, speculate=0).drafter(spec, steady=False) is None
+    assert replace(asked, speculate=0, jump_forward=False).drafter(spec, steady=False) is None
+
+
+def test_forced_tokens_are_guessed_without_speculation_wherever_a_guess_can_be_undone() -> None:
+    spec = ModelSpec.from_config(SPEC, "tiny")
+    assert HeadOptions(speculate=0).drafter(spec, steady=True) is not None
+    assert HeadOptions(speculate=0).drafter(replace(spec, can_rewind=False), steady=True) is None
+    assert HeadOptions(speculate=0).drafter(spec, steady=False) is None
 
 
 @pytest.mark.parametrize("length", [-1, MAX_DRAFT + 1])

@@ -70,3 +70,21 @@ def test_counts_that_cannot_be_are_not_believed() -> None:
     reader = EventReader(stream=False)
     reader.whole(b'{"usage": {"prompt_tokens": -1, "completion_tokens": "many"}}')
     assert (reader.prompt_tokens, reader.completion_tokens, reader.tokens) == (0, 0, 1)
+
+
+def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
+    reader = EventReader(stream=True, keep_usage=False)
+    whole = (
+        b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":9,'
+        b'"cache_read_input_tokens":0,"output_tokens":0}}}\n\n'
+        b'event: ping\ndata: {"type":"ping"}\n\n'
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"text_delta"}}\n\n'
+        b"event: content_block_delta\n"
+        b'data: {"type":"content_block_delta","delta":{"type":"signature_delta"}}\n\n'
+        b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":2,'
+        b'"cache_read_input_tokens":7,"output_tokens":1}}\n\n'
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    )
+    assert reader.feed(whole) == whole
+    assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (1, 9, 1)
+    assert reader.ended

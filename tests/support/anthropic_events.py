@@ -26,7 +26,8 @@ def parse_stream(text: str) -> list[dict[str, Any]]:
     """Return the events of a whole stream. Raises or asserts where one has another form."""
     events = []
     for part in text.split("\n\n"):
-        if part:
+        # A coordinator and a proxy add comments.
+        if part and not part.startswith(":"):
             first, second = part.split("\n")
             events.append(parse_event(first.removeprefix("event: "), second.removeprefix("data: ")))
     return events

@@ -37,8 +37,12 @@ class ByteTokenizer:
     """Map byte n to token n; 256 ends the text."""
 
     eos_ids = frozenset({EOS})
+    control_ids: frozenset[int] = frozenset()
     vocab_size = 257
     longest_token_bytes = 1
+
+    def encode_letters(self, text: str, /) -> list[int]:
+        return list(text.encode())
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         check_length(len(text.encode()), max_tokens)

@@ -14,6 +14,7 @@ from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.wire.codec import decode_message, encode_message
 from convoy.wire.frame import TENSOR_TYPES
 from convoy.wire.messages.control import (
+    MAX_MASK_BYTES,
     MAX_OFFER_BYTES,
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
@@ -271,16 +272,17 @@ def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
 def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
     """Vectors of `docs/protocol.md`, "Who draws": fields in order, token ids as little-endian uint32."""
     draw = SampleRequest(
-        6, 0, 77, 0.5, 3, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.5)], 2, -1, False, b"", b"", b"", b"\2\1\0\0"
+        *(6, 0, 77, 0.5, 3, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.5)], 2, -1, False, b"", b"", b""),
+        *(b"\2\1\0\0", b"\0\2\0\0"),
     )
     sent = encode_message(Step(5, [], [], [], b"", [draw]))
     assert sent.hex() == (
         "96059090"
-        "90c40091dc0012"
+        "90c40091dc0013"
         "06004dcb3fe000000000000003cb3ff0000000000000cb0000000000000000cb3ff0000000000000"
         "cb0000000000000000cb0000000000000000"
         "919207cb3ff8000000000000"
-        "02ffc2c400c400c400c40402010000"
+        "02ffc2c400c400c400c40402010000c40400020000"
     )
     answers = encode_message(SampleReplies(5, [SampleReply(9, -0.5, [(9, -0.5)], b"", "", 3)]))
     assert answers.hex() == "9205919609cbbfe0000000000000919209cbbfe0000000000000c400a003"
@@ -294,6 +296,15 @@ def test_a_draw_restricts_at_most_1024_tokens(field: str) -> None:
     assert decode_message(FrameType.STEP, encode_message(step(4096))) == step(4096)
     with pytest.raises(FrameError):
         decode_message(FrameType.STEP, encode_message(step(4097)))
+
+
+def test_a_draw_has_a_mask_of_at_most_524288_tokens() -> None:
+    def step(num_bytes: int) -> Step:
+        return Step(5, [], [], [], b"", [msgspec.structs.replace(DRAW, mask=bytes(num_bytes))])
+
+    assert decode_message(FrameType.STEP, encode_message(step(MAX_MASK_BYTES))) == step(MAX_MASK_BYTES)
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, encode_message(step(MAX_MASK_BYTES + 1)))
 
 
 def test_a_step_for_a_rank_is_bounded_as_a_step_is_and_has_no_draws() -> None:

@@ -95,7 +95,7 @@ class Exchange:
 
     async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
         """Send some events in one write, and ``tail`` after them. The tag of a tagged struct is its name."""
-        data = b"".join(_event(event) for event in events) + tail
+        data = b"".join(encode_event(event) for event in events) + tail
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -128,7 +128,8 @@ class Exchange:
             await asyncio.Event().wait()
 
 
-def _event(event: msgspec.Struct) -> bytes:
+def encode_event(event: msgspec.Struct) -> bytes:
+    """Return a server-sent event. The tag of a tagged struct is its name."""
     tag = event.__struct_config__.tag
     name = b"" if tag is None else f"event: {tag}\n".encode()
     return name + b"data: " + _encoder.encode(event) + b"\n\n"

@@ -15,6 +15,7 @@ from convoy.api.refusals import UnknownModel
 from convoy.cluster.metrics.families import Source
 from convoy.engine.outputs import Output
 from convoy.engine.requests.request import GenerationRequest
+from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.text.conversation import Conversation
 from convoy.model.text.formats.registry import ReplyFormat
 
@@ -51,6 +52,13 @@ class ServedTokenizer(Protocol):
     def longest_token_bytes(self) -> int | None:
         """Return the most bytes of text that one token stands for, or None if no bound is known."""
 
+    @property
+    def control_ids(self) -> Set[int]:
+        """Return the tokens that are no text."""
+
+    def encode_letters(self, text: str, /) -> list[int]:
+        """Return the token ids of ``text`` inside another text, control strings as their letters."""
+
     def encode_word(self, text: str, /) -> list[int]: ...
 
     def encode(self, text: str, /, *, max_tokens: int | None = None) -> list[int]:
@@ -73,12 +81,16 @@ class ServedTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Hold a model and the engine that runs it."""
+    """Hold a model, the engine that runs it, and the compiler of grammars for its tokens."""
 
     name: str
     engine: ServedEngine
     tokenizer: ServedTokenizer
     created: int = field(default_factory=lambda: int(time.time()))
+    grammars: GrammarCompiler = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", GrammarCompiler(self.tokenizer))
 
     @property
     def max_context(self) -> int:

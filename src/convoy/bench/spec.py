@@ -5,21 +5,25 @@ bench/METHODOLOGY.md describes the texts and explains the figures.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from convoy.bench.masks import SCHEMA
 from convoy.bench.report.clock import Deadline
 from convoy.bench.throughput import GREEDY
 from convoy.engine.completion import Completion, generate
 from convoy.engine.engine import Engine
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
+from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.grammar import Grammar
 from convoy.model.text.tokens import Tokenizer
 
-PLAIN, REPETITIVE = "plain", "repetitive"
-KINDS = (PLAIN, REPETITIVE)
+PLAIN, REPETITIVE, FORMED = "plain", "repetitive", "schema"
+KINDS = (PLAIN, REPETITIVE, FORMED)
 SEEDED = SamplingParams(temperature=0.8, seed=1)
 
 _STORIES = (
@@ -108,6 +112,7 @@ def measure_spec(
         (PLAIN, "greedy", GREEDY),
         (PLAIN, "seeded", SEEDED),
         (REPETITIVE, "greedy", GREEDY),
+        (FORMED, "seeded", SEEDED),
     ):
         requests = _requests(contenders[0].tokenizer, kind, params, options.num_tokens)
         before = [contender.engine.stats() for contender in contenders]
@@ -143,13 +148,23 @@ def measure_spec(
 def _requests(
     tokenizer: Tokenizer, kind: str, params: SamplingParams, num_tokens: int
 ) -> list[GenerationRequest]:
-    """Return the requests of one kind. Stories end by themselves; repetitive texts run to the last token."""
-    if kind == PLAIN:
+    """Return the requests of one kind. Repetitive texts run to the last token; the others end by themselves.
+
+    Much of an answer to a schema is forced, and forced tokens are guesses that are certain.
+    """
+    grammar = None
+    if kind == FORMED:
+        source = Grammar("json_schema", json.dumps(SCHEMA))
+        grammar = GrammarCompiler(tokenizer).compile(source, "schema")
+    if kind in (PLAIN, FORMED):
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in _STORIES]
     else:
         prompts = [tokenizer.encode(text) for text in _REPEATED]
     endless = kind == REPETITIVE
-    return [GenerationRequest(tuple(ids), params, num_tokens, ignore_eos=endless) for ids in prompts]
+    return [
+        GenerationRequest(tuple(ids), params, num_tokens, ignore_eos=endless, grammar=grammar)
+        for ids in prompts
+    ]
 
 
 def _rate(answers: Sequence[Completion]) -> float:

@@ -10,7 +10,7 @@ from convoy.config.kernels import on_device
 from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
 from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.engine.speculation import MAX_DRAFT, LookupDrafter
+from convoy.engine.speculation import MAX_DRAFT, GrammarDrafter, LookupDrafter
 from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.memory.blocks import BlockDemand
@@ -93,7 +93,8 @@ class HeadOptions:
     ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
     most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
     linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
-    guessed without ``guess_inexact``.
+    guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar forces are
+    guessed in the same cases, also if ``speculate`` is 0.
 
     With ``share_across_keys`` requests share K/V of a common prefix under any API key.
 
@@ -124,6 +125,7 @@ class HeadOptions:
     level_chunks: bool = ENGINE.level_chunks
     speculate: int = 0
     guess_inexact: bool = False
+    jump_forward: bool = True
     share_across_keys: bool = ENGINE.share_across_keys
     max_waiting: int = SERVE.max_waiting
     parallel: Asked = PLAN.parallel
@@ -220,7 +222,10 @@ class HeadOptions:
 
     def num_guesses(self, spec: ModelSpec, *, steady: bool) -> int:
         """Return the tokens guessed at once: 0 if a wrong guess cannot be undone or may change the text."""
-        return self.speculate if spec.can_rewind and (steady or self.guess_inexact) else 0
+        return self.speculate if self._may_guess(spec, steady=steady) else 0
+
+    def _may_guess(self, spec: ModelSpec, *, steady: bool) -> bool:
+        return spec.can_rewind and (steady or self.guess_inexact)
 
     def why_no_guesses(self, spec: ModelSpec, kernel: str) -> str:
         """Return the reason why `num_guesses` is 0 although guesses were asked for."""
@@ -228,7 +233,9 @@ class HeadOptions:
             return "this model's layers keep a state, from which a wrong guess could not be taken back"
         return f"with kernel {kernel} that may change a text"
 
-    def drafter(self, spec: ModelSpec, *, steady: bool) -> LookupDrafter | None:
+    def drafter(self, spec: ModelSpec, *, steady: bool) -> GrammarDrafter | None:
         """Return the drafter, or None. ``steady``: the kernel gives a row the same bits beside any others."""
         num_guesses = self.num_guesses(spec, steady=steady)
-        return LookupDrafter(num_guesses) if num_guesses else None
+        lookup = LookupDrafter(num_guesses) if num_guesses else None
+        forces = self.jump_forward and self._may_guess(spec, steady=steady)
+        return GrammarDrafter(lookup) if lookup or forces else None

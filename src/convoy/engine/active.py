@@ -19,6 +19,7 @@ from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence
 from convoy.engine.sequence_owner import SequenceOwner
 from convoy.errors import ConvoyError, StageLost
+from convoy.model.constraints.matcher import MaskFiller, Matcher
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
 
@@ -89,6 +90,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._owners: dict[Sequence, SequenceOwner] = {}
+        self._masks = MaskFiller()
         self.num_near_ties = 0
 
     def __getitem__(self, sequence: Sequence) -> SequenceOwner:
@@ -106,6 +108,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
 
     def sample_jobs(self, scheduled: Scheduled) -> list[SampleJob]:
         """Return one sampling job for each output of a step's rows, in row order."""
+        self._masks.fill(_constrained(scheduled))
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         return [job for row, sequence, drafts in parts for job in self[sequence].sample_jobs(row, drafts)]
 
@@ -197,3 +200,11 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
             text = "near_tie: two tokens within %g at position %d of a text that was run again after a loss; "
             text += "from there on it may differ from what it would have been"
             _log.warning(text, NEAR_TIE, len(sequence.tokens) - 1)
+
+
+def _constrained(scheduled: Scheduled) -> Iterator[tuple[Matcher, tuple[int, ...]]]:
+    """Yield the matchers of rows that bring a new token, each with the row's drafts."""
+    for row, sequence, drafts in zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True):
+        end = row.start + row.num_tokens - len(drafts)
+        if sequence.matcher is not None and end == len(sequence.tokens):
+            yield sequence.matcher, drafts

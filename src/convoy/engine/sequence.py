@@ -6,6 +6,8 @@ import enum
 import sys
 from dataclasses import dataclass, field
 
+from convoy.model.constraints.matcher import Matcher
+
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"
@@ -29,6 +31,8 @@ class Sequence:
     all_outputs: bool = False
     # Only sequences of equal salt may share blocks.
     salt: bytes = b""
+    # The place of the generated tokens in the request's grammar.
+    matcher: Matcher | None = None
     tokens: list[int] = field(init=False)
     # The most tokens that there is room for after a loss.
     wall: int = field(init=False, default=sys.maxsize)

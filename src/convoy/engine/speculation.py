@@ -153,6 +153,43 @@ class LookupDrafter:
         self._guessing.pop(sequence, None)
 
 
+class GrammarDrafter:
+    """Guess within a sequence's grammar: first the tokens that it forces, else those of another drafter.
+
+    A forced text is known before it is sampled, so several of its tokens run in one step. Guesses that the
+    grammar refuses are never sent.
+    """
+
+    def __init__(self, other: Drafter | None = None) -> None:
+        self._other = other
+        # Sequences with a last guess that was forced: its acceptance says nothing of the other drafter.
+        self._forced: set[Sequence] = set()
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Return forced tokens, or the other drafter's as far as the grammar allows them."""
+        matcher = sequence.matcher
+        if matcher is None:
+            return [] if self._other is None else self._other.propose(sequence, max_tokens)
+        self._forced.discard(sequence)
+        guesses = matcher.forced()[:max_tokens]
+        if guesses:
+            self._forced.add(sequence)
+        elif self._other is not None:
+            guesses = self._other.propose(sequence, max_tokens)
+        return guesses[: matcher.allowed_start(guesses)]
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Tell the other drafter how its guess did."""
+        if self._other is not None and sequence not in self._forced:
+            self._other.learn(sequence, num_drafts, num_accepted)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a sequence that is over."""
+        self._forced.discard(sequence)
+        if self._other is not None:
+            self._other.forget(sequence)
+
+
 def _pair(tokens: SequenceOf[int], end: int) -> int:
     return tokens[end - 2] << 32 | tokens[end - 1]
 

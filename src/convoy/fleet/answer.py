@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from convoy.api.anthropic.problem import CONTEXT_WORDS
 from convoy.api.keys.repeats import CONTEXT_ERROR
 
 # Names the two ends between which an answer was sealed, as far as the sender of the header knows.
@@ -40,8 +41,8 @@ def is_too_long(refusal: bytes) -> bool:
     """Return whether an engine's refusal says that the prompt does not fit its context."""
     try:
         error = msgspec.json.decode(refusal)["error"]
-        return bool(error["code"] == CONTEXT_ERROR)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+        return error.get("code") == CONTEXT_ERROR or str(error.get("message")).startswith(CONTEXT_WORDS)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError, AttributeError):
         return False
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
+from convoy.fleet.consumer_request import Kind
+
 # A longer line of a stream counts for nothing.
 MAX_LINE_BYTES = 1024 * 1024
 # These are the same in every event, and no token of an answer.
-_NO_TEXT = frozenset({"role", "id", "type", "index", "finish_reason"})
+_NO_TEXT = frozenset({"role", "id", "type", "index", "finish_reason", "signature", "stop_reason"})
+# An event's and a whole message's.
+_MESSAGE_FIELDS = ("delta", "content_block", "content")
 
 
 class AnswerText:
     """Count the bytes of text in an answer as it passes. Invalid data counts for nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        """Count from nothing. ``kind`` tells which fields a client shows."""
+        self._kind = kind
         # The last line, which has no end yet.
         self._line = bytearray()
         self.bytes = 0
@@ -41,7 +47,12 @@ class AnswerText:
             found = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
-        choices = found.get("choices") if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return
+        if self._kind == "messages":
+            self.bytes += sum(_text_bytes(found.get(name)) for name in _MESSAGE_FIELDS)
+            return
+        choices = found.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 self.bytes += sum(_text_bytes(choice.get(name)) for name in ("delta", "message", "text"))
@@ -55,7 +66,10 @@ def _text_bytes(said: object) -> int:
         if isinstance(one, str):
             count += len(one.encode())
         elif isinstance(one, dict):
-            left += [value for name, value in one.items() if name not in _NO_TEXT]
+            # A call's input is an object; OpenAI's form has it as text already.
+            if isinstance(given := one.get("input"), dict):
+                count += len(msgspec.json.encode(given))
+            left += [value for name, value in one.items() if name not in _NO_TEXT and name != "input"]
         elif isinstance(one, list):
             left += one
     return count

@@ -19,7 +19,13 @@ from convoy.errors import RequestError
 from convoy.fleet.books.price import Price
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "messages"]
+# The path of each kind, at engines, coordinators and proxies alike.
+PATHS: Mapping[Kind, str] = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "messages": "/v1/messages",
+}
 
 # The limit of one answer.
 MAX_TOKENS = 1 << 20
@@ -101,7 +107,7 @@ def read_consumer_request(
         fields.pop(name, None)
     if cache_key:
         fields["cache_salt"] = _salt(cache_key, account, body.get("cache_salt"))
-    prompt = body.get("messages" if kind == "chat" else "prompt")
+    prompt = body.get("prompt" if kind == "completion" else "messages")
     beginning = msgspec.json.encode(prompt)[:_TAGGED_BYTES]
     return ConsumerRequest(
         kind=kind,
@@ -157,11 +163,15 @@ def _each(body: dict[str, Any], kind: Kind, default: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
             raise RequestError(f"{name}: expected 0 to {MAX_TOKENS}", param=name)
         return value
+    if kind == "messages":
+        raise RequestError("max_tokens: field required", param="max_tokens")
     return default
 
 
 def _choices(body: dict[str, Any], kind: Kind) -> int:
     count = 1
+    if kind == "messages":
+        return count
     for name in ("n", "best_of"):
         value = body.get(name)
         if value is None:

@@ -10,6 +10,13 @@ from convoy.errors import ProviderError
 
 MAX_EVENT_BYTES = 1024 * 1024
 _DONE = b"[DONE]"
+# The fields of an answer's usage that make each count: OpenAI's, then those of the Messages API.
+_COUNTS = {
+    "prompt_tokens": (
+        *("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+    ),
+    "completion_tokens": ("completion_tokens", "output_tokens"),
+}
 
 
 class EventReader:
@@ -53,19 +60,34 @@ class EventReader:
         if found.get("error") is not None:
             raise ProviderError("the upstream broke off with an error")
         self._count(found)
+        if isinstance(found.get("type"), str):
+            self._named(found)
+            return True
         choices = found.get("choices")
         if isinstance(choices, list) and choices:
             self.tokens += sum(_says_something(choice) for choice in choices)
             return True
         return self._keep_usage or not found.get("usage")
 
+    def _named(self, found: dict[str, Any]) -> None:
+        """Count an event of the Messages API, each of which has a type."""
+        match found["type"]:
+            case "message_start" if isinstance(found.get("message"), dict):
+                self._count(found["message"])
+            case "content_block_delta":
+                delta = found.get("delta")
+                kind = delta.get("type") if isinstance(delta, dict) else None
+                self.tokens += kind != "signature_delta"
+            case "message_stop":
+                self.ended = True
+
     def _count(self, found: dict[str, Any]) -> None:
         usage = found.get("usage")
         if isinstance(usage, dict):
-            for name in ("prompt_tokens", "completion_tokens"):
-                value = usage.get(name)
-                if isinstance(value, int) and 0 <= value <= 1 << 40:
-                    setattr(self, name, value)
+            for name, parts in _COUNTS.items():
+                values = [value for part in parts if (value := usage.get(part)) is not None]
+                if values and all(isinstance(value, int) and 0 <= value <= 1 << 40 for value in values):
+                    setattr(self, name, sum(values))
 
 
 def _says_something(choice: object) -> bool:

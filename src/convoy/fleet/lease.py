@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from convoy.crypto.sealed.request import (
     sealed_size,
 )
 from convoy.errors import FrameError, RequestError
-from convoy.fleet.consumer_request import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, ConsumerRequest
+from convoy.fleet.consumer_request import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, ConsumerRequest, Kind
 from convoy.wire.fleet.messages import (
     MAX_EVIDENCE_BYTES,
     Bytes32,
@@ -47,7 +47,7 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     model: Name
-    kind: Literal["chat", "completion"]
+    kind: Kind
     stream: bool
     prompt_tokens: _Positive
     most_prompt_tokens: _Positive

@@ -2,6 +2,6 @@
 
 `checkpoints` reads weights, and `loading` builds the layers of a stage from them. `kernels` and `layers`
 compute, `kv` holds keys and values, and `parallel` splits layers over ranks. `backends` run a stage on a
-host or on CUDA devices. `sampling` samples tokens, and `text` converts between text and token ids. Open
-the entrance that loads a stage first, then `backends`.
+host or on CUDA devices. `sampling` samples tokens, `constraints` keeps an answer to a grammar, and `text`
+converts between text and token ids. Open the entrance that loads a stage first, then `backends`.
 """

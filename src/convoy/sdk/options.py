@@ -152,6 +152,8 @@ def head_options(config: Config) -> HeadOptions:
         prefill_window=engine.prefill_window,
         micro_batches=engine.micro_batches,
         speculate=DEFAULT_SPECULATE if engine.speculate is None else engine.speculate,
+        # Without any guesses, forced tokens are not guessed either.
+        jump_forward=engine.speculate != 0,
         # An explicit setting allows guesses even where they may change a text.
         guess_inexact=engine.speculate is not None,
         share_across_keys=engine.share_across_keys,

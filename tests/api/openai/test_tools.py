@@ -210,3 +210,42 @@ def test_tools_of_other_types_are_left_out(server: Running, http: httpx.Client) 
     answer = http.post(CHAT, json={"messages": ASK, "tools": [{"type": "web_search"}, *TOOLS]})
     assert answer.status_code == 200
     assert b"web_search" not in bytes(server.engine.handles[-1].request.prompt_ids)
+
+
+NAMED = {"type": "function", "function": {"name": "read"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "allowed", "refused"),
+    [
+        ("required", ['{"name": "read"', '{"name": "list"'], ['{"name": "write"', "Hello"]),
+        (NAMED, ['{"name": "read"'], ['{"name": "list"', "Hello"]),
+    ],
+)
+def test_a_forced_call_is_the_engines_grammar(
+    server: Running, http: httpx.Client, choice: object, allowed: list[str], refused: list[str]
+) -> None:
+    answer = http.post(CHAT, json={"messages": ASK, "tools": TOOLS, "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    grammar = server.engine.handles[-1].request.grammar
+    assert grammar is not None
+    for text in [f"<tool_call>\n{call}" if call.startswith("{") else call for call in allowed + refused]:
+        matcher = grammar.matcher()
+        follows = all(matcher.consume(token) for token in text.encode())
+        assert follows == text.endswith(tuple(allowed)), text
+
+
+def test_a_tool_that_may_be_called_has_no_grammar(server: Running, http: httpx.Client) -> None:
+    assert http.post(CHAT, json={"messages": ASK, "tools": TOOLS}).status_code == 200
+    assert server.engine.handles[-1].request.grammar is None
+
+
+def test_a_strict_schema_that_cannot_be_kept_is_refused_where_a_call_is_forced(
+    server: Running, http: httpx.Client
+) -> None:
+    before = len(server.engine.handles)
+    odd = {"type": "object", "properties": {}, "dependentSchemas": {"a": {}}}
+    tools = [tool(parameters=odd, strict=True)]
+    answer = http.post(CHAT, json={"messages": ASK, "tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], len(server.engine.handles)) == ("tools", before)

@@ -53,6 +53,8 @@ draws = st.builds(
     st.booleans(),
     st.lists(st.integers(0, 9), max_size=5),
     st.lists(st.integers(10, VOCAB - 1), max_size=5),
+    # Each of them leaves some of the tokens that the two lists before leave.
+    st.sampled_from([b"", b"\xff" * 5 + b"\0" * 3, b"\xff\x03\xaa" + b"\0" * 5]),
 )
 
 
@@ -66,7 +68,9 @@ def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() 
     """One that does not would end the engine, and any client could ask for it."""
     limits = SchedulerLimits(groups=(GroupLimits(1),), block_size=16)
     params = SamplingParams(repetition_penalty=1.1)
-    back = SampleJob(params, 0, 131_072, prompt_ids=range(65_536), generated_ids=range(65_536))
+    back = SampleJob(
+        *(params, 0, 131_072), prompt_ids=range(65_536), generated_ids=range(65_536), mask=bytes(32 * 1024)
+    )
     step = Step(0, [], [], [], b"", [request_of(back)] * (limits.max_batch + limits.max_drafts))
     assert len(encode_message(step)) < MAX_PAYLOAD_BYTES[FrameType.STEP]
 
@@ -143,7 +147,7 @@ def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], exp
         outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB)
 
 
-@pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}])
+@pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}, {"mask": b"\x7f\xff" + b"\0" * 6}])
 def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str, Any]) -> None:
     asked = SampleJob(SamplingParams(), 0, 5, **rules)
     answer = answer_of(sample_row(LOGITS, asked))
@@ -182,6 +186,9 @@ def test_an_answer_to_another_question_is_refused() -> None:
         ({"allowed": b"\x28\0\0\0"}, "a token outside the vocabulary of 40"),
         ({"banned": b"\x28\0\0\0"}, "a token outside the vocabulary of 40"),
         ({"banned": b"12"}, "2 bytes of tokens"),
+        ({"mask": b"\xff" * 5}, "a mask of 5 bytes, expected 8"),
+        ({"mask": b"\xff" * 65_536}, "a mask of 65536 bytes, expected 8"),
+        ({"mask": b"\0" * 5 + b"\1\0\0"}, "a mask with a token outside the vocabulary of 40"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], expected: str) -> None:

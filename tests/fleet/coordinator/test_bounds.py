@@ -197,7 +197,7 @@ def test_what_is_sealed_is_bounded_by_its_length_less_what_sealing_adds() -> Non
 
 
 def seen(*pieces: bytes) -> int:
-    text = AnswerText()
+    text = AnswerText("chat")
     for piece in pieces:
         text.feed(piece)
     return text.bytes
@@ -217,6 +217,22 @@ def test_the_text_of_a_stream_is_counted_whatever_it_is_cut_into() -> None:
     assert seen(*(events[index : index + 1] for index in range(len(events)))) == 5 + 3 + 3
 
 
+def test_the_text_of_messages_is_counted_without_signatures() -> None:
+    text = AnswerText("messages")
+    for event in (
+        b'{"type":"content_block_start","content_block":{"type":"tool_use","id":"x","name":"f","input":{}}}',
+        b'{"type":"content_block_delta","delta":{"type":"thinking_delta","thinking":"ab"}}',
+        b'{"type":"content_block_delta","delta":{"type":"signature_delta","signature":"long"}}',
+        b'{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{}"}}',
+        b'{"type":"message_delta","delta":{"stop_reason":"tool_use"},"usage":{"output_tokens":900}}',
+    ):
+        text.feed(b"event: x\ndata: " + event + b"\n\n")
+    assert text.bytes == len("f") + len("{}") + 2 + 2
+    whole = AnswerText("messages")
+    whole.whole(b'{"type":"message","content":[{"type":"tool_use","id":"x","name":"f","input":{"a":1}}]}')
+    assert whole.bytes == len("f") + len('{"a":1}')
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -232,7 +248,7 @@ def test_what_makes_no_sense_shows_no_text(data: bytes) -> None:
 
 
 def test_a_line_without_end_is_not_kept_and_counts_for_nothing() -> None:
-    text = AnswerText()
+    text = AnswerText("chat")
     text.feed(b'data: {"choices":[{"text":"')
     tracemalloc.start()
     try:
@@ -247,7 +263,7 @@ def test_a_line_without_end_is_not_kept_and_counts_for_nothing() -> None:
 
 
 def test_a_tiny_piece_of_a_long_line_copies_nothing_of_what_came_before() -> None:
-    text = AnswerText()
+    text = AnswerText("chat")
     text.feed(b"data: " + bytes(MAX_LINE_BYTES * 3 // 4))
     text.feed(b"x")
     tracemalloc.start()

@@ -122,6 +122,58 @@ def test_what_an_answer_is_made_of_is_passed_on_as_it_is() -> None:
     assert passed_on(body) == {**body, "max_tokens": 8}
 
 
+def test_of_a_messages_request_only_text_and_own_tools_are_passed_on() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "http://169.254.169.254/"}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}, image]}
+    own = {"name": "f", "input_schema": {"type": "object"}}
+    body = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "system": [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}],
+        "tools": [own, {"type": "web_fetch_20250910", "name": "web_fetch"}],
+        "mcp_servers": [{"type": "url", "url": "http://169.254.169.254/"}],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "cache_salt": "x",
+    }
+    passed = passed_on(body, "messages")
+    assert "169.254" not in msgspec.json.encode(passed).decode()
+    assert passed == {
+        "model": MODEL,
+        "max_tokens": 8,
+        "system": [{"type": "text", "text": "Add."}],
+        "messages": [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{**result, "content": [result["content"][0], {"type": "image"}]}]},
+        ],
+        "tools": [own],
+        "thinking": {"type": "adaptive"},
+        "cache_salt": "x",
+    }
+    assert "cache_salt" not in passed_on(body, "messages", shares_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages"),
+        ({"tools": [{"name": "f", "input_schema": {"$ref": "https://x"}}]}, "tools"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "https://x"}}}},
+            "output_config",
+        ),
+    ],
+)
+def test_a_messages_request_that_cannot_be_passed_on_is_refused_by_its_field(
+    changes: Body, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        passed_on({**CHAT, **changes}, "messages")
+    assert (caught.value.param or "").startswith(param)
+
+
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_each_form_of_a_prompt_is_passed_on(prompt: object) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 1, "suffix": "."}

@@ -22,7 +22,7 @@ Logits = npt.NDArray[np.float32]
 def draw(logits: Logits, *, choice: int = 0, position: int = 0, **params: Any) -> Sampled:
     prompt = params.pop("prompt_ids", ())
     generated = params.pop("generated_ids", ())
-    rules = {name: params.pop(name, ()) for name in ("allowed", "banned")}
+    rules = {name: params.pop(name) for name in ("allowed", "banned", "mask") if name in params}
     return sample(
         logits,
         SamplingParams(**params),
@@ -180,6 +180,24 @@ def test_a_ban_changes_nothing_of_the_draw_but_the_token_that_is_banned() -> Non
         == draw(logits, position=7)
         == draw(logits, position=7, allowed=everything)
     )
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.7}, {"top_k": 40, "top_p": 0.5}])
+def test_a_mask_allows_the_tokens_of_its_bits_as_a_list_does(params: dict[str, Any]) -> None:
+    logits, allowed = some_logits(5), [3, 64, 100, 104]
+    mask = sum(1 << token for token in allowed).to_bytes(16, "little")
+    for position in range(60):
+        masked = draw(logits, position=position, mask=mask, logprobs=2, **params)
+        assert masked == draw(logits, position=position, allowed=allowed, logprobs=2, **params)
+        assert draw(logits, position=position, mask=mask, banned=[64], **params).token_id in {3, 100, 104}
+
+
+@pytest.mark.parametrize("mask", [bytes(16), (1 << 120).to_bytes(16, "little"), b"\xff" * 12])
+def test_a_mask_without_a_token_of_the_vocabulary_or_too_short_is_an_error(mask: bytes) -> None:
+    with pytest.raises(
+        StepError, match=r"none of 105 tokens may be sampled|a mask has 96 tokens, expected 105"
+    ):
+        draw(some_logits(5), mask=mask)
 
 
 def test_log_probabilities_are_of_all_tokens_whatever_is_banned() -> None:

@@ -75,6 +75,8 @@ class MessagesBody(PromptBody, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # Coordinators divide the cache of prefixes by account.
+    cache_salt: str | None = None
 
 
 def decode_messages(data: bytes) -> MessagesBody:

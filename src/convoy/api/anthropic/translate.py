@@ -13,7 +13,7 @@ from convoy.api.anthropic.bodies import AnswerFormat, MessagesBody, PromptBody
 from convoy.api.anthropic.history import read_history
 from convoy.api.anthropic.tools import read_tools
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.request import ChatRequest, count_prompt, parse_chat
+from convoy.api.chat.request import ChatRequest, cache_salt_of, count_prompt, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
 from convoy.api.service import Service
@@ -52,7 +52,7 @@ def read_messages(
         grammar=_grammar(body.output_config.format if body.output_config else None),
     )
     try:
-        asked = parse_chat(request, service, salt)
+        asked = parse_chat(request, service, cache_salt_of(salt, body.cache_salt))
     except RequestError as error:
         if error.code != CONTEXT_ERROR:
             raise

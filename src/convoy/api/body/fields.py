@@ -20,7 +20,7 @@ _ANSWER = "adds to the response what clients do without; the answer is the same"
 _NAME = "names the request or its user"
 _SPEED = "changes when or how fast the answer comes, not what it says"
 _MEDIA = "reads images, audio or video, and messages that have these are refused"
-_GRAMMAR = "belongs to a grammar, which is refused"
+_GRAMMAR = "describes what llama.cpp's own chat templates do with a grammar"
 _SPECIAL = "matters where special tokens are shown, which is refused"
 
 # Known fields that do not change the answer's text here, with the reason.
@@ -63,8 +63,6 @@ IGNORED: Mapping[str, str] = {
     "media_io_kwargs": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "parse_tool_calls": "is always so: calls are parsed if there are tools",
-    "grammar_lazy": _GRAMMAR,
-    "grammar_triggers": _GRAMMAR,
     "grammar_type": _GRAMMAR,
     "preserved_tokens": _GRAMMAR,
     "spaces_between_special_tokens": _SPECIAL,
@@ -91,7 +89,7 @@ IGNORED: Mapping[str, str] = {
 # Fields of other servers and of earlier versions. They would change the answer too, so they are refused.
 OTHERS = frozenset(
     {
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "format"),
+        *("regex", "ebnf", "format"),
         *("options", "num_predict", "max_new_tokens", "max_output_tokens", "do_sample"),
         *("enable_thinking", "thinking", "reasoning", "lora_path", "adapter_id"),
         *("no_repeat_ngram_size", "top_a", "tfs_z"),
@@ -102,7 +100,6 @@ OTHERS = frozenset(
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": ([], ["text"]),
     "verbosity": ("medium",),
     "store": (False,),
@@ -143,7 +140,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "input_extra": ([],),
     "input_prefix": ("",),
     "input_suffix": ("",),
-    "grammar": ("",),
+    # A grammar that begins at a trigger.
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
     "no_repeat_ngram_size": (0,),
     "options": ({},),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass
 
 from convoy.api.chat.parsed import ParsedRequest
@@ -9,6 +10,7 @@ from convoy.api.service import ServedModel, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.conversation import Conversation
 from convoy.model.text.formats.parser import ParserOptions
@@ -41,6 +43,7 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     request.params.check_vocabulary(model.tokenizer.vocab_size)
     _check_tools(conversation, model)
     prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
+    reply = _parser_options(conversation, model, prompt_ids)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
@@ -49,6 +52,7 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
+        grammar=_grammar(request, reply, model),
     )
     check_restrictions(engine_request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
     return ParsedRequest(
@@ -58,8 +62,17 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         stream=request.stream,
         include_usage=False,
         continuous_usage=False,
-        reply=_parser_options(conversation, model, prompt_ids),
+        reply=reply,
     )
+
+
+def cache_salt_of(own: bytes, asked: str | None) -> bytes:
+    """Return the salt of a request's cached prefixes, from the caller's key and ``asked``.
+
+    Another key's caller cannot tell from response times that a prompt was asked before under this key.
+    ``asked`` separates callers that share one key.
+    """
+    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
 def count_prompt(request: ChatRequest, service: Service) -> int:
@@ -100,6 +113,19 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
             param="tools",
             code="unsupported_parameter",
         )
+
+
+def _grammar(request: ChatRequest, reply: ParserOptions, model: ServedModel) -> CompiledGrammar | None:
+    """Return the grammar of the answer: its calls if the caller demands some, or else that of its text."""
+    choice, own = request.conversation.choice, model.tokenizer.reply_format
+    if request.conversation.tools and choice.mode == "required":
+        tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
+        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
+        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools")
+    if request.grammar is None:
+        return None
+    grammar = own.behind_reasoning(request.grammar) if reply.thinking else request.grammar
+    return model.grammars.compile(grammar, grammar.param)
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

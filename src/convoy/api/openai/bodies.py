@@ -10,6 +10,7 @@ import msgspec
 
 from convoy.api.body.body_shape import check_shape
 from convoy.api.body.fields import Endpoint, refuse_unserved
+from convoy.api.openai.answer_form import FormFields
 from convoy.errors import RequestError
 
 
@@ -83,7 +84,7 @@ class NamedChoice(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(FormFields, frozen=True, kw_only=True):
     """Hold the fields of both endpoints. None always means: not given."""
 
     model: str | None = None

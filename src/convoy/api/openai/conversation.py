@@ -10,8 +10,16 @@ from typing import Any
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
 from convoy.errors import RequestError
-from convoy.model.text.chat import ROLES, role_of
-from convoy.model.text.conversation import Conversation, Tool, ToolCall, ToolChoice, ToolMode, Turn
+from convoy.model.text.conversation import (
+    ROLES,
+    Conversation,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    Turn,
+    role_of,
+)
 
 MAX_TOOLS = 512
 MAX_CALLS = 512

@@ -5,7 +5,6 @@ Tokenising a large body takes a while, so the server calls these functions on a 
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 from dataclasses import replace
@@ -13,15 +12,18 @@ from functools import partial
 from typing import Any
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.request import ChatRequest, check_room, find_room, parse_chat
+from convoy.api.chat.request import ChatRequest, cache_salt_of, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.answer_form import read_form
 from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from convoy.model.text.grammar import Grammar
 
 MAX_STOPS = 16
 # vLLM takes as many.
@@ -53,6 +55,7 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
         stop=shared.stop,
         num_choices=shared.num_choices,
         stream=bool(body.stream),
+        grammar=read_form(body),
     )
     parsed = parse_chat(chat, service, shared.cache_salt)
     # The fields that only the APIs after OpenAI have.
@@ -114,7 +117,8 @@ def _read(
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
     shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
-    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
+    grammar = _compiled(read_form(body), model)
+    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring, grammar=grammar)
     requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
     return ParsedRequest(
         model=model,
@@ -149,12 +153,16 @@ def _shared(
         ignore_eos=bool(body.ignore_eos),
         num_choices=_num_choices(body, options),
         prompt_logprobs=_most(params.logprobs if scored else None, body.prompt_logprobs),
-        cache_salt=_salt(salt, body.cache_salt),
+        cache_salt=cache_salt_of(salt, body.cache_salt),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         allowed_token_ids=_allowed(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, model.tokenizer),
     )
+
+
+def _compiled(form: Grammar | None, model: ServedModel) -> CompiledGrammar | None:
+    return None if form is None else model.grammars.compile(form, form.param)
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:
@@ -256,15 +264,6 @@ def _stream_options(body: GenerationBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     return body.stream_options or StreamOptions()
-
-
-def _salt(own: bytes, asked: str | None) -> bytes:
-    """Return the salt of a request's cached prefixes, from the caller's key and ``asked``.
-
-    Another key's caller cannot tell from response times that a prompt was asked before under this key.
-    ``asked`` separates callers that share one key.
-    """
-    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

@@ -18,9 +18,14 @@ def floor(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each count.")] = 24,
 ) -> None:
-    """Compare a decode step with the memory's limit. Also by shape of linears; --kernel takes several."""
+    """Compare a decode step with the memory's limit, and the masks of grammars with the step.
+
+    Also by shape of linears; --kernel takes several.
+    """
     from convoy.bench.floor import FloorOptions, MemoryRead, floor_ratios, load_whole, measure_floor
+    from convoy.bench.masks import mask_ratios, measure_masks
     from convoy.model.checkpoints.source import ModelSource
+    from convoy.model.text.tokens import Tokenizer
 
     options = FloorOptions(counts("--concurrent", concurrent, _MAX_CONCURRENT), context, steps)
     run.check_context(options.max_tokens)
@@ -35,10 +40,12 @@ def floor(
         del stage
         rows += found[0]
         linears += found[1]
+    masks = measure_masks(Tokenizer(source), rows, options.steps, run.clock.deadline)
     settings = {"context": context, "steps": steps, "threads": run.threads or 0}
     lines = {
         kernel: [(float(row.concurrent), row.step_ms) for row in rows if row.kernel == kernel]
         for kernel in run.kernels
     }
-    report = run.report("floor", settings, [*rows, *linears], floor_ratios(rows))
+    ratios = floor_ratios(rows) | mask_ratios(masks)
+    report = run.report("floor", settings, [*rows, *linears, *masks], ratios)
     run.show(report, ("decodes at once", "ms for a step"), lines)

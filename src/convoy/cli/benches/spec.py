@@ -36,7 +36,7 @@ def spec(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text, at most.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each text is generated.")] = 3,
 ) -> None:
-    """Compare guessing with none, on repetitive and other text. The text must be the same."""
+    """Compare guessing with none, on repetitive text, text of a schema and others. Texts must be the same."""
     from convoy.bench.spec import Said, SpecOptions, measure_spec, spec_ratios
 
     options, said = SpecOptions(tokens, rounds), Said()
@@ -83,9 +83,11 @@ def _contender(run: BenchRun, members: int, delay_ms: float, length: int) -> Ite
 
 
 def _lines(rows: Iterable[SpecRow]) -> dict[str, list[tuple[float, float]]]:
+    from convoy.bench.spec import FORMED
+
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.drawn == "greedy":
+        if row.drawn == "greedy" or row.text == FORMED:
             name = f"{row.text}, {f'{row.speculate} guesses' if row.speculate else 'none'}"
             lines.setdefault(name, []).append((row.delay_ms, row.tokens_per_s))
     return lines

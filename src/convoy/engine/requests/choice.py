@@ -21,7 +21,7 @@ from convoy.engine.requests.restrictions import Restrictions
 from convoy.engine.sequence import Sequence
 from convoy.engine.sequence_owner import RowResult
 from convoy.engine.stats import ChoiceMeter, RequestCounts
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, RequestError
 from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct
 from convoy.model.sampling.sample import Sampled
 from convoy.model.text.stop import TextStream
@@ -107,6 +107,9 @@ class Choice:
         if request.params.reshapes:
             generated = [*self.sequence.generated_ids, *drafts[: position - known]]
             job = replace(job, prompt_ids=self.prompt_seen, generated_ids=generated)
+        matcher = self.sequence.matcher
+        if matcher is not None:
+            job = replace(job, mask=matcher.masks[position - known])
         if self.restrictions:
             allowed, banned = self._restrict(position, drafts[: position - known])
             job = replace(job, allowed=allowed, banned=banned)
@@ -119,16 +122,21 @@ class Choice:
 
     @property
     def _watches_ties(self) -> bool:
-        return self.sequence.replayed_inexact and can_tell(self.request.params) and not self.restrictions
+        free = not self.restrictions and self.sequence.matcher is None
+        return self.sequence.replayed_inexact and can_tell(self.request.params) and free
 
     def _append(self, sampled: Sampled) -> bool:
         request = self.request
         if self._watches_ties:
             self.sequence.num_near_ties += is_near_tie(sampled)
-        is_eos = sampled.token_id in self.tokenizer.eos_ids and not request.ignore_eos
+        matcher = self.sequence.matcher
+        # Behind a complete answer a grammar allows nothing but its end, so `ignore_eos` cannot go on there.
+        is_eos = sampled.token_id in self.tokenizer.eos_ids and not (request.ignore_eos and matcher is None)
         if is_eos or sampled.token_id in request.stop_token_ids:
             self.finish("stop")
             return True
+        if matcher is not None and not matcher.consume(sampled.token_id):
+            raise RequestError("the grammar took more work for one token than its limit", param="grammar")
         self.sequence.tokens.append(sampled.token_id)
         may_stop = self.sequence.num_generated > request.min_tokens
         text = self.stream.push(sampled.token_id, may_stop=may_stop)
@@ -136,7 +144,7 @@ class Choice:
         wanted = num_top is not None
         logprob = TokenLogprob(sampled.token_id, sampled.logprob, sampled.top[:num_top]) if wanted else None
         self.emit(TokenOutput(self.index, sampled.token_id, text, logprob))
-        if self.stream.stopped:
+        if self.stream.stopped or (matcher is not None and matcher.complete):
             self.finish("stop")
         elif self.sequence.num_generated >= request.max_tokens or self._at_the_wall():
             self.finish("length")
@@ -173,7 +181,10 @@ def make_choices(
     choices = []
     for index in range(request.num_choices):
         all_outputs = request.prompt_logprobs is not None and index == 0
-        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        sequence = Sequence(
+            request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt, matcher=matcher
+        )
         stream = TextStream(tokenizer, request.stop)
         meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))
         choices.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import SamplingParams
 
 
@@ -19,7 +20,8 @@ class GenerationRequest:
     ``stop_token_ids`` end the answer as an end-of-text token does, and are not shown. Neither kind can be
     sampled before ``min_tokens`` tokens, and no stop string counts before. If ``allowed_token_ids`` is not
     empty, no other token is sampled. Of each sequence in ``bad_words``, the last token is not sampled after
-    the others.
+    the others. With a ``grammar`` each answer matches it. An answer that ends with "length" is the beginning
+    of one that does. An answer that nothing can continue ends.
     """
 
     prompt_ids: tuple[int, ...]
@@ -35,3 +37,4 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: CompiledGrammar | None = field(default=None, repr=False)

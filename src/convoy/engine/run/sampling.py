@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from convoy.errors import PeerError, RequestError, StepError
+from convoy.model.constraints.matcher import mask_bytes
 from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
@@ -42,6 +43,7 @@ def request_of(job: SampleJob) -> SampleRequest:
         generated=_encode(job.generated_ids) if looks_back else b"",
         allowed=_encode(job.allowed),
         banned=_encode(job.banned),
+        mask=job.mask,
     )
 
 
@@ -75,6 +77,7 @@ def job_of(request: SampleRequest, vocab_size: int) -> SampleJob:
         request.wants_logits,
         _decode(request.allowed, vocab_size),
         _decode(request.banned, vocab_size),
+        _checked_mask(request.mask, vocab_size),
     )
 
 
@@ -132,7 +135,20 @@ def _check_answer(answer: SampleReply, job: SampleJob, vocab_size: int) -> None:
 
 
 def _may_be_sampled(token_id: int, job: SampleJob) -> bool:
+    if job.mask and not job.mask[token_id // 8] >> token_id % 8 & 1:
+        return False
     return token_id not in job.banned and (not job.allowed or token_id in job.allowed)
+
+
+def _checked_mask(mask: bytes, vocab_size: int) -> bytes:
+    """Return ``mask``. Raises StepError for another size, and for a token outside the vocabulary."""
+    if not mask:
+        return mask
+    if len(mask) != mask_bytes(vocab_size):
+        raise StepError(f"a draw has a mask of {len(mask)} bytes, expected {mask_bytes(vocab_size)}")
+    if int.from_bytes(mask[vocab_size // 8 :], "little") >> vocab_size % 8:
+        raise StepError(f"a draw has a mask with a token outside the vocabulary of {vocab_size}")
+    return mask
 
 
 def _logits(data: bytes, vocab_size: int) -> Logits:

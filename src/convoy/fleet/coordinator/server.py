@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from convoy.api.anthropic.problem import problem_for
 from convoy.api.body.intake import Intake
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
@@ -33,7 +34,7 @@ from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.books.store import Store
-from convoy.fleet.consumer_request import ModelOptions
+from convoy.fleet.consumer_request import PATHS, ModelOptions
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -44,9 +45,7 @@ from convoy.fleet.coordinator.requests.routed_request import account_of
 from convoy.wire.fleet.messages import MAX_CHUNK_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
-PUBLIC_PATHS = (
-    *("/v1/leases", "/v1/leases/{lease}", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"),
-)
+PUBLIC_PATHS = (*("/v1/leases", "/v1/leases/{lease}", *PATHS.values(), "/v1/models", "/health"),)
 
 # Administrators are few, and their connections use the descriptors that the public listener leaves free.
 _ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kept=32)
@@ -96,18 +95,16 @@ def make_public_app(
     """Return the app for consumers' HTTP and providers' WebSockets. ``failed`` counts wrong keys."""
     about = _About(coordinator, lifecycle)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
-    chat, completion = Consume(*shared, "chat"), Consume(*shared, "completion")
     leases = Leases(coordinator)
     routes = [
         Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", UseLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completion, methods=["POST"]),
+        *(Route(path, Consume(*shared, kind), methods=["POST"]) for kind, path in PATHS.items()),
         Route("/v1/models", about.models),
         Route("/health", about.health),
     ]
-    consumers = Guard(Router(routes, redirect_slashes=False), options, failed)
+    consumers = Guard(Router(routes, redirect_slashes=False), options, failed, problem_for)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":

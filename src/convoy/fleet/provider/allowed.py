@@ -7,13 +7,14 @@ requests, switches of their caches, templates that they run. None of them is in 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from convoy.api.body.fields import HARMLESS, HARMLESS_OF
+from convoy.api.body.fields import HARMLESS, HARMLESS_OF, Endpoint
 from convoy.errors import RequestError
-from convoy.fleet.consumer_request import ConsumerRequest, Kind, fields_of
+from convoy.fleet.consumer_request import ConsumerRequest, fields_of
 
 # Characters of a name or an id.
 _MAX_TEXT = 256
@@ -34,13 +35,13 @@ class TextPart(Strict, frozen=True):
     text: str
 
 
-class FunctionCall(Strict, frozen=True):
+class AllowedCallFunction(Strict, frozen=True):
     name: Short
     arguments: str = ""
 
 
-class ToolCall(Strict, frozen=True):
-    function: FunctionCall
+class AllowedCall(Strict, frozen=True):
+    function: AllowedCallFunction
     id: Short = ""
     type: Literal["function"] | None = None
     index: Int | None = None
@@ -55,29 +56,29 @@ class AllowedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: Short | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AllowedCall] | None = None
     tool_call_id: Short | None = None
 
 
-class Function(Strict, frozen=True):
+class AllowedFunction(Strict, frozen=True):
     name: Short
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict, frozen=True):
+class AllowedTool(Strict, frozen=True):
     type: Literal["function"]
-    function: Function
+    function: AllowedFunction
 
 
-class ChosenFunction(Strict, frozen=True):
+class AllowedChoiceFunction(Strict, frozen=True):
     name: Short
 
 
-class ToolChoice(Strict, frozen=True):
+class AllowedChoice(Strict, frozen=True):
     type: Literal["function"]
-    function: ChosenFunction
+    function: AllowedChoiceFunction
 
 
 class Schema(Strict, frozen=True):
@@ -103,6 +104,57 @@ class TemplateSwitches(Strict, frozen=True):
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
+
+
+class AllowedBlock(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Hold a block of a Messages request. Its other fields, such as sources of images, are left out."""
+
+    type: Short
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: Short | None = None
+    name: Short | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Short | None = None
+    content: str | list[AllowedBlock] | None = None
+    is_error: bool | None = None
+
+
+class AllowedTurn(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AllowedBlock]
+
+
+class AllowedMessageTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Hold a tool. Only those that the client runs are passed on: an engine may run the others."""
+
+    type: Short | None = None
+    name: Short | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AllowedMessageChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Short | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AllowedThinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int | None = None
+
+
+class AllowedForm(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class AllowedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    effort: Short | None = None
+    format: AllowedForm | None = None
 
 
 _NUMBERS = (
@@ -139,11 +191,28 @@ _BOTH: dict[str, Any] = {
 _OF_KIND: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": list[AllowedMessage],
-        "tools": list[Tool],
-        "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
+        "tools": list[AllowedTool],
+        "tool_choice": Literal["none", "auto", "required"] | AllowedChoice,
         "chat_template_kwargs": TemplateSwitches,
     },
     "completion": {"prompt": str | list[str | Int | Ids], "suffix": str},
+}
+# No server of the Messages API refuses a field that it does not know, so all others are left out.
+_OF_MESSAGES: dict[str, Any] = {
+    "model": str,
+    "messages": list[AllowedTurn],
+    "system": str | list[AllowedBlock],
+    "max_tokens": Int,
+    "stream": bool,
+    "stop_sequences": Words,
+    "temperature": float,
+    "top_p": float,
+    "top_k": Int,
+    "tools": list[AllowedMessageTool],
+    "tool_choice": AllowedMessageChoice,
+    "thinking": AllowedThinking,
+    "output_config": AllowedOutput,
+    "cache_salt": str,
 }
 # These change nothing in an answer, and concern only the coordinator.
 _LEFT_OUT = frozenset(
@@ -166,6 +235,8 @@ def for_engine(wanted: ConsumerRequest, *, shares_cache: bool) -> bytes:
 
     A stream always asks for the counts at its end. ``shares_cache``: the engine gets no salt.
     """
+    if wanted.kind == "messages":
+        return _message_body(wanted, shares_cache=shares_cache)
     known = _BOTH | _OF_KIND[wanted.kind]
     fields: dict[str, Any] = {}
     for name, raw in fields_of(wanted.body).items():
@@ -183,12 +254,30 @@ def for_engine(wanted: ConsumerRequest, *, shares_cache: bool) -> bytes:
         fields[name] = _read(name, raw, known[name])
     if not _MIN_SEED <= fields.get("seed", 0) <= _MAX_SEED:
         raise RequestError(f"seed: expected {_MIN_SEED} to {_MAX_SEED}", param="seed")
-    _check_references(fields)
+    _check_references([*_schemas_of(fields)])
     if shares_cache:
         fields.pop("cache_salt", None)
     if wanted.stream:
         options = fields.get("stream_options", AllowedStreamOptions())
         fields["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+    return msgspec.json.encode(fields)
+
+
+def _message_body(wanted: ConsumerRequest, *, shares_cache: bool) -> bytes:
+    given = fields_of(wanted.body)
+    fields = {
+        name: _read(name, given[name], kind)
+        for name, kind in _OF_MESSAGES.items()
+        if name in given and bytes(given[name]) != b"null"
+    }
+    own = [tool for tool in fields.pop("tools", ()) if tool.type in (None, "custom")]
+    if own:
+        fields["tools"] = own
+    output: AllowedOutput = fields.get("output_config", AllowedOutput())
+    schemas: list[tuple[str, Any]] = [("tools", tool.input_schema) for tool in own]
+    _check_references([*schemas, ("output_config", output.format.schema if output.format else None)])
+    if shares_cache:
+        fields.pop("cache_salt", None)
     return msgspec.json.encode(fields)
 
 
@@ -199,13 +288,13 @@ def wants_usage(wanted: ConsumerRequest) -> bool:
     return bool(isinstance(options, dict) and options.get("include_usage"))
 
 
-def _asks_for_nothing(name: str, raw: msgspec.Raw, kind: Kind) -> bool:
+def _asks_for_nothing(name: str, raw: msgspec.Raw, kind: Endpoint) -> bool:
     """Return whether the answer would be the same without the field, as at a head."""
     values = HARMLESS_OF[kind].get(name, HARMLESS.get(name, ()))
     return bool(values) and name not in _MEANT_ELSEWHERE and msgspec.json.decode(raw) in values
 
 
-def _read(name: str, raw: msgspec.Raw, kind: Any) -> object:
+def _read(name: str, raw: msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -220,15 +309,18 @@ def _read(name: str, raw: msgspec.Raw, kind: Any) -> object:
         ) from None
 
 
-def _check_references(fields: dict[str, Any]) -> None:
+def _schemas_of(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for tool in fields.get("tools", ()):
+        yield "tools", tool.function.parameters
+    if (form := fields.get("response_format")) is not None and form.json_schema is not None:
+        yield "response_format", form.json_schema.schema
+
+
+def _check_references(left: list[tuple[str, Any]]) -> None:
     """Check that no schema refers to anything outside itself, because engines may fetch that.
 
-    Raises `RequestError`.
+    ``left`` are the schemas with the field of each. Raises `RequestError`.
     """
-    schemas = [("tools", tool.function.parameters) for tool in fields.get("tools", ())]
-    if (form := fields.get("response_format")) is not None and form.json_schema is not None:
-        schemas.append(("response_format", form.json_schema.schema))
-    left: list[tuple[str, Any]] = list(schemas)
     while left:
         name, found = left.pop()
         if isinstance(found, dict):

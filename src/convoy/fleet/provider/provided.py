@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import msgspec
 
+from convoy.api.anthropic.problem import problem_of
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.problem import body_for
 from convoy.crypto.sealed.answer import MAX_CHUNK_BYTES, AnswerSealer
@@ -41,6 +42,12 @@ _RATE_LIMITED = 429
 T = TypeVar("T")
 
 Send = Callable[[FleetMessage], Awaitable[None]]
+# Ends a stream of an engine that gives more than was asked.
+_STREAM_ENDS: Mapping[Kind, bytes] = {
+    "chat": b"data: [DONE]\n\n",
+    "completion": b"data: [DONE]\n\n",
+    "messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+}
 
 
 class SeenRequests:
@@ -179,7 +186,7 @@ class Provided:
     async def _not_asked(self, sealer: AnswerSealer, error: RequestError) -> None:
         """Answer a request that this provider does not pass on, and name the field."""
         await self._head(sealer, AnswerHead(*_BAD_REQUEST))
-        await self._chunk(sealer, msgspec.json.encode(body_for(error)))
+        await self._chunk(sealer, msgspec.json.encode(_problem(self._serve.kind, error)))
         await self._end(sealer, 0, 0)
 
     async def _refused(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
@@ -238,7 +245,7 @@ class Provided:
                 if not reader.ended and reader.tokens > most_given(max_tokens):
                     # The engine gives more than was asked. It is paid
                     # for no more than that, whatever it was asked for.
-                    await self._chunk(sealer, b"data: [DONE]\n\n")
+                    await self._chunk(sealer, _STREAM_ENDS[self._serve.kind])
                     await self._end(sealer, reader.prompt_tokens or self.prompt_tokens, max_tokens)
                     return
         finally:
@@ -280,6 +287,10 @@ class Provided:
         counts = AnswerCounts(prompt_tokens, completion_tokens)
         await self._chunk(sealer, msgspec.json.encode(counts), last=True)
         await self._send(Done(self._serve.request_id, prompt_tokens, completion_tokens))
+
+
+def _problem(kind: Kind, error: ConvoyError) -> msgspec.Struct:
+    return problem_of(error) if kind == "messages" else body_for(error)
 
 
 async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:

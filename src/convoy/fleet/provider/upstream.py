@@ -19,12 +19,11 @@ from convoy.crypto.certificate import from_pem
 from convoy.errors import ConfigError, ConvoyError, ProviderError
 from convoy.fleet.answer import AnswerHead
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS, Capacity
-from convoy.fleet.consumer_request import Kind
+from convoy.fleet.consumer_request import PATHS, Kind
 from convoy.fleet.events import EventReader
 
 _log = logging.getLogger(__name__)
 
-_PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 1024 * 1024
 # The sizes of each request that measures the rates.
@@ -98,7 +97,7 @@ class Upstream:
         """
         self._look()
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
-        request = self._client.build_request("POST", _PATHS[kind], content=body, headers=headers)
+        request = self._client.build_request("POST", PATHS[kind], content=body, headers=headers)
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:

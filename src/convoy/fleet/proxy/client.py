@@ -14,7 +14,7 @@ import msgspec
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
-from convoy.fleet.consumer_request import Kind
+from convoy.fleet.consumer_request import PATHS, Kind
 from convoy.fleet.lease import (
     ANSWER_TYPE,
     MAX_LEASED_BYTES,
@@ -27,7 +27,6 @@ from convoy.fleet.lease import (
 from convoy.fleet.outgoing_tls import verified_tls, why_unreachable
 from convoy.wire.text import plain_text
 
-PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 16 * 1024 * 1024
 

@@ -18,6 +18,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from convoy.api.anthropic.problem import message_error
 from convoy.api.body.read_body import read_body
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
@@ -130,7 +131,10 @@ class Proxy:
         except ProxyRefusal as refusal:
             exchange.outcome = "Refusal"
             headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
-            await exchange.send_json(refusal.status, refusal.body, headers)
+            said: msgspec.Struct = refusal.body
+            if wanted.kind == "messages":
+                said = message_error(refusal.status, refusal.body.error)
+            await exchange.send_json(refusal.status, said, headers)
 
     def _wanted(self, data: bytes, kind: Kind) -> ConsumerRequest:
         default = ModelOptions(default_max_tokens=self.options.default_max_tokens)

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from convoy.api.anthropic.problem import problem_for
 from convoy.api.guard import Guard
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions, is_loopback
@@ -17,14 +18,15 @@ from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 from convoy.errors import ConfigError
+from convoy.fleet.consumer_request import PATHS
 from convoy.fleet.proxy.client import CoordinatorClient, check_url
 from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
 
-PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+PROXY_PATHS = (*PATHS.values(), "/v1/models", "/health", "/metrics")
 
 
 def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
-    """Return the app with OpenAI's paths, behind the same guard as a head's."""
+    """Return the app with the paths of both APIs, behind the same guard as a head's."""
 
     async def health(_: Request) -> Response:
         if lifecycle.draining:
@@ -34,13 +36,15 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
     counts = HttpCounts(PROXY_PATHS)
     metrics = Metrics((proxy.counts.families, counts.families), lifecycle)
     routes = [
-        Route("/v1/chat/completions", ProxyAsked(proxy, options, lifecycle, "chat"), methods=["POST"]),
-        Route("/v1/completions", ProxyAsked(proxy, options, lifecycle, "completion"), methods=["POST"]),
+        *(
+            Route(path, ProxyAsked(proxy, options, lifecycle, kind), methods=["POST"])
+            for kind, path in PATHS.items()
+        ),
         Route("/v1/models", ProxyModels(proxy)),
         Route("/health", health),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options))
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options, problem_of=problem_for))
 
 
 def run_proxy(

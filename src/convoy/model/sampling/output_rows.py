@@ -27,7 +27,7 @@ class SampleJob:
     ``prompt_ids`` and ``generated_ids`` are all tokens before ``position``. They are read only if ``params``
     has a penalty on earlier tokens. No penalty counts repetitions in the prompt, so each prompt token is
     needed only once; see `distinct`. Only ``allowed`` tokens are sampled, or any if it is empty, and never a
-    ``banned`` one.
+    ``banned`` one. With a ``mask`` (`constraints.matcher`), only tokens that it has are sampled.
     """
 
     params: SamplingParams
@@ -39,6 +39,7 @@ class SampleJob:
     wants_logits: bool = False
     allowed: Sequence[int] = ()
     banned: Sequence[int] = ()
+    mask: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +108,5 @@ def _sample_row(logits: Logits, job: SampleJob) -> Sampled:
         generated_ids=job.generated_ids,
         allowed=job.allowed,
         banned=job.banned,
+        mask=job.mask,
     )

@@ -4,9 +4,9 @@ The random number of a token is a hash of (seed, choice index, position). The ba
 a replay after a loss therefore cannot change a text. The number picks by inverse CDF in float64 over the
 candidates in ascending id order.
 
-The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; banned tokens;
-temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of these, as
-vLLM's are by default.
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; the grammar's
+mask and banned tokens; temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution,
+before all of these, as vLLM's are by default.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ def sample(
     generated_ids: Sequence[int],
     allowed: Sequence[int] = (),
     banned: Sequence[int] = (),
+    mask: bytes = b"",
 ) -> Sampled:
     """Sample the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
 
-    Only an ``allowed`` token is sampled, or any if there are none, and never a ``banned`` one. Raises
-    StepError if a logit is not finite or no token is left, and RequestError if a biased token is not in the
-    vocabulary.
+    Only an ``allowed`` token is sampled, or any if there are none, and never a ``banned`` one. A ``mask`` has
+    one bit for each token, the lowest first, and a token with a 0 is not sampled. Raises StepError if a logit
+    is not finite or no token is left, and RequestError if a biased token is not in the vocabulary.
     """
     check_finite(logits)
     shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
-    if allowed or banned:
-        shaped = _restrict(shaped, allowed, banned)
+    if allowed or banned or mask:
+        shaped = _restrict(shaped, allowed, banned, mask)
     if params.greedy:
         token_id = int(shaped.argmax())
     else:
@@ -127,15 +128,20 @@ def _reshape(
     return shaped
 
 
-def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> Logits:
+def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int], mask: bytes) -> Logits:
     ids = _as_ids([*allowed, *banned])
-    if int(ids.min()) < 0 or int(ids.max()) >= len(logits):
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= len(logits)):
         raise StepError(f"a restricted token is outside the vocabulary of {len(logits)}")
     restricted = logits.copy()
     if allowed:
         kept = _as_ids(allowed)
         restricted = np.full_like(logits, -np.inf)
         restricted[kept] = logits[kept]
+    if mask:
+        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+        if len(bits) < len(logits):
+            raise StepError(f"a mask has {len(bits)} tokens, expected {len(logits)}")
+        restricted[bits[: len(logits)] == 0] = -np.inf
     restricted[_as_ids(banned)] = -np.inf
     if not np.isfinite(restricted).any():
         raise StepError(f"none of {len(logits)} tokens may be sampled, expected at least one")

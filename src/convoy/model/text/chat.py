@@ -20,11 +20,9 @@ from typing import Any
 
 from convoy.errors import RequestError
 from convoy.model.text.control_strings import ControlStrings
-from convoy.model.text.conversation import Conversation, Role, Tool, ToolCall, Turn
+from convoy.model.text.conversation import ROLES, Conversation, Tool, ToolCall, Turn, role_of
 from convoy.model.text.token_size import most_message_bytes
 from convoy.model.text.vocabulary import Vocabulary, check_bytes, check_length
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Unicode's noncharacters: they never stand for text, templates do not write them, and there are 32 of them
 _FENCES = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -204,12 +202,6 @@ def _read_message(message: object, place: str) -> Turn:
     if content is None and role == "assistant":
         content = ""
     return Turn(role_of(role), _read_content(content, place))
-
-
-def role_of(given: str) -> Role:
-    """Return the role that templates know: "developer" is OpenAI's newer name for "system"."""
-    roles: dict[str, Role] = {"user": "user", "assistant": "assistant", "tool": "tool"}
-    return roles.get(given, "system")
 
 
 def _read_content(content: Any, place: str) -> str:

@@ -12,6 +12,13 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 ToolMode = Literal["auto", "none", "required"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def role_of(given: str) -> Role:
+    """Return the role that templates know: "developer" is OpenAI's newer name for "system"."""
+    roles: dict[str, Role] = {"user": "user", "assistant": "assistant", "tool": "tool"}
+    return roles.get(given, "system")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,11 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "
 class Grammar:
     """Hold a grammar's source text. For "choice" it is a JSON list of texts, for "json_object" empty.
 
-    ``strict`` refuses a JSON schema with a keyword that cannot be enforced.
+    ``strict`` refuses a JSON schema with a keyword that cannot be enforced. ``param`` names the request's
+    field for errors.
     """
 
     kind: GrammarKind
     text: str = ""
     strict: bool = True
+    param: str = "grammar"

@@ -80,6 +80,15 @@ class Tokenizer:
         """Return the ids of ``text`` without the begin-of-sequence token. Raises as `encode` does."""
         return self._vocabulary.encode_word(text)
 
+    def encode_letters(self, text: str) -> list[int]:
+        """Return ids that spell ``text`` inside another text, control strings as their letters."""
+        return self._vocabulary.encode_letters(text)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Return the tokens that are no text: special ones, and those that the chat template writes."""
+        return self._vocabulary.control_ids
+
     def encode_chat(self, chat: Conversation | object, *, max_tokens: int | None = None) -> list[int]:
         """Return the ids of a conversation or a list of messages, ready for the assistant's turn.
 

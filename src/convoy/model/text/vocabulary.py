@@ -52,7 +52,7 @@ class Vocabulary:
         self._added = {number: text for text, number in added.items()}
         self._ids = added
         self._special_ids = frozenset(special_tokens.values())
-        self._control_ids = frozenset(controls.values())
+        self.control_ids = frozenset(controls.values())
         self.special_strings = ControlStrings(special_tokens)
         self.control_strings = ControlStrings(controls)
         self.longest_token_bytes = longest_token_bytes(self._json, BYTE_OF)
@@ -101,7 +101,7 @@ class Vocabulary:
         """
         ids = self._encode_piece(text, first=first, max_tokens=max_tokens)
         literal = sum(1 for _ in self.control_strings.finditer(text))
-        if sum(number in self._control_ids for number in ids) > literal:
+        if sum(number in self.control_ids for number in ids) > literal:
             raise RequestError(
                 "a message holds text that the tokeniser would turn into a control token", param="messages"
             )
@@ -118,11 +118,11 @@ class Vocabulary:
 
     def _spell(self, text: str) -> list[int]:
         ids = self._encode_bare(text)
-        if self._control_ids.isdisjoint(ids):
+        if self.control_ids.isdisjoint(ids):
             return ids
         # a unigram or word vocabulary may hold the whole string as a plain piece: encode it letter by letter
         ids = [number for letter in text for number in self._encode_bare(letter)]
-        return [number for number in ids if number not in self._control_ids]
+        return [number for number in ids if number not in self.control_ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, and unknown ids become ""."""

@@ -127,6 +127,7 @@ def weight_of_message(message: Message) -> int:
             for draw in step.draws:
                 num_objects += 1 + len(draw.logit_bias)
                 num_bytes += len(draw.prompt) + len(draw.generated) + len(draw.allowed) + len(draw.banned)
+                num_bytes += len(draw.mask)
             return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
         case SampleReplies(answers=answers):
             num_objects = 1 + sum(1 + len(answer.top) for answer in answers)

@@ -203,7 +203,7 @@ class Serve(FleetMessage, frozen=True, tag="Serve"):
     lease: Annotated[bytes, msgspec.Meta(max_length=64)]
     expires_s: Count
     max_tokens: Count
-    kind: Literal["chat", "completion"]
+    kind: Literal["chat", "completion", "messages"]
     sealed: Annotated[bytes, msgspec.Meta(max_length=16 * 1024 * 1024)]
     trace: Annotated[str, msgspec.Meta(pattern=r"^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")] = ""
 

@@ -90,6 +90,9 @@ Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
 # 1,024 token ids as little-endian uint32.
 TokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 1024)]
+# One bit for each token of a vocabulary of at most 524,288, lowest first, in words of 32 bits.
+MAX_MASK_BYTES = 64 * 1024
+TokenMask = Annotated[bytes, msgspec.Meta(max_length=MAX_MASK_BYTES)]
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
 
@@ -348,6 +351,8 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     allowed: TokenIds
     # None of these may be sampled.
     banned: TokenIds
+    # Only tokens with a 1 may be sampled; empty allows all.
+    mask: TokenMask = b""
 
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
@@ -382,7 +387,8 @@ class Step(Message, frozen=True):
     # A step is largest through the tokens that its sample requests look back on. A head has by default 32
     # sequences and 64 guesses in a step, each with 131,072 tokens of 4 bytes: 48 MiB. Beside that,
     # `MAX_STEP_BIASES` of 15 bytes are 4.7 MiB, 320 sample requests with 1,024 restricted tokens are 1.3 MiB,
-    # and 32 shared prompts of that length in blocks of 16 (5 bytes and a tag of 16) are 5.3 MiB.
+    # 96 masks of 262,144 tokens are 3 MiB, and 32 shared prompts of that length in blocks of 16 (5 bytes and
+    # a tag of 16) are 5.3 MiB.
     frame = FrameRow(FrameType.STEP, 64 * 1024 * 1024, Sender.HEAD)
 
     number: int

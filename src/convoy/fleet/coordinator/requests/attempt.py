@@ -73,7 +73,7 @@ class OwnSeal:
         self._hash = b""
         self._opener: AnswerOpener | None = None
         self._has_head = False
-        self._seen = AnswerText()
+        self._seen = AnswerText(wanted.kind)
 
     @property
     def text_bytes(self) -> int:

@@ -11,11 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.intake import Intake, Upload
 from convoy.api.body.read_body import read_body
-from convoy.api.exchange import Exchange
+from convoy.api.exchange import Exchange, encode_event
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
-from convoy.api.problem import body_for
+from convoy.api.problem import Problem
 from convoy.api.refusals import UnknownModel
 from convoy.errors import Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
@@ -110,7 +110,7 @@ class Consume:
             begun = await self._begin(routed)
             if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
                 self.repeats.failed(mark)
-            await pass_on(routed, exchange, begun, _InClear())
+            await pass_on(routed, exchange, begun, _InClear(exchange.problem))
         finally:
             await routed.end(None if begun is None else begun.attempt)
 
@@ -128,7 +128,10 @@ class Consume:
 
 
 class _InClear:
-    """Write an answer as the provider's engine wrote it."""
+    """Write an answer as the provider's engine wrote it; ``problem`` is the form of the API's errors."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
 
     def headers(self, routed: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         return {
@@ -142,7 +145,7 @@ class _InClear:
 
     def broken(self) -> bytes:
         text = "the provider failed before the answer was complete"
-        return b"data: " + msgspec.json.encode(body_for(Unavailable(text, public=text))) + b"\n\n"
+        return encode_event(self._problem(Unavailable(text, public=text)))
 
     def ending(self, routed: RoutedRequest, head: AnswerHead) -> bytes:
         if not (routed.wanted.stream and head.content_type.startswith("text/event-stream")):

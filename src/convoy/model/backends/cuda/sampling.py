@@ -16,6 +16,7 @@ from convoy.errors import StepError
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
+from convoy.model.constraints.matcher import mask_bytes
 from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_row
 from convoy.model.sampling.sample import Sampled
 
@@ -59,22 +60,25 @@ def start_sampling(
     """
     if len(logits) != len(jobs):
         raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} draws")
-    greedy = tuple(index for index, one in enumerate(jobs) if _is_greedy(one))
+    width = logits.shape[1]
+    greedy = tuple(index for index, one in enumerate(jobs) if _is_greedy(one, width))
     others = tuple(index for index in range(len(jobs)) if index not in set(greedy))
-    found = best_tokens(_rows(logits, greedy, staging))
+    masks = _masks([jobs[index].mask for index in greedy], width)
+    found = best_tokens(_rows(logits, greedy, staging), None if masks is None else staging.on_card(masks))
     return DeviceSamples(
-        *(jobs, logits.shape[1]),
+        *(jobs, width),
         *(greedy, PendingResult.copied(found, copies)),
         *(others, PendingResult.copied(_rows(logits, others, staging).float(), copies)),
     )
 
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+def best_tokens(logits: torch.Tensor, masks: torch.Tensor | None = None) -> torch.Tensor:
     """Return each row's token with the greatest logit, and its number of non-finite logits: int32 [2, rows].
 
-    Of equal logits the lowest token wins, as in NumPy's argmax. Where any logit is not finite, the token
-    has no meaning. One kernel does both. Torch would need ten kernels, each launched by the thread that
-    submits steps.
+    ``masks``, int32 [rows, words], has a bit for each token, and only tokens with a 1 count; each row has at
+    least one. Of equal logits the lowest token wins, as in NumPy's argmax. Where any logit is not finite, the
+    token has no meaning. One kernel does all of it. Torch would need ten kernels, each launched by the thread
+    that submits steps.
     """
     num_rows, width = logits.shape
     out = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
@@ -82,8 +86,12 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
         best_kernel[num_rows,](
             out,
             logits,
+            # Without masks the kernel reads nothing there.
+            out if masks is None else masks,
             num_rows,
             logits.stride(0),
+            0 if masks is None else masks.stride(0),
+            MASKED=masks is not None,
             WIDTH=width,
             BLOCK=min(_BLOCK, next_power(width)),
             num_warps=8,
@@ -91,8 +99,21 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _is_greedy(one: SampleJob) -> bool:
+def _masks(masks: Sequence[bytes], width: int) -> torch.Tensor | None:
+    """Return the masks of rows, int32 [rows, words], or None if no row has one."""
+    if not any(masks):
+        return None
+    size = mask_bytes(width)
+    free = b"\xff" * size
+    data = bytearray().join(mask or free for mask in masks)
+    return torch.frombuffer(data, dtype=torch.int32).view(len(masks), size // 4)
+
+
+def _is_greedy(one: SampleJob, width: int) -> bool:
     params = one.params
+    # The host finds the error in a mask of another size, and in one without any token.
+    if one.mask and (len(one.mask) != mask_bytes(width) or not any(one.mask)):
+        return False
     plain = params.greedy and not params.reshapes and params.logprobs is None
     return plain and one.score is None and not (one.wants_logits or one.allowed or one.banned)
 
@@ -107,9 +128,10 @@ def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> to
 
 
 @kernel
-def best_kernel(out: tl.tensor, logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr,
+def best_kernel(out: tl.tensor, logits: tl.tensor, masks: tl.tensor, rows: tl.tensor, stride: tl.tensor,
+                mask_stride: tl.tensor, MASKED: tl.constexpr, WIDTH: tl.constexpr,
                 BLOCK: tl.constexpr) -> None:
-    """Find the best token of one row. Grid (rows,)."""
+    """Find the best token of one row, among those of its mask. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     lowest = float("-inf")
@@ -122,6 +144,9 @@ def best_kernel(out: tl.tensor, logits: tl.tensor, rows: tl.tensor, stride: tl.t
         found = tl.load(logits + row * stride + token, mask=known, other=lowest).to(tl.float32)
         # The difference of a non-finite number from itself is NaN, which is not 0.
         bad += (known & (found - found != 0)).to(tl.int32)
+        if MASKED:
+            word = tl.load(masks + row * mask_stride + token // 32, mask=known, other=0)
+            found = tl.where((word >> (token % 32)) & 1 != 0, found, lowest)
         where = tl.where(found > best, token, where)
         best = tl.maximum(best, found)
     greatest = tl.max(best, 0)

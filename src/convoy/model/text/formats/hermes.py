@@ -24,6 +24,11 @@ class HermesParser(ReplyParser):
         """Tell whether no call is open."""
         return self._call is None
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string of a call is open."""
+        return self._call is not None and self._call.in_string
+
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Begin or end a call."""
         if not self.options.calls:

@@ -23,6 +23,11 @@ class JsonValue:
         self._escaped = False
         self._scalar = False
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return self._quoted
+
     def take(self, text: str, start: int) -> int:
         """Return the index in ``text`` behind the part of the value that begins at ``start``.
 
@@ -71,6 +76,11 @@ class JsonArguments:
         """Tell whether the object is complete."""
         return self._value.done
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return self._value.in_string
+
     def push(self, text: str) -> tuple[list[Piece], str]:
         """Return the pieces of ``text``, and the rest of it behind the object."""
         if not self._begun:
@@ -91,10 +101,12 @@ class JsonArguments:
 class JsonCall:
     """Read ``{"name": ..., "arguments": {...}}``, and pass the arguments on as they arrive.
 
-    A text of another form is kept, and `raw` returns it. Fields of other names are passed over.
+    A text of another form is kept, and `raw` returns it. Fields of other names are passed over. With
+    ``names``, an object is a call only if it names one of them and has arguments.
     """
 
-    def __init__(self, parser: ReplyParser) -> None:
+    def __init__(self, parser: ReplyParser, names: frozenset[str] | None = None) -> None:
+        self._names = names
         self._parser = parser
         self._state: Callable[[], bool] = self._open
         self._text = ""
@@ -103,6 +115,7 @@ class JsonCall:
         self._value_at = 0
         self._key = ""
         self._name = ""
+        self._announced = False
         self._early = ""
         self._pieces: list[Piece] = []
         self._wrote = False
@@ -112,12 +125,17 @@ class JsonCall:
     @property
     def named(self) -> bool:
         """Tell whether a piece of the call was passed on, so that the text is a call for certain."""
-        return bool(self._name)
+        return self._announced
 
     @property
     def failed(self) -> bool:
         """Tell whether the text is certain to be no call."""
         return self._failed
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string is open."""
+        return not self.done and self._value.in_string
 
     @property
     def raw(self) -> str:
@@ -139,11 +157,10 @@ class JsonCall:
 
     def finish(self) -> list[Piece]:
         """Return the last pieces of a call with a name, as its text is over."""
-        if not self._name:
+        if not self._announced:
             self._failed = True
             return []
-        early, self._early = self._early, ""
-        return self._parser.go_on(early or ("" if self._wrote else "{}"))
+        return [] if self._wrote else self._parser.go_on("{}")
 
     def _skip(self, letters: str) -> str:
         """Return the next letter that is none of ``letters``, or "" if it has not come yet."""
@@ -163,8 +180,8 @@ class JsonCall:
         letter = self._skip(_SPACE + ",")
         if letter == "}":
             self._at += 1
-            self._failed = not self._name
-            self.done = True
+            self._failed = not self._announced
+            self.done = not self._failed
         elif letter == '"':
             self._begin(self._end_of_key)
         elif letter:
@@ -203,9 +220,9 @@ class JsonCall:
         value = _decoded(self._text[self._value_at : self._at])
         if self._key in _NAMES and isinstance(value, str) and value and not self._name:
             self._name = value
-            self._pieces.append(self._parser.begin_call(value))
-            early, self._early = self._early, ""
-            self._pieces += self._parser.go_on(early)
+            self._failed = self._names is not None and value not in self._names
+            if self._wrote or self._names is None:
+                self._announce()
         elif self._key in _ARGUMENTS and isinstance(value, str):
             # Some models write the arguments as a JSON text within the JSON.
             self._write(value)
@@ -214,10 +231,19 @@ class JsonCall:
 
     def _write(self, arguments: str) -> None:
         self._wrote = True
+        self._early += arguments
         if self._name:
-            self._pieces += self._parser.go_on(arguments)
-        else:
-            self._early += arguments
+            self._announce()
+
+    def _announce(self) -> None:
+        """Pass on the name, once, and the arguments so far. Do nothing if this is no call."""
+        if self._failed:
+            return
+        if not self._announced:
+            self._announced = True
+            self._pieces.append(self._parser.begin_call(self._name))
+        early, self._early = self._early, ""
+        self._pieces += self._parser.go_on(early)
 
 
 def _decoded(text: str) -> object:

@@ -17,6 +17,8 @@ class Mark:
 
     name: str
     shown: str = ""
+    # Whether text spells it, so that the same letters within a JSON string are no mark.
+    spelled: bool = False
 
 
 Lexeme = Mark | str
@@ -98,7 +100,7 @@ class TextScanner:
         found: list[Lexeme] = []
         while (first := self._first(text)) is not None:
             start, name = first
-            found += [text[:start], Mark(name, name)]
+            found += [text[:start], Mark(name, name, spelled=True)]
             text = text[start + len(name) :]
         kept = open_suffix(text, self._strings)
         self._held = text[len(text) - kept :]

@@ -55,6 +55,8 @@ class ReplyParser:
 
     def read(self, lexeme: Lexeme) -> list[Piece]:
         """Return the pieces that a mark or a text adds."""
+        if isinstance(lexeme, Mark) and lexeme.spelled and self.in_string:
+            lexeme = lexeme.shown
         if isinstance(lexeme, Mark):
             if lexeme.name in self.think and self.may_think:
                 self.section(reasons=lexeme.name == self.think[0])
@@ -70,6 +72,11 @@ class ReplyParser:
     def may_think(self) -> bool:
         """Tell whether a mark of reasoning counts now: not within a call."""
         return True
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a JSON string of a call is open, in which a spelled mark is text."""
+        return False
 
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Read a mark outside of reasoning."""

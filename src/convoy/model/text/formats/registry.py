@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.model.text.formats import hermes
+from convoy.model.text.conversation import Tool
+from convoy.model.text.formats import deepseek, gemma, harmony, hermes, llama, mistral, tags
 from convoy.model.text.formats.grammar import CallRules
 from convoy.model.text.formats.lexer import Lexer
 from convoy.model.text.formats.parser import THINK, ReplyParser
+from convoy.model.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,34 @@ _END_TOKENS = 24
 _PLAIN = FormatRow("think", ("<think>",), THINK, ReplyParser, None)
 # The first row that fits counts, so the special ones come first.
 FORMATS: tuple[FormatRow, ...] = (
+    FormatRow("harmony", ("<|channel|>",), harmony.MARKS, harmony.HarmonyParser, harmony.write_grammar),
+    FormatRow("gemma", ("<|tool_call>", "<|channel>"), gemma.MARKS, gemma.GemmaParser, gemma.write_grammar),
+    FormatRow(
+        "dsml",
+        (tags.DSML,),
+        tags.DSML_MARKS,
+        tags.DsmlParser,
+        tags.write_dsml_grammar,
+        model_types=frozenset(("deepseek_v32", "deepseek_v4")),
+    ),
+    FormatRow(
+        "deepseek",
+        (deepseek.BEGIN,),
+        deepseek.MARKS,
+        deepseek.DeepSeekParser,
+        deepseek.write_grammar,
+        arguments_as_text=True,
+    ),
+    FormatRow(
+        "mistral",
+        (mistral.CALLS,),
+        mistral.MARKS,
+        mistral.MistralParser,
+        mistral.write_grammar,
+        call_id_chars=9,
+    ),
+    FormatRow("llama", (llama.TAG, "ipython"), llama.MARKS, llama.LlamaParser, llama.write_grammar),
+    FormatRow("qwen-tags", ("<function=",), tags.QWEN_MARKS, tags.QwenTagParser, tags.write_qwen_grammar),
     FormatRow("hermes", ("<tool_call>",), hermes.MARKS, hermes.HermesParser, hermes.write_grammar),
     _PLAIN,
 )
@@ -60,6 +90,22 @@ class ReplyFormat:
     def has_calls(self) -> bool:
         """Tell whether the model can write calls."""
         return self.row.grammar is not None
+
+    def call_grammar(self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool) -> str:
+        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one."""
+        assert self.row.grammar is not None, "only a format with calls can force them"
+        return self.row.grammar(CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens))
+
+    def behind_reasoning(self, grammar: Grammar) -> Grammar:
+        """Return the grammar of a reply whose text keeps ``grammar`` once its reasoning has ended.
+
+        A grammar in a language of its own holds from the beginning, so such a reply has no reasoning.
+        """
+        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(True), tokens=self.tokens)
+        return rules.behind_reasoning(grammar)
+
+    def _reasoning_end(self, thinking: bool) -> str:
+        return self.row.parser.think[1] if thinking else ""
 
     def lexer(self, shown_of: Callable[[int], str]) -> Lexer:
         """Return a lexer for one choice; ``shown_of`` returns the text of one token."""

@@ -1,0 +1,304 @@
+"""Compile grammars for one model, within bounds of time, size and memory.
+
+A hostile grammar costs its own request: its text, its depth and its number of symbols are bounded before and
+while it is compiled, and the caller waits no longer than the deadline. The library checks its own limits
+again for each token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from collections.abc import Set as SetOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from convoy.errors import QueueFull, RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
+from convoy.model.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# A compiled grammar takes about this much, and for each byte of its text again (measured for schemas of 100
+# bytes to 200 KB, tokens of 128,256 included).
+_BASE_BYTES = 64 * 1024
+_BYTES_PER_TEXT_BYTE = 64
+# A JSON text without free white space: a model cannot fill an answer with blanks, and more of it is forced.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_UNSUPPORTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+_QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'|`[^`]*`')
+_DETAIL = re.compile(r":(?! *[0-9]+\)?$)[^:]*$")
+_KEYWORD = re.compile(r"[$A-Za-z]{1,40}")
+
+
+class GrammarVocabulary(Protocol):
+    """Declare the part of `convoy.model.text.tokens.Tokenizer` that grammars need."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> SetOf[int]: ...
+
+    @property
+    def control_ids(self) -> SetOf[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+    def encode_letters(self, text: str, /) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Hold the bounds on one grammar, and on the cache of all."""
+
+    max_text_bytes: int = 256 * 1024
+    # Of lists and objects inside each other in a JSON schema.
+    max_depth: int = 100
+    max_symbols: int = 50_000
+    max_choices: int = 4096
+    # Of the library's automaton, 1 to 2 KB each.
+    max_states: int = 20_000
+    deadline_s: float = 2.0
+    # Grammars that are compiled at once.
+    max_compiling: int = 2
+    max_cache_bytes: int = 64 * 1024 * 1024
+
+
+class GrammarCompiler:
+    """Compile grammars for one model's tokens, and cache the last used ones. Thread-safe."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, limits: GrammarLimits | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits or GrammarLimits()
+        self._tokens: LLTokenizer | None = None
+        self._cache: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
+        self.cached_bytes = 0
+        self._lock = threading.Lock()
+        self._making_tokens = threading.Lock()
+        self._slots = threading.BoundedSemaphore(self._limits.max_compiling)
+
+    def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+        """Return the compiled grammar; ``param`` names the request's field for errors.
+
+        Raises `RequestError` for a grammar that is malformed, unsupported or beyond a limit, and `QueueFull`
+        if too many others are being compiled.
+        """
+        num_bytes = len(grammar.text.encode(errors="surrogatepass"))
+        if num_bytes > self._limits.max_text_bytes:
+            text = f"{param} has {num_bytes} bytes, and the limit is {self._limits.max_text_bytes}"
+            raise RequestError(text, param=param)
+        key = _key(grammar)
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key][0]
+        # The deadline begins behind this: it is made once for the model, in a second for a large vocabulary.
+        tokens = self._tokenizer()
+        native = self._within_deadline(lambda: self._compile(tokens, grammar, param), param)
+        compiled = CompiledGrammar(native, self._vocabulary.vocab_size)
+        self._keep(key, compiled, _BASE_BYTES + _BYTES_PER_TEXT_BYTE * num_bytes)
+        return compiled
+
+    def _keep(self, key: bytes, compiled: CompiledGrammar, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_cache_bytes:
+            return
+        with self._lock:
+            if key in self._cache:
+                return
+            self._cache[key] = (compiled, num_bytes)
+            self.cached_bytes += num_bytes
+            while self.cached_bytes > self._limits.max_cache_bytes:
+                _, (_, freed) = self._cache.popitem(last=False)
+                self.cached_bytes -= freed
+
+    def _within_deadline(self, work: Callable[[], LLMatcher], param: str) -> LLMatcher:
+        """Return the result of ``work``, run on a thread of its own: the library cannot be interrupted.
+
+        A thread that is late keeps its slot until it ends, so that few of them can be left behind.
+        """
+        end_s = time.monotonic() + self._limits.deadline_s
+        if not self._slots.acquire(timeout=self._limits.deadline_s):
+            raise QueueFull("too many grammars are being compiled", hint="try again later")
+        results: list[LLMatcher] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                errors.append(error)
+            finally:
+                self._slots.release()
+                done.set()
+
+        threading.Thread(target=run, name="grammar", daemon=True).start()
+        if not done.wait(max(0.0, end_s - time.monotonic())):
+            raise RequestError(
+                f"{param} takes longer than {self._limits.deadline_s:g} s to compile",
+                param=param,
+                hint="use a simpler grammar",
+            )
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _compile(self, tokens: LLTokenizer, grammar: Grammar, param: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_grammar_size=self._limits.max_symbols,
+            max_lexer_states=self._limits.max_states,
+            # Its longer texts repeat the grammar and the answer.
+            verbose_errors=False,
+        )
+        native = LLMatcher(tokens, self._source(grammar, param), log_level=0, limits=limits)
+        if not native.is_error():
+            # The first mask finds what only a walk through the vocabulary shows, and warms all copies.
+            native.compute_bitmask()
+        if native.is_error():
+            raise _refused(grammar, native.get_error(), param)
+        return native
+
+    def _source(self, grammar: Grammar, param: str) -> str:
+        from llguidance import LLMatcher
+
+        match grammar.kind:
+            case "json_object":
+                return _of_schema({"type": "object"}, strict=True)
+            case "json_schema":
+                return _of_schema(self._schema(grammar.text, param), strict=grammar.strict)
+            case "regex":
+                # The whole answer must match, so the usual anchors say nothing more.
+                return LLMatcher.grammar_from_regex(_without_anchors(grammar.text))
+            case "choice":
+                return LLMatcher.grammar_from_lark(self._choices(grammar.text, param))
+            case "lark":
+                return LLMatcher.grammar_from_lark(grammar.text)
+            case "gbnf":
+                return LLMatcher.grammar_from_lark(_lark_of_gbnf(grammar.text, param))
+
+    def _schema(self, text: str, param: str) -> Any:
+        schema = _loads(text, param)
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{param} is not a JSON schema, expected an object", param=param)
+        if isinstance(schema, bool):
+            return {} if schema else {"not": {}}
+        _check_depth(schema, self._limits.max_depth, param)
+        # Options of the compiler are the server's.
+        return {name: value for name, value in schema.items() if name != "x-guidance"}
+
+    def _choices(self, text: str, param: str) -> str:
+        choices = _loads(text, param)
+        if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+            raise RequestError(f"{param} is not a list of texts, expected at least one", param=param)
+        if len(choices) > self._limits.max_choices:
+            text = f"{param} has {len(choices)} texts, and the limit is {self._limits.max_choices}"
+            raise RequestError(text, param=param)
+        return "start: " + " | ".join(json.dumps(one) for one in choices)
+
+    def _tokenizer(self) -> LLTokenizer:
+        with self._making_tokens:
+            if not self._vocabulary.eos_ids:
+                raise RequestError("this model has no end-of-text token, so no grammar can end its answer")
+            if self._tokens is None:
+                from llguidance import LLTokenizer, TokenizerWrapper
+
+                wrapped = TokenizerWrapper(_Tokens(self._vocabulary))
+                self._tokens = LLTokenizer(wrapped, eos_token=sorted(self._vocabulary.eos_ids))
+            return self._tokens
+
+
+class _Tokens:
+    """Give the library the vocabulary in its own form: the bytes of each id, and which ids are special."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.eos_token_id = min(vocabulary.eos_ids)
+        self.bos_token_id = None
+        self.special_token_ids = sorted(
+            one for one in vocabulary.control_ids | vocabulary.eos_ids if one < vocabulary.vocab_size
+        )
+        self.tokens = [vocabulary.token_bytes(one) for one in range(vocabulary.vocab_size)]
+        self._encode = vocabulary.encode_letters
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of text inside an answer."""
+        if not isinstance(text, str):
+            # The library tries bytes once, and then gives text.
+            raise TypeError("expected text")
+        return self._encode(text)
+
+
+def _key(grammar: Grammar) -> bytes:
+    parts = f"{grammar.kind}\0{grammar.strict}\0{grammar.text}"
+    return hashlib.sha256(parts.encode(errors="surrogatepass")).digest()
+
+
+def _of_schema(schema: Any, *, strict: bool) -> str:
+    from llguidance import LLMatcher
+
+    overrides: Any = {**_JSON, "lenient": not strict}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+
+
+def _without_anchors(pattern: str) -> str:
+    pattern = pattern.removeprefix("^")
+    unescaped = re.fullmatch(r"(?:[^\\]|\\.)*\$", pattern, re.DOTALL)
+    return pattern[:-1] if unescaped else pattern
+
+
+def _lark_of_gbnf(text: str, param: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    # The library's translator raises any exception at all for a malformed grammar.
+    except Exception:  # noqa: BLE001
+        raise RequestError(f"{param} is not a GBNF grammar", param=param) from None
+
+
+def _loads(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{param} is not valid JSON, or is nested too deeply", param=param) from None
+
+
+def _check_depth(value: object, most: int, param: str) -> None:
+    level: Sequence[object] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > most:
+            raise RequestError(f"{param} is nested deeper than {most} levels", param=param)
+        inner: list[object] = []
+        for one in level:
+            children = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            inner += [child for child in children if isinstance(child, dict | list)]
+        level = inner
+
+
+def _refused(grammar: Grammar, reason: str, param: str) -> RequestError:
+    """Return the error for a grammar that the library refuses. It repeats no text but known keywords."""
+    found = _UNSUPPORTED.search(reason)
+    if found:
+        keywords = ", ".join(_KEYWORD.findall(found[1])[:8])
+        return RequestError(
+            f"{param} has a keyword that cannot be enforced: {keywords}",
+            param=param,
+            code="unsupported_schema",
+            hint='leave it out, or set "strict" to false',
+        )
+    what = {"json_schema": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
+    name = what.get(grammar.kind, "grammar")
+    # Names of the grammar stand between quotation marks, or behind the last colon.
+    reason = _QUOTED.sub("…", reason.splitlines()[0])
+    reason = _DETAIL.sub("", reason)[:200]
+    return RequestError(f"{param} is not a {name} that can be enforced: {reason}", param=param)

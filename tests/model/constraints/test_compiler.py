@@ -1,0 +1,187 @@
+"""Grammars are compiled within bounds of size, depth, time and memory, and refused by their field."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from convoy.errors import QueueFull, RequestError
+from convoy.model.constraints.compiler import GrammarCompiler, GrammarLimits
+from convoy.model.constraints.matcher import MaskFiller, Matcher
+from support.grammars import ByteVocabulary, compiled, grammar
+
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def accepts(matcher: Matcher, text: str) -> bool:
+    """Whether the whole of ``text`` matches."""
+    data = list(text.encode())
+    return matcher.allowed_start(data) == len(data) and all(map(matcher.consume, data)) and ended(matcher)
+
+
+def ended(matcher: Matcher) -> bool:
+    MaskFiller().fill([(matcher, ())])
+    return has(matcher.masks[0], 256)
+
+
+def has(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id // 8] >> token_id % 8 & 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_object", "", '{"a": [1, null]}', "[1]"),
+        ("json_schema", OBJECT, '{"name": "x", "age": 3}', '{"name": "x"}'),
+        ("json_schema", {"type": "array", "items": {"enum": ["a", 1]}}, '["a", 1]', '["b"]'),
+        ("json_schema", "true", '"anything"', "nothing"),
+        ("regex", "^[a-c]+\\$$", "abc$", "abcd$"),
+        ("regex", "a|bc", "bc", "c"),
+        ("choice", ["yes", 'say "no"\n'], 'say "no"\n', "no"),
+        ("lark", "start: DIGIT+\nDIGIT: /[0-9]/", "042", "x"),
+        ("gbnf", 'root ::= "a" [0-9]+', "a17", "a"),
+    ],
+)
+def test_an_answer_matches_the_whole_grammar(kind: Any, text: Any, good: str, bad: str) -> None:
+    assert accepts(compiled(kind, text).matcher(), good)
+    assert not accepts(compiled(kind, text).matcher(), bad)
+
+
+def test_a_control_token_is_never_part_of_a_text() -> None:
+    matcher = compiled("json_schema", {"type": "string"}).matcher()
+    assert matcher.consume(ord('"'))
+    MaskFiller().fill([(matcher, ())])
+    assert not has(matcher.masks[0], 256)
+    assert not has(matcher.masks[0], 257)
+    assert has(matcher.masks[0], ord("<"))
+
+
+def test_a_schema_with_a_keyword_that_cannot_be_enforced_is_refused_by_its_name() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(
+        RequestError, match="grammar has a keyword that cannot be enforced: uniqueItems"
+    ) as caught:
+        compiled("json_schema", schema)
+    assert caught.value.param == "grammar"
+    assert accepts(compiled("json_schema", schema, strict=False).matcher(), "[1, 1]")
+
+
+def test_a_schema_cannot_set_the_options_of_the_compiler() -> None:
+    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    with pytest.raises(RequestError, match="uniqueItems"):
+        compiled("json_schema", schema)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def exponential(size: int) -> dict[str, Any]:
+    """Every choice of each part with every choice of the others: 4 ** size objects."""
+    choices = [
+        [{"type": "object", "properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(4)]
+        for i in range(size)
+    ]
+    return {"allOf": [{"anyOf": choice} for choice in choices]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("json_schema", deep(200), "nested deeper than 100 levels"),
+        ("json_schema", "[" * 5000, "not valid JSON, or is nested too deeply"),
+        ("json_schema", "{", "not valid JSON"),
+        ("json_schema", "[]", "expected an object"),
+        ("json_schema", exponential(9), "cannot|that can be enforced"),
+        ("json_schema", {"type": "strin"}, "that can be enforced"),
+        ("json_schema", {"type": "string", "pattern": "("}, "that can be enforced"),
+        ("json_schema", {"description": "x" * 300_000}, "bytes, and the limit is 262144"),
+        ("json_schema", {"$ref": "http://localhost:1/schema.json"}, "that can be enforced"),
+        ("json_schema", {"$ref": "file:///etc/hostname"}, "that can be enforced"),
+        ("regex", "((((", "not a regular expression that can be enforced"),
+        ("choice", [], "not a list of texts"),
+        ("choice", [1], "not a list of texts"),
+        ("choice", ["a"] * 5000, "has 5000 texts, and the limit is 4096"),
+        ("lark", "start: missing", "not a grammar that can be enforced"),
+        ("gbnf", "root ::= ((((", "not a GBNF grammar"),
+    ],
+)
+def test_a_malformed_or_hostile_grammar_is_refused_and_names_its_field(
+    kind: Any, text: Any, why: str
+) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        compiled(kind, text)
+    assert caught.value.param == "grammar"
+
+
+def test_an_error_repeats_nothing_of_the_grammar() -> None:
+    for kind, text in (
+        ("regex", "SECRET((("),
+        ("lark", "start: SECRET"),
+        ("json_schema", {"type": "SECRET"}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            compiled(kind, text)  # type: ignore[arg-type]
+        assert "SECRET" not in caught.value.message
+
+
+class SlowVocabulary(ByteVocabulary):
+    """Hold up the compiler where it asks for the tokens of a forced text."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.go_on = threading.Event()
+
+    def encode_letters(self, text: str) -> list[int]:
+        self.asked.set()
+        self.go_on.wait(30.0)
+        return super().encode_letters(text)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_keeps_its_slot_until_it_ends() -> None:
+    vocabulary = SlowVocabulary()
+    vocabulary.go_on.set()
+    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=0.2, max_compiling=1))
+    compiler.compile(grammar("regex", "a"), "regex")
+    vocabulary.go_on.clear()
+    with pytest.raises(RequestError, match=r"regex takes longer than 0\.2 s to compile"):
+        compiler.compile(grammar("regex", "forced"), "regex")
+    assert vocabulary.asked.is_set()
+    with pytest.raises(QueueFull):
+        compiler.compile(grammar("regex", "[ab]+"), "regex")
+    vocabulary.go_on.set()
+
+
+def test_the_cache_keeps_the_last_used_grammars_within_its_bytes() -> None:
+    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_cache_bytes=200_000))
+    first = compiler.compile(grammar("regex", "a"), "regex")
+    assert compiler.compile(grammar("regex", "a"), "regex") is first
+    second = compiler.compile(grammar("regex", "b"), "regex")
+    assert compiler.compile(grammar("regex", "a"), "regex") is first
+    compiler.compile(grammar("regex", "c"), "regex")
+    compiler.compile(grammar("regex", "d"), "regex")
+    assert compiler.cached_bytes <= 200_000
+    assert compiler.compile(grammar("regex", "b"), "regex") is not second
+
+
+def test_a_grammar_that_is_larger_than_the_cache_is_not_kept() -> None:
+    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_cache_bytes=1000))
+    compiler.compile(grammar("regex", "a"), "regex")
+    assert compiler.cached_bytes == 0
+
+
+def test_strict_and_lenient_forms_of_one_schema_are_cached_apart() -> None:
+    compiler, text = GrammarCompiler(ByteVocabulary()), json.dumps({"type": "array", "uniqueItems": True})
+    compiler.compile(grammar("json_schema", text, strict=False), "schema")
+    with pytest.raises(RequestError):
+        compiler.compile(grammar("json_schema", text), "schema")
