@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from convoy.api.body.body_shape import check_depth
+from convoy.api.openai.conversation import MAX_ARGUMENTS_BYTES
 from convoy.api.responses.tools import flat_name
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Role, ToolCall, Turn
@@ -27,7 +28,6 @@ ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
-MAX_ARGUMENTS_BYTES = 512 * 1024
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "file", "audio"})
 _ENCODED = "convoy."
