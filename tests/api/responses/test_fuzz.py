@@ -19,34 +19,37 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def mostly(*values: Any) -> st.SearchStrategy[Any]:
-    """Return one of ``values``, or any JSON."""
-    return st.sampled_from(values) | JSON
+def mostly(*values: Any, of: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Any]:
+    """Return one of ``values`` or a value ``of`` a strategy, and one time in 20 any JSON."""
+    likely = st.sampled_from(values) if values else st.nothing()
+    likely = likely if of is None else likely | of
+    return st.integers(0, 19).flatmap(lambda number: JSON if number == 19 else likely)
 
 
 PART = st.fixed_dictionaries(
-    {}, optional={"type": mostly("input_text", "output_text", "refusal", "input_image"), "text": mostly("x")}
+    {"type": mostly("input_text", "output_text", "input_text", "refusal", "input_image"), "text": mostly("x")}
 )
-ITEM = st.fixed_dictionaries(
-    {},
+MESSAGE = st.fixed_dictionaries(
+    {
+        "role": mostly("user", "assistant", "developer"),
+        "content": mostly("x", of=st.lists(PART, max_size=2)),
+    }
+)
+ITEM = MESSAGE | st.fixed_dictionaries(
+    {"call_id": mostly("call_1"), "name": mostly("read"), "arguments": mostly("{}", '{"a":1}', "{")},
     optional={
         "type": mostly("message", "function_call", "function_call_output", "reasoning", "compaction"),
         "role": mostly("user", "assistant", "developer"),
-        "content": mostly("x") | st.lists(PART, max_size=2),
-        "call_id": mostly("call_1"),
-        "name": mostly("read"),
+        "content": mostly("x", of=st.lists(PART, max_size=2)),
         "namespace": mostly("disk"),
-        "arguments": mostly("{}", '{"a":1}', "{"),
-        "output": mostly("x") | st.lists(PART, max_size=2),
-        "summary": mostly([]) | st.lists(PART, max_size=2),
+        "output": mostly("x", of=st.lists(PART, max_size=2)),
+        "summary": mostly([], of=st.lists(PART, max_size=2)),
         "encrypted_content": mostly("convoy.AA==", "convoy.aGk="),
     },
 )
 FUNCTION = st.fixed_dictionaries(
-    {},
+    {"type": mostly("function", "web_search", "custom"), "name": mostly("read", "write", "list")},
     optional={
-        "type": mostly("function", "web_search", "custom"),
-        "name": mostly("read", "write"),
         "description": mostly("x"),
         "parameters": mostly({"type": "object"}),
         "strict": mostly(True, False),
@@ -54,18 +57,18 @@ FUNCTION = st.fixed_dictionaries(
 )
 TOOL = FUNCTION | st.fixed_dictionaries(
     {"type": st.just("namespace")},
-    optional={"name": mostly("disk"), "tools": mostly([]) | st.lists(FUNCTION, max_size=2)},
+    optional={"name": mostly("disk"), "tools": mostly([], of=st.lists(FUNCTION, max_size=2))},
 )
 CHOICE = mostly("auto", "none", "required") | st.fixed_dictionaries(
     {"type": mostly("function", "allowed_tools", "web_search")},
     optional={"name": mostly("read"), "tools": st.lists(FUNCTION, max_size=2), "mode": mostly("required")},
 )
 BODY = st.fixed_dictionaries(
-    {"input": mostly("hi") | st.lists(ITEM | JSON, max_size=4)},
+    {"input": mostly("hi", of=st.lists(mostly(of=ITEM), min_size=1, max_size=4))},
     optional={
         "model": mostly("fake"),
         "instructions": mostly("x"),
-        "tools": mostly(None) | st.lists(TOOL | JSON, max_size=3),
+        "tools": mostly(None, of=st.lists(mostly(of=TOOL), max_size=3)),
         "tool_choice": CHOICE,
         "parallel_tool_calls": mostly(True, False),
         "text": mostly({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
@@ -89,7 +92,7 @@ BODY = st.fixed_dictionaries(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(body=BODY | JSON)
+@given(body=mostly(of=BODY))
 def test_any_body_is_answered_or_refused(server: Running, http: httpx.Client, body: Any) -> None:
     before = len(server.engine.handles)
     answer = http.post(PATH, json=body)

@@ -107,6 +107,11 @@ def test_unknown_items_are_dropped_and_counted(items: list[Any]) -> None:
     assert len(history.dropped) == 1
 
 
+def test_a_part_whose_type_is_no_text_is_dropped() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": ["list"]}, {}]
+    assert read({"role": "user", "content": parts}).turns == (Turn("user", "a"),)
+
+
 def test_an_unknown_part_is_dropped_and_counted() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "new_thing"}]
     history = read({"role": "user", "content": parts})

@@ -204,6 +204,29 @@ def test_a_tool_choice_of_none_leaves_a_call_as_text(calling: Running) -> None:
     assert [item.type for item in response.output] == ["reasoning", "message"]
 
 
+def test_a_form_of_the_answer_reaches_the_engine_as_a_grammar(server: Running, http: httpx.Client) -> None:
+    schema = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    for form in ({"type": "json_object"}, schema):
+        whole(http, text={"format": form})
+        assert server.engine.handles[-1].request.grammar is not None
+    whole(http, text={"format": {"type": "text"}})
+    assert server.engine.handles[-1].request.grammar is None
+
+
+def test_only_a_strict_schema_refuses_a_keyword_that_cannot_be_enforced(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "array", "uniqueItems": True}}
+    error = refused(http, text={"format": {**form, "strict": True}})
+    assert (error["code"], error["param"]) == ("unsupported_schema", "text.format.schema")
+    whole(http, text={"format": form})
+
+
+def test_a_required_call_is_a_grammar_too(server: Running, http: httpx.Client) -> None:
+    other = {**TOOL, "name": "write"}
+    for choice in ("required", {"type": "function", "name": "write"}):
+        whole(http, tools=[TOOL, other], tool_choice=choice)
+        assert server.engine.handles[-1].request.grammar is not None
+
+
 def test_the_effort_reaches_the_template(server: Running, http: httpx.Client) -> None:
     whole(http, reasoning={"effort": "none"})
     assert '"enable_thinking": false' in prompt(server)

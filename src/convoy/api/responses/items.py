@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from convoy.api.body.body_shape import check_depth
+from convoy.api.openai.conversation import MAX_ARGUMENTS_BYTES
 from convoy.api.responses.tools import flat_name
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Role, ToolCall, Turn
@@ -27,7 +28,6 @@ ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
 }
-MAX_ARGUMENTS_BYTES = 512 * 1024
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "file", "audio"})
 _ENCODED = "convoy."
@@ -180,7 +180,8 @@ class _Reader:
         for number, part in enumerate(_parts(given, where)):
             place = f"{where}[{number}]"
             self._count(place)
-            kind = part.get("type")
+            # A list or an object is no key of a set.
+            kind = str(part.get("type"))
             if kind in _TEXT_PARTS:
                 texts.append(_text(part, "refusal" if kind == "refusal" else "text", place))
             elif kind in _MEDIA_PARTS:
@@ -188,7 +189,7 @@ class _Reader:
                 text = f"{param} is {kind!r}, and this server takes only text"
                 raise RequestError(text, param=param, code="unsupported_parameter")
             else:
-                self.dropped.append(str(kind))
+                self.dropped.append(kind)
         return "".join(texts)
 
     def _thoughts(self, item: Mapping[str, Any], field: str, where: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from msgspec import UNSET
@@ -100,7 +100,7 @@ class OutputWriter:
         index = len(self.items)
         match piece:
             case TextPiece():
-                return _Message(self._number, index)
+                return _TextItem(self._number, index)
             case ReasoningPiece() if self._summarise:
                 return _Summary(self._number, index, encode=self._encode)
             case ReasoningPiece():
@@ -137,122 +137,91 @@ class _OpenItem(Protocol):
         ...
 
 
-class _Message:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Hold the events of one kind of text, in the order in which they are sent."""
+
+    part: Callable[[str], OutputText | ReasoningText | SummaryText]
+    begin: Callable[..., Event]
+    add: Callable[..., Event]
+    done: Callable[..., Event]
+    end: Callable[..., Event]
+
+
+_TEXT = _Form(OutputText, PartAdded, TextAdded, TextDone, PartDone)
+_REASONING = _Form(ReasoningText, PartAdded, ReasoningAdded, ReasoningDone, PartDone)
+_SUMMARY = _Form(SummaryText, SummaryPartAdded, SummaryAdded, SummaryDone, SummaryPartDone)
+
+
+class _TextItem:
+    """Grow an item that is one part of text."""
+
+    _form = _TEXT
+    _piece: type[Piece] = TextPiece
+    _prefix = "msg_"
+
     def __init__(self, number: Number, index: int) -> None:
-        self._number, self._index, self._id = number, index, _new_id("msg_")
+        self._number, self._index, self._id = number, index, _new_id(self._prefix)
         self._texts: list[str] = []
 
     def accepts(self, piece: Piece) -> bool:
-        return isinstance(piece, TextPiece)
+        return isinstance(piece, self._piece)
 
     def opening(self) -> list[Event]:
-        added = PartAdded(
-            item_id=self._id, output_index=self._index, part=OutputText(""), sequence_number=self._number()
-        )
-        return [added]
+        return [self._event(self._form.begin, part=self._form.part(""))]
 
     def delta(self, text: str) -> list[Event]:
         self._texts.append(text)
-        added = TextAdded(
-            item_id=self._id, output_index=self._index, delta=text, sequence_number=self._number()
-        )
-        return [added]
+        return [self._event(self._form.add, delta=text)]
 
     def closing(self) -> list[Event]:
-        text = "".join(self._texts)
-        place = (self._id, self._index)
-        done = TextDone(item_id=place[0], output_index=place[1], text=text, sequence_number=self._number())
-        part = OutputText(text)
-        end = PartDone(item_id=place[0], output_index=place[1], part=part, sequence_number=self._number())
-        return [done, end]
+        done = self._event(self._form.done, text=self._text)
+        return [done, self._event(self._form.end, part=self._form.part(self._text))]
 
     def item(self, status: ItemStatus) -> Item:
-        content = () if status == "in_progress" else (OutputText("".join(self._texts)),)
-        return MessageItem(self._id, status, content)
+        return MessageItem(self._id, status, () if status == "in_progress" else (OutputText(self._text),))
 
     def join(self, turn: Turn) -> Turn:
-        return replace(turn, content=turn.content + "".join(self._texts))
+        return replace(turn, content=turn.content + self._text)
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
+
+    def _event(self, kind: Callable[..., Event], **fields: object) -> Event:
+        return kind(item_id=self._id, output_index=self._index, sequence_number=self._number(), **fields)
 
 
-class _Reasoning:
+class _Reasoning(_TextItem):
     """Give a reasoning as content."""
 
+    _form = _REASONING
+    _piece = ReasoningPiece
+    _prefix = "rs_"
+
     def __init__(self, number: Number, index: int, *, encode: bool) -> None:
-        self._number, self._index, self._id = number, index, _new_id("rs_")
+        super().__init__(number, index)
         self._encode = encode
-        self._texts: list[str] = []
-
-    def accepts(self, piece: Piece) -> bool:
-        return isinstance(piece, ReasoningPiece)
-
-    def opening(self) -> list[Event]:
-        part = ReasoningText("")
-        added = PartAdded(
-            item_id=self._id, output_index=self._index, part=part, sequence_number=self._number()
-        )
-        return [added]
-
-    def delta(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        added = ReasoningAdded(
-            item_id=self._id, output_index=self._index, delta=text, sequence_number=self._number()
-        )
-        return [added]
-
-    def closing(self) -> list[Event]:
-        text = "".join(self._texts)
-        done = ReasoningDone(
-            item_id=self._id, output_index=self._index, text=text, sequence_number=self._number()
-        )
-        part = ReasoningText(text)
-        end = PartDone(item_id=self._id, output_index=self._index, part=part, sequence_number=self._number())
-        return [done, end]
 
     def item(self, status: ItemStatus) -> Item:
-        if status == "in_progress":
-            return ReasoningItem(self._id, status, content=())
-        text = "".join(self._texts)
-        encoded = encode_reasoning(text) if self._encode else None
-        return ReasoningItem(self._id, status, content=(ReasoningText(text),), encrypted_content=encoded)
+        content = () if status == "in_progress" else (ReasoningText(self._text),)
+        return ReasoningItem(self._id, status, content=content, encrypted_content=self._encoded(status))
 
     def join(self, turn: Turn) -> Turn:
-        return replace(turn, reasoning=turn.reasoning + "".join(self._texts))
+        return replace(turn, reasoning=turn.reasoning + self._text)
+
+    def _encoded(self, status: ItemStatus) -> str | None:
+        return encode_reasoning(self._text) if self._encode and status != "in_progress" else None
 
 
 class _Summary(_Reasoning):
     """Give a reasoning as its own summary."""
 
-    def opening(self) -> list[Event]:
-        part = SummaryText("")
-        added = SummaryPartAdded(
-            item_id=self._id, output_index=self._index, part=part, sequence_number=self._number()
-        )
-        return [added]
-
-    def delta(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        added = SummaryAdded(
-            item_id=self._id, output_index=self._index, delta=text, sequence_number=self._number()
-        )
-        return [added]
-
-    def closing(self) -> list[Event]:
-        text = "".join(self._texts)
-        done = SummaryDone(
-            item_id=self._id, output_index=self._index, text=text, sequence_number=self._number()
-        )
-        part = SummaryText(text)
-        end = SummaryPartDone(
-            item_id=self._id, output_index=self._index, part=part, sequence_number=self._number()
-        )
-        return [done, end]
+    _form = _SUMMARY
 
     def item(self, status: ItemStatus) -> Item:
-        if status == "in_progress":
-            return ReasoningItem(self._id, status)
-        text = "".join(self._texts)
-        encoded = encode_reasoning(text) if self._encode else None
-        return ReasoningItem(self._id, status, summary=(SummaryText(text),), encrypted_content=encoded)
+        summary = () if status == "in_progress" else (SummaryText(self._text),)
+        return ReasoningItem(self._id, status, summary=summary, encrypted_content=self._encoded(status))
 
 
 class _Call:

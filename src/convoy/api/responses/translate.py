@@ -13,6 +13,7 @@ from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.conversation import EFFORTS, MAX_TOOLS
 from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.bodies import ResponsesBody, TextFormat
 from convoy.api.responses.items import read_items
@@ -26,8 +27,6 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.conversation import Conversation, Turn
 from convoy.model.text.grammar import Grammar
 
-# OpenAI's values. Templates put the effort into the prompt, so no other text may pass.
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
 FORMATS = ("text", "json_object", "json_schema")
 _ENCODED_REASONING = "reasoning.encrypted_content"
@@ -85,7 +84,7 @@ def read_response(
         body.tools,
         body.tool_choice,
         parallel=body.parallel_tool_calls is not False,
-        max_tools=options.max_messages,
+        max_tools=MAX_TOOLS,
     )
     request = _chat_request(body, history.turns, offered)
     shown = _shown(body, model.name, request, offered, stored=store is not None and body.store is not False)
@@ -206,10 +205,11 @@ def _grammar(body: ResponsesBody) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return Grammar("json_object")
+            return Grammar("json_object", param="text.format")
         case "json_schema" if given.schema is not None:
             schema = msgspec.json.encode(given.schema).decode()
-            return Grammar("json_schema", schema, strict=given.strict is True)
+            strict = given.strict is True
+            return Grammar("json_schema", schema, strict=strict, param="text.format.schema")
         case "json_schema":
             param = "text.format.schema"
             raise RequestError(f"{param}: it is missing", param=param, code="missing_required_parameter")
