@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from convoy.api.openai.parsed_request import ParsedRequest
-from convoy.api.service import Service
+from convoy.api.service import ServedModel, Service
 from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_restrictions
+from convoy.errors import RequestError
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.text.conversation import Conversation, Turn
+from convoy.model.text.conversation import Conversation
+from convoy.model.text.formats.parser import ParserOptions
 from convoy.model.text.grammar import Grammar
 
 
@@ -27,6 +30,45 @@ class ChatRequest:
     grammar: Grammar | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """Hold one HTTP request in the engine's terms: one `GenerationRequest` per prompt.
+
+    Choices are numbered prompt-major. ``prompt_texts`` holds the text of each prompt if it is to be echoed.
+    ``scoring`` means echo, log-probabilities and a single token, as benchmarks score a prompt. That token
+    then always has an entry, even if it ends the text.
+    """
+
+    model: ServedModel
+    requests: tuple[GenerationRequest, ...]
+    # The choices of one prompt.
+    num_choices: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    prompt_texts: tuple[str, ...] = ()
+    scoring: bool = False
+    # The number of alternatives to report for each token of the prompt.
+    prompt_logprobs: int | None = None
+    # How the answers of a chat are read.
+    reply: ParserOptions = field(default_factory=ParserOptions)
+
+    @property
+    def echo(self) -> bool:
+        return bool(self.prompt_texts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the tokens of all prompts together."""
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the tokens of prompts and answers together, if every answer has its full length."""
+        answers = sum(request.max_tokens * request.num_choices for request in self.requests)
+        return self.num_prompt_tokens + answers
+
+
 def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
     """Return the engine's request. ``salt`` is that of the caller's key.
 
@@ -34,23 +76,84 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     "context_length_exceeded" and the numbers of the prompt's tokens and of the room.
     """
     model = service.model(request.model)
-    messages = [_message(turn) for turn in request.conversation.turns]
-    prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
-    room = model.max_context - len(prompt_ids)
+    conversation = request.conversation
+    request.params.check_vocabulary(model.tokenizer.vocab_size)
+    _check_tools(conversation, model)
+    prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
+    reply = _parser_options(conversation, model, prompt_ids)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
-        max_tokens=room if request.max_tokens is None else request.max_tokens,
+        max_tokens=find_room(model, len(prompt_ids)) if request.max_tokens is None else request.max_tokens,
         open_ended=request.max_tokens is None,
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
-        grammar=None
-        if request.grammar is None
-        else model.grammars.compile(request.grammar, request.grammar.param),
+        grammar=_grammar(request, reply, model),
     )
-    return ParsedRequest(model, (engine_request,), request.num_choices, request.stream, False, False)
+    check_restrictions(engine_request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
+    return ParsedRequest(
+        model=model,
+        requests=(engine_request,),
+        num_choices=request.num_choices,
+        stream=request.stream,
+        include_usage=False,
+        continuous_usage=False,
+        reply=reply,
+    )
 
 
-def _message(turn: Turn) -> dict[str, str]:
-    return {"role": turn.role, "content": turn.content}
+def find_room(model: ServedModel, num_prompt: int) -> int:
+    """Return the tokens that are left for an answer without a given length. Raises `RequestError`."""
+    room = model.max_context
+    check_room(num_prompt + 1, room, num_prompt)
+    return room - num_prompt
+
+
+def check_room(num_needed: int, room: int, num_prompt: int | None = None) -> None:
+    """Raise `RequestError` if a request needs more than ``room`` tokens."""
+    if num_needed > room:
+        num_prompt = num_needed if num_prompt is None else num_prompt
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
+            param="prompt",
+            code="context_length_exceeded",
+            hint="shorten the prompt",
+        )
+
+
+def _check_tools(conversation: Conversation, model: ServedModel) -> None:
+    if (
+        conversation.tools
+        and conversation.choice.mode != "none"
+        and not model.tokenizer.reply_format.has_calls
+    ):
+        raise RequestError(
+            "this model's chat template has no format of calls that this server knows",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def _grammar(request: ChatRequest, reply: ParserOptions, model: ServedModel) -> CompiledGrammar | None:
+    """Return the grammar of the answer: its calls if the caller demands some, or else that of its text."""
+    choice, own = request.conversation.choice, model.tokenizer.reply_format
+    if request.conversation.tools and choice.mode == "required":
+        tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
+        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
+        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools")
+    if request.grammar is None:
+        return None
+    grammar = own.behind_reasoning(request.grammar) if reply.thinking else request.grammar
+    return model.grammars.compile(grammar, grammar.param)
+
+
+def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:
+    tokenizer, last = model.tokenizer, conversation.turns[-1]
+    continues_reasoning = conversation.continues and bool(last.reasoning) and not last.content
+    return ParserOptions(
+        tools=conversation.tools,
+        calls=bool(conversation.tools) and conversation.choice.mode != "none",
+        thinking=continues_reasoning
+        or tokenizer.reply_format.begins_in_reasoning(prompt_ids, tokenizer.decode),
+    )

@@ -28,11 +28,60 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """Hold the function of a call. ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    """Hold a call in an assistant's turn."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """Hold one turn of a conversation."""
+    """Hold one turn of a conversation. ``reasoning`` is the newer name of ``reasoning_content``."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    """Hold the function of a tool. ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(msgspec.Struct, frozen=True):
+    """Hold a tool. Only ``type: "function"`` is served, and others are left out."""
+
+    type: str
+    function: Function | None = None
+
+
+class ChosenFunction(msgspec.Struct, frozen=True):
+    """Name the function that must be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, frozen=True):
+    """Hold a tool choice that names a function."""
+
+    function: ChosenFunction
+    type: str = "function"
 
 
 class GenerationBody(FormFields, frozen=True, kw_only=True):
@@ -70,6 +119,14 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    # vLLM's names, which llama.cpp knows too.
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):

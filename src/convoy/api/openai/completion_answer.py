@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from convoy.api.chat.request import ParsedRequest
 from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.token_text import TextLogprobWriter, TokenText
 from convoy.api.openai.usage import UsageCounter
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.intake import Intake, Upload, most_body_bytes
 from convoy.api.body.read_body import read_body
+from convoy.api.chat.request import ParsedRequest
 from convoy.api.engine_stream import Batch, EngineStream
 from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
@@ -23,7 +24,6 @@ from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import Body, ChatBody, decode_body
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.usage import ResponseBuilder
 from convoy.api.problem import body_for
 from convoy.api.service import Service

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from convoy.api.chat.request import ParsedRequest
 from convoy.api.openai.answers import PromptTokensDetails, TokenUsage
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 
 

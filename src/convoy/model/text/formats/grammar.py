@@ -1,0 +1,122 @@
+"""Write the grammars of forced calls, in llguidance's form of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from convoy.model.text.conversation import Tool
+from convoy.model.text.grammar import Grammar
+
+_ANY_OBJECT = {"type": "object"}
+# Without free white space a model cannot fill an answer with blanks.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Hold what a grammar of calls needs: the tools that may be called, and the ids of the marks."""
+
+    tools: tuple[Tool, ...]
+    # Whether several calls may follow one another.
+    parallel: bool
+    # The end mark of the reasoning in which the reply begins, or "".
+    reasoning_end: str
+    tokens: Mapping[str, int]
+
+    def mark(self, name: str) -> str:
+        """Return the expression of a mark: its token where it is one, otherwise its text."""
+        number = self.tokens.get(name)
+        return self.text(name) if number is None else f"<[{number}]>"
+
+    def text(self, text: str) -> str:
+        """Return the expression of a text."""
+        return json.dumps(text)
+
+    def schema(self, tool: Tool) -> str:
+        """Return the expression of the arguments of a tool."""
+        return self.json(tool.parameters or _ANY_OBJECT, strict=tool.strict)
+
+    def json(self, schema: Any, *, strict: bool) -> str:
+        """Return the expression of a JSON value; a lenient one passes over keywords that cannot be kept."""
+        if isinstance(schema, Mapping):
+            # Options of the compiler are the server's.
+            schema = {**schema, "x-guidance": {**_JSON, "lenient": not strict}}
+        return "%json " + json.dumps(schema)
+
+    def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+        """Return name and schema of each property, and whether it is required."""
+        properties, required = schema.get("properties"), schema.get("required")
+        names = required if isinstance(required, list) else []
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        return [
+            (key, {**value, **shared} if isinstance(value, Mapping) else {}, key in names)
+            for key, value in (properties.items() if isinstance(properties, Mapping) else ())
+        ]
+
+    def parameters(self, tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
+        """Return the `members` of a tool's parameters."""
+        return self.members(tool.parameters)
+
+    def grammar(
+        self,
+        calls: Sequence[str],
+        *,
+        before: str = "",
+        between: str = "",
+        after: str = "",
+        single: bool = False,
+        extra: Sequence[str] = (),
+    ) -> str:
+        """Return a grammar of one or more of ``calls``, behind the reasoning that the prompt has opened.
+
+        A ``single`` call is one at most. ``extra`` are rules that the calls name.
+        """
+        lines = [f"call: {' | '.join(f'call_{index}' for index in range(len(calls)))}"]
+        lines += [f"call_{index}: {call}" for index, call in enumerate(calls)]
+        lines += extra
+        more = f"({between} call)*" if self.parallel and not single else ""
+        return self._behind(f"{before} call {more} {after}", lines)
+
+    def behind_reasoning(self, grammar: Grammar) -> Grammar:
+        """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own."""
+        match grammar.kind:
+            case "json_object":
+                body = self.json(_ANY_OBJECT, strict=True)
+            case "json_schema":
+                body = self.json(_loaded(grammar.text), strict=grammar.strict)
+            case "choice":
+                choices = _loaded(grammar.text)
+                body = " | ".join(
+                    self.text(str(one)) for one in (choices if isinstance(choices, list) else [])
+                )
+            case _:
+                return grammar
+        return Grammar("lark", self._behind(r"/\n*/ body", [f"body: {body}"]), grammar.strict, grammar.param)
+
+    def _behind(self, start: str, lines: list[str]) -> str:
+        """Return the whole grammar of ``start``, behind the reasoning if there is one."""
+        if not self.reasoning_end:
+            return "\n".join([f"start: {start}", *lines])
+        end = self.tokens.get(self.reasoning_end)
+        if end is None:
+            reasoning = [f"reasoning[suffix={self.text(self.reasoning_end)}]: /(.|\\n)*/"]
+        else:
+            reasoning = [f"reasoning: REASONING <[{end}]>", r"REASONING: /(.|\n)*/"]
+        return "\n".join([f"start: reasoning {start}", *lines, *reasoning])
+
+
+def _loaded(text: str) -> Any:
+    """Return a JSON value; malformed text is left to the compiler's check of the same text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"not": {}}
+
+
+def json_call(rules: CallRules, tool: Tool, arguments: str) -> str:
+    """Return the expression of ``{"name": NAME, arguments: {...}}``."""
+    opening = rules.text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+    return f"{opening} {rules.schema(tool)} {rules.text('}')}"

@@ -1,0 +1,165 @@
+"""Grammars of forced calls: whatever random weights draw is a valid call, in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from convoy.model.constraints.compiler import GrammarCompiler
+from convoy.model.text.conversation import Tool
+from convoy.model.text.formats.lexer import Lexer
+from convoy.model.text.formats.registry import FormatRow, ReplyFormat
+from convoy.model.text.grammar import Grammar
+from convoy.model.text.pieces import Piece
+from support.replies import ROWS, SCHEMA, TOOLS, Read, joined, options
+
+EOS = 256
+CALLING = [name for name, row in ROWS.items() if row.grammar is not None]
+# Characters that end a value or a string: random text ends soon if they are likely.
+CLOSING = frozenset(b'"}]<,')
+# Texts that end a free text, which single characters hardly ever spell by chance.
+ENDS = {"qwen-tags": b"\n</parameter>\n", "dsml": b"</", "harmony": b"<|end|>"}
+MAX_TOKENS = 1500
+
+
+class Vocabulary:
+    """Map tokens 0 to 255 to bytes, then the end of text and the marks of a format."""
+
+    def __init__(self, row: FormatRow, *, spelled: bool) -> None:
+        self.tokens = {} if spelled else {mark: EOS + 1 + index for index, mark in enumerate(row.marks)}
+        self._names = {number: mark for mark, number in self.tokens.items()}
+        self.vocab_size = EOS + 1 + len(self.tokens)
+        self.eos_ids = frozenset({EOS})
+        self.control_ids = frozenset({EOS, *self._names})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < EOS else self._names.get(token_id, "</s>").encode()
+
+    def encode_letters(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def draw(text: str, vocabulary: Vocabulary, end: bytes, chance: random.Random) -> list[int] | None:
+    """Return the tokens of one reply, drawn evenly but for what closes; None if it is too long."""
+    matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
+    ids: list[int] = []
+    closing: list[int] = []
+    while len(ids) < MAX_TOKENS:
+        bits = int.from_bytes(matcher.native.compute_bitmask(), "little")
+        allowed = [token for token in range(vocabulary.vocab_size) if bits >> token & 1]
+        likely = [token for token in allowed if token in CLOSING or token >= EOS]
+        if not closing and chance.random() < 0.05:
+            closing = list(end)
+        token = chance.choice(likely if likely and chance.random() < 0.5 else allowed)
+        if closing:
+            wanted = closing.pop(0)
+            token = wanted if wanted in allowed else token
+        if token == EOS:
+            return ids
+        assert matcher.consume(token)
+        ids.append(token)
+        if matcher.complete:
+            return ids
+    return None
+
+
+def read(row: FormatRow, vocabulary: Vocabulary, ids: list[int], *, thinking: bool) -> Read:
+    """Read a reply whose marks are special tokens, as `api.chat.reply` does."""
+    lexer = Lexer(row.marks, vocabulary.tokens, lambda _: "")
+    parser = row.parser(options(thinking=thinking))
+    pieces: list[Piece] = []
+    # Bytes are no characters, and no format looks into them: read each run of text at once.
+    run = b""
+    for token in [*ids, None]:
+        if token is not None and token < EOS:
+            run += bytes([token])
+            continue
+        shown = run.decode("utf-8", "replace")
+        for lexeme in lexer.push(-1, shown, shown):
+            pieces += parser.read(lexeme)
+        run = b""
+        for lexeme in lexer.finish("") if token is None else lexer.push(token, "", ""):
+            pieces += parser.read(lexeme)
+    return joined([*pieces, *parser.finish()])
+
+
+def check(arguments: dict[str, Any]) -> None:
+    """Check the arguments of the tool ``read`` against its schema."""
+    assert isinstance(arguments["path"], str)
+    assert isinstance(arguments["lines"], list)
+    assert all(type(line) is int for line in arguments["lines"])
+    if "deep" in arguments:
+        assert type(arguments["deep"]["on"]) is bool
+    if "mode" in arguments:
+        assert arguments["mode"] in {"fast", "slow"}
+
+
+def draw_calls(name: str, *, spelled: bool, seed: int) -> tuple[int, int]:
+    """Draw a reply, check it, and return the number of its calls and 1 if it was too long."""
+    row = ROWS[name]
+    vocabulary = Vocabulary(row, spelled=spelled)
+    chance = random.Random(seed)
+    tools, parallel = chance.choice([TOOLS, TOOLS[:1]]), chance.random() < 0.5
+    form = ReplyFormat(row, vocabulary.tokens)
+    ids = draw(
+        form.call_grammar(tools, parallel=parallel, thinking=False), vocabulary, ENDS.get(name, b""), chance
+    )
+    if ids is None:
+        return 0, 1
+    _, text, calls = read(row, vocabulary, ids, thinking=False)
+    assert text.strip() == ""
+    assert calls
+    assert parallel or len(calls) == 1
+    for called, arguments in calls:
+        assert called in {tool.name for tool in tools}
+        value = json.loads(arguments)
+        assert isinstance(value, dict)
+        if called == "read":
+            check(value)
+    return len(calls), 0
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("name", CALLING)
+def test_whatever_is_drawn_is_a_valid_call(name: str, spelled: bool) -> None:
+    results = [draw_calls(name, spelled=spelled, seed=seed) for seed in range(12)]
+    assert sum(num_calls for num_calls, _ in results) >= 5
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name != "harmony"])
+def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name: str) -> None:
+    row = ROWS[name]
+    vocabulary = Vocabulary(row, spelled=False)
+    form = ReplyFormat(row, vocabulary.tokens)
+    text = form.call_grammar(TOOLS[1:], parallel=False, thinking=True)
+    matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
+    for token in [*b"free { text\n", vocabulary.tokens[row.parser.think[1]]]:
+        assert matcher.consume(token)
+    assert not matcher.consume(ord("~"))
+
+
+def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_not() -> None:
+    from convoy.errors import RequestError
+
+    odd = {"type": "object", "properties": {"a": {"type": "string"}}, "dependentSchemas": {"a": {}}}
+    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
+    for strict in (False, True):
+        tools = (Tool("odd", "", odd, strict),)
+        text = form.call_grammar(tools, parallel=True, thinking=False)
+        if strict:
+            with pytest.raises(RequestError, match="dependentSchemas"):
+                GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+        else:
+            GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+
+
+def test_options_of_the_compiler_in_a_schema_are_the_servers() -> None:
+    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
+    tools = (Tool("read", "", {**SCHEMA, "x-guidance": {"lenient": False, "no_such_option": 1}}),)
+    text = form.call_grammar(tools, parallel=True, thinking=False)
+    assert "no_such_option" not in text
