@@ -65,7 +65,7 @@ def conversation(
     )
 
 
-FIELDS: tuple[str, ...] = tuple(conversation.__kwdefaults__)
+FIELDS: tuple[str, ...] = tuple(conversation.__kwdefaults__ or ())
 
 
 def hostile(name: str) -> list[str]:
