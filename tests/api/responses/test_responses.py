@@ -556,6 +556,19 @@ def test_a_stored_response_is_read_and_deleted_by_its_key_alone(storing: Running
             ann.responses.retrieve(made.id)
 
 
+def test_callers_that_share_a_key_are_kept_apart_by_their_cache_salt(storing: Running) -> None:
+    headers = {"authorization": f"Bearer {ANN}"}
+    with httpx.Client(base_url=storing.url, timeout=20.0, headers=headers) as http:
+        made = whole(http, cache_salt="one")["id"]
+        whole(http)
+        salted, plain = (handle.request.cache_salt for handle in storing.engine.handles[-2:])
+        assert plain != salted
+        assert whole(http, cache_salt="one", previous_response_id=made)["previous_response_id"] == made
+        for other in ({}, {"cache_salt": "two"}):
+            assert refused(http, 404, previous_response_id=made, **other)["param"] == "previous_response_id"
+        assert http.get(f"{PATH}/{made}").status_code == 404
+
+
 def test_a_streamed_response_is_stored_before_its_last_event(storing: Running) -> None:
     with client_of(storing, ANN) as ann:
         for event in ann.responses.create(model="fake", input="hi", stream=True):
