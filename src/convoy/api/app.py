@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from convoy.api.anthropic.answer import MessageAnswer
 from convoy.api.anthropic.bodies import decode_messages
-from convoy.api.anthropic.count_tokens import CountTokens
-from convoy.api.anthropic.models import model_info, model_page
+from convoy.api.anthropic.endpoints import CountTokens, model_info, model_page
 from convoy.api.anthropic.problem import VERSION_HEADER, problem_for
 from convoy.api.anthropic.translate import read_messages
 from convoy.api.body.intake import Intake

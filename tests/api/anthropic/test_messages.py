@@ -14,7 +14,7 @@ from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.errors import Draining, QueueFull, RequestError, StageLost
 from support.anthropic_events import blocks_of, parse_message, parse_stream
-from support.fake_service import REPLY, FakeEngine, serving
+from support.fake_service import EOS, REPLY, FakeEngine, serving
 
 ASK: dict[str, Any] = {"max_tokens": 100, "messages": [{"role": "user", "content": "What is it?"}]}
 PROMPT = len("<user>What is it?<assistant>")
@@ -303,3 +303,39 @@ def test_an_assistants_last_message_is_continued_and_variables_reach_the_templat
     assert answer.status_code == 200
     assert prompt.endswith("<user>What is it?<assistant>The answer")
     assert '{"enable_thinking": false, "thinking": false, "reasoning_effort": "low"}' in prompt
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "any"}},
+            '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>',
+            "It is noon.",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "clock"}},
+            '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>',
+            '<tool_call>\n{"name": "moon", "arguments": {}}\n</tool_call>',
+        ),
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ],
+)
+def test_a_demanded_call_or_form_is_the_engines_grammar(fields: dict[str, Any], good: str, bad: str) -> None:
+    with serving() as running:
+        assert post(running.url, **fields).status_code == 200
+        grammar = running.engine.handles[0].request.grammar
+    assert grammar is not None
+    for text, whole in ((good, True), (bad, False)):
+        tokens = [*text.encode(), EOS]
+        assert (grammar.matcher().allowed_start(tokens) == len(tokens)) is whole
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_field(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
+    answer = http.post("/v1/messages", json={**ASK, "output_config": {"format": form}})
+    assert answer.status_code == 400
+    assert "uniqueItems" in answer.json()["error"]["message"]

@@ -111,7 +111,7 @@ def _grammar(given: AnswerFormat | None) -> Grammar | None:
         raise RequestError(f"{where}.type: expected json_schema", param=f"{where}.type")
     if given.schema is None:
         raise RequestError(f"{where}.schema: field required", param=f"{where}.schema")
-    return Grammar("json_schema", msgspec.json.encode(given.schema).decode())
+    return Grammar("json_schema", msgspec.json.encode(given.schema).decode(), param=f"{where}.schema")
 
 
 def _too_long(request: ChatRequest, max_tokens: int, service: Service) -> RequestError:

@@ -81,16 +81,16 @@ class AllowedChoice(Strict, frozen=True):
     function: AllowedChoiceFunction
 
 
-class Schema(Strict, frozen=True):
+class AllowedSchema(Strict, frozen=True):
     name: Short
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Strict, frozen=True):
+class AllowedFormat(Strict, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Schema | None = None
+    json_schema: AllowedSchema | None = None
 
 
 class AllowedStreamOptions(Strict, frozen=True):
@@ -184,7 +184,7 @@ _BOTH: dict[str, Any] = {
     "bad_words": Words,
     "logit_bias": dict[str, float],
     "stream_options": AllowedStreamOptions,
-    "response_format": ResponseFormat,
+    "response_format": AllowedFormat,
     "reasoning_effort": Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     "cache_salt": str,
 }

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
@@ -91,6 +89,9 @@ class MaskFiller:
             rows += 1 + len(drafts)
         if not places:
             return
+        # Proxies import this module too, and compute nothing.
+        import numpy as np
+
         size = mask_bytes(places[0][0].vocab_size)
         buffer = np.zeros((rows, size), dtype=np.uint8)
         if self._executor is None:

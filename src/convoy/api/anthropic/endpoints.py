@@ -1,14 +1,16 @@
-"""Serve POST /v1/messages/count_tokens."""
+"""Serve what Anthropic's clients ask beside an answer: the tokens of a prompt, and the models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.api.anthropic.bodies import decode_prompt
-from convoy.api.anthropic.shapes import TokenCount
+from convoy.api.anthropic.shapes import ModelInfo, ModelPage, TokenCount
 from convoy.api.anthropic.translate import count_tokens
 from convoy.api.body.intake import Intake, most_body_bytes
 from convoy.api.body.read_body import read_body
@@ -16,7 +18,7 @@ from convoy.api.exchange import Exchange
 from convoy.api.keys.keys import Caller
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
-from convoy.api.service import Service
+from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.dropped import DroppedHistory
 
 
@@ -47,3 +49,17 @@ class CountTokens:
 
     def _count(self, data: bytes) -> int:
         return count_tokens(decode_prompt(data), self.service, self.options, dropped=self.dropped)
+
+
+def model_info(model: ServedModel) -> ModelInfo:
+    """Return one model. Prompt and answer share its context, so both have the same limit."""
+    created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return ModelInfo(model.name, model.name, created, model.max_context, model.max_context)
+
+
+def model_page(models: Sequence[ServedModel]) -> ModelPage:
+    """Return all models."""
+    names = [model.name for model in models]
+    return ModelPage(
+        [model_info(model) for model in models], *((names[0], names[-1]) if names else (None, None))
+    )
