@@ -198,6 +198,47 @@ def test_every_event_of_a_call_is_one_of_openais_types_in_strict_mode(calling: R
             assert f"response.reasoning_{kind}.delta" in [name for name, _ in events]
 
 
+def test_the_second_turn_of_an_agent_begins_with_its_whole_first_prompt(calling: Running) -> None:
+    """Codex sends such bodies, and sends items back with ids of its own and without a reasoning's content."""
+    space = {"type": "namespace", "name": "mcp__disk__", "description": "Files.", "tools": [TOOL]}
+    body = {
+        "model": "fake",
+        "tools": [TOOL, space, {"type": "web_search", "external_web_access": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "key",
+        "client_metadata": {"x": "y"},
+    }
+    history: list[Any] = [
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for role, text in (
+            ("developer", "Rules."),
+            ("developer", "More."),
+            ("user", "Here."),
+            ("user", "Go."),
+        )
+    ]
+    with httpx.Client(base_url=calling.url, timeout=20.0) as http:
+        items = [
+            data["item"]
+            for name, data in named(http.post(PATH, json={**body, "input": history}).text)
+            if name == "response.output_item.done"
+        ]
+        first = prompt(calling)
+        replayed = [{key: value for key, value in item.items() if key != "content"} for item in items[:1]]
+        call = {**items[2], "id": "fc_of_the_client"}
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+        answer = http.post(PATH, json={**body, "input": [*history, *replayed, items[1], call, result]})
+    assert answer.status_code == 200
+    assert prompt(calling).startswith(first)
+    assert "<think>I need the file.</think>Let me look." in prompt(calling)
+    assert "mcp__disk__read" in first
+
+
 def test_a_tool_choice_of_none_leaves_a_call_as_text(calling: Running) -> None:
     with client_of(calling, "unused") as openai:
         response = openai.responses.create(model="fake", input="hi", tools=[TOOL], tool_choice="none")
@@ -513,6 +554,19 @@ def test_a_stored_response_is_read_and_deleted_by_its_key_alone(storing: Running
         ann.responses.delete(made.id)
         with pytest.raises(sdk.NotFoundError):
             ann.responses.retrieve(made.id)
+
+
+def test_callers_that_share_a_key_are_kept_apart_by_their_cache_salt(storing: Running) -> None:
+    headers = {"authorization": f"Bearer {ANN}"}
+    with httpx.Client(base_url=storing.url, timeout=20.0, headers=headers) as http:
+        made = whole(http, cache_salt="one")["id"]
+        whole(http)
+        salted, plain = (handle.request.cache_salt for handle in storing.engine.handles[-2:])
+        assert plain != salted
+        assert whole(http, cache_salt="one", previous_response_id=made)["previous_response_id"] == made
+        for other in ({}, {"cache_salt": "two"}):
+            assert refused(http, 404, previous_response_id=made, **other)["param"] == "previous_response_id"
+        assert http.get(f"{PATH}/{made}").status_code == 404
 
 
 def test_a_streamed_response_is_stored_before_its_last_event(storing: Running) -> None:

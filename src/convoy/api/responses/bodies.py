@@ -51,6 +51,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     # A field of this server, so that two answers can be the same.
     seed: int | None = None
+    # Callers that share one key, such as a coordinator's accounts, share neither prefixes nor responses.
+    cache_salt: str | None = None
     truncation: str | None = None
     include: list[Any] | None = None
     metadata: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Serve the paths of the Responses API: generate, and read and delete what is stored."""
+"""Serve the paths of the Responses API: generate, and read and delete stored responses."""
 
 from __future__ import annotations
 

@@ -174,11 +174,11 @@ class ResponseInProgress(_ResponseEvent, frozen=True, tag="response.in_progress"
 
 
 class ResponseCompleted(_ResponseEvent, frozen=True, tag="response.completed"):
-    """End a stream whose answer is complete."""
+    """End a stream after a complete answer."""
 
 
 class ResponseIncomplete(_ResponseEvent, frozen=True, tag="response.incomplete"):
-    """End a stream whose answer reached its most tokens."""
+    """End a stream after an answer that reached its most tokens."""
 
 
 class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.request import ChatRequest, parse_chat
+from convoy.api.chat.request import ChatRequest, cache_salt_of, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.conversation import EFFORTS, MAX_TOOLS
@@ -43,7 +43,7 @@ class ResponsesRequest(ParsedRequest):
     shown: ResponseObject
     # The conversation without the instructions, as a later request continues it.
     turns: tuple[Turn, ...]
-    # The salt of the caller's key, which names the owner of a stored answer.
+    # The salt of the caller's key and of ``cache_salt``, which names the owner of a stored answer.
     owner: bytes
     sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Whether the answer gives a reasoning as its own summary, and whether it adds the encoded text.
@@ -76,6 +76,7 @@ def read_response(
     context raises `ContextFailed`.
     """
     _check_elsewhere(body)
+    salt = cache_salt_of(salt, body.cache_salt)
     model = service.model(body.model)
     earlier = _earlier(body, store, salt)
     history = read_items(body.input, earlier, max_items=options.max_messages)
