@@ -65,7 +65,7 @@ def _accepts(grammar: CompiledGrammar, text: str) -> bool:
 
 def _is_valid(schema: Any, text: str) -> bool:
     try:
-        return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+        return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)))
     except (ValueError, RecursionError):
         return False
 
