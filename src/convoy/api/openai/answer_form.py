@@ -20,7 +20,7 @@ class FormatSchema(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
+class AnswerFormat(msgspec.Struct, frozen=True):
     """Hold OpenAI's ``response_format``. llama.cpp's has a ``schema`` beside the type "json_object"."""
 
     type: str
@@ -47,7 +47,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 class FormFields(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the fields of a body that give the answer its form. None always means: not given."""
 
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -76,7 +76,7 @@ def read_form(body: FormFields) -> Grammar | None:
     return found[0] if found else None
 
 
-def _of_format(given: ResponseFormat | None) -> list[Grammar]:
+def _of_format(given: AnswerFormat | None) -> list[Grammar]:
     where = "response_format"
     if given is None or given.type == "text":
         return []

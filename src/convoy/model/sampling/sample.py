@@ -151,7 +151,7 @@ def _masked(logits: Logits, mask: bytes) -> Logits:
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
     if len(bits) < len(logits):
         raise StepError(f"a mask has {len(bits)} tokens, expected {len(logits)}")
-    # Bitwise, because a choice by element takes seven times as long where the bits alternate. A 0 keeps no bit
+    # Bitwise: a choice by element takes seven times as long where the bits alternate. A 0 keeps no bit
     # of the logit and all those of -inf, and a 1 the other way round.
     keep = np.negative(bits[: len(logits)].astype(np.uint32))
     kept = np.ascontiguousarray(logits).view(np.uint32) & keep
