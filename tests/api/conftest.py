@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from support.fake_service import Running, serving
@@ -32,4 +33,10 @@ def http(server: Running) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def openai(server: Running) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def anthropic(server: Running) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=20.0) as client:
         yield client

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from convoy.engine.outputs import (
 )
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
+from convoy.model.text.conversation import Conversation
+from convoy.model.text.formats.registry import ReplyFormat, find_format
 from convoy.model.text.vocabulary import check_length
 
 EOS = 256
@@ -45,12 +47,21 @@ class ByteTokenizer:
     def encode_word(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None
-    ) -> list[int]:
-        return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>", max_tokens=max_tokens
-        )
+    # Qwen's format, in which every mark is spelled.
+    reply_format = ReplyFormat(find_format("<tool_call>", ""), {})
+
+    def encode_chat(self, chat: Conversation, *, max_tokens: int | None = None) -> list[int]:
+        """Spell the turns out, and the tools and variables if there are any."""
+        tools = [f"{tool.name}:{json.dumps(tool.parameters)}" for tool in chat.tools]
+        text = f"<tools>{tools}" if tools else ""
+        text += f"<variables>{json.dumps(chat.variables)}" if chat.variables else ""
+        for turn in chat.turns:
+            text += f"<{turn.role}>"
+            text += f"<think>{turn.reasoning}</think>" if turn.reasoning else ""
+            text += turn.content + "".join(f"<call {c.id} {c.name}>{c.arguments}" for c in turn.calls)
+            text += f"<result of {turn.call_id} {turn.name}>" if turn.call_id else ""
+        opens = chat.add_generation_prompt and not chat.continues
+        return self.encode(text + ("<assistant>" if opens else ""), max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         shown = [token for token in ids if token != EOS or not skip_special_tokens]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+from functools import partial
+
 import anyio.to_thread
 import msgspec
 from starlette.requests import Request
@@ -9,25 +12,38 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from convoy.api.anthropic.answer import MessageAnswer
+from convoy.api.anthropic.bodies import decode_messages
+from convoy.api.anthropic.count_tokens import CountTokens
+from convoy.api.anthropic.models import model_info, model_page
+from convoy.api.anthropic.problem import VERSION_HEADER, problem_for
+from convoy.api.anthropic.translate import read_messages
 from convoy.api.body.intake import Intake
+from convoy.api.chat.generate import Generate
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.answers import Health, ModelCard, ModelList
-from convoy.api.openai.bodies import ChatBody, CompletionBody
+from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
-from convoy.api.openai.generate import Generate
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
+from convoy.api.responses.answer import ResponsesAnswer
+from convoy.api.responses.bodies import decode_responses
+from convoy.api.responses.endpoint import StoredResponses, StreamedRefusals
+from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.translate import read_response
 from convoy.api.service import ServedModel, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{id}"),
     *("/tokenize", "/detokenize", "/health", "/status", "/metrics"),
 )
 
@@ -39,26 +55,40 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     """
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
-    intake = Intake(options)
+    intake, dropped = Intake(options), DroppedHistory()
     shared = (service, options, life, intake, Repeats())
-    chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
-    completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
+    chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_chat, ChatAnswer)
+    decode = partial(decode_body, kind=CompletionBody)
+    completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
+    read = partial(read_messages, dropped=dropped)
+    build = partial(MessageAnswer, secret=secrets.token_bytes(32))
+    messages = Generate(*shared, "messages", decode_messages, read, build)
+    count_tokens = CountTokens(service, options, life, intake, dropped)
+    store = ResponseStore() if options.store_responses else None
+    answer = partial(read_response, store=store, dropped=dropped)
+    generate = Generate(*shared, "responses", decode_responses, answer, partial(ResponsesAnswer, store=store))
+    stored = StoredResponses(store)
     about = _About(service, life)
     counts, failed = HttpCounts(PATHS), FailedKeys()
-    sources = (*service.metrics, counts.families, failed.families)
+    sources = (*service.metrics, counts.families, failed.families, dropped.families)
     metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
         Route("/tokenize", Tokenize(service, options, life, intake, tokenize), methods=["POST"]),
         Route("/detokenize", Tokenize(service, options, life, intake, detokenize), methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
+        Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
+        Route("/", about.root, methods=["HEAD"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),
         Route("/status", about.status),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed))
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed, problem_for))
 
 
 class _About:
@@ -68,11 +98,18 @@ class _About:
         self._service = service
         self._lifecycle = lifecycle
 
-    async def models(self, request: Request) -> Response:  # noqa: ARG002
+    async def root(self, request: Request) -> Response:  # noqa: ARG002
+        """Answer HEAD /, by which Anthropic's clients see whether a server is there."""
+        return Response()
+
+    async def models(self, request: Request) -> Response:
+        if VERSION_HEADER in request.headers:
+            return _json(model_page(self._service.models))
         return _json(ModelList([_card(model) for model in self._service.models]))
 
     async def model(self, request: Request) -> Response:
-        return _json(_card(self._service.model(request.path_params["name"])))
+        found = self._service.model(request.path_params["name"])
+        return _json(model_info(found) if VERSION_HEADER in request.headers else _card(found))
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         if self._lifecycle.draining:

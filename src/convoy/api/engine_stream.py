@@ -39,6 +39,8 @@ class EngineStream:
         self._left = False
         self._unfinished = sum(request.num_choices for request in requests)
         self._broken = False
+        # Loop time of the last event to the client.
+        self._sent_s = self._loop.time()
 
     async def __aenter__(self) -> EngineStream:
         """Submit all requests. Raises what `ServedEngine.submit` raises; no request runs then."""
@@ -57,16 +59,23 @@ class EngineStream:
         """End the request with ``error``, whatever the engine does. Call it on the loop's thread."""
         self._deliver(0, ErrorOutput(error))
 
+    def sent(self) -> None:
+        """Note that the client has just got an event, for the time of the next empty batch."""
+        self._sent_s = self._loop.time()
+
     async def batches(self, heartbeat_s: float) -> AsyncIterator[Batch]:
         """Yield outputs as they come, until every choice is finished or one `ErrorOutput` came.
 
-        Yields an empty batch after ``heartbeat_s`` seconds without output.
+        Yields an empty batch ``heartbeat_s`` seconds after the last call of `sent`, and again as long after
+        each empty batch. Outputs alone put it off no further: not every output makes an event.
         """
+        self.sent()
         while self._unfinished > 0 and not self._broken:
             try:
-                async with asyncio.timeout(heartbeat_s):
+                async with asyncio.timeout_at(self._sent_s + heartbeat_s):
                     await self._woken.wait()
             except TimeoutError:
+                self.sent()
                 yield []
                 continue
             self._woken.clear()

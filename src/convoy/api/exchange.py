@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Send
 
+from convoy.api.problem import Problem, body_for
 from convoy.api.refusals import ClientGone
 from convoy.errors import ConvoyError
 
@@ -20,7 +21,9 @@ _encoder = msgspec.json.Encoder()
 class Exchange:
     """Wrap ASGI's ``receive`` and ``send`` of one request. A client that does not read counts as gone."""
 
-    def __init__(self, receive: Receive, send: Send, write_timeout_s: float) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, write_timeout_s: float, problem: Problem = body_for
+    ) -> None:
         self.id = "req-" + secrets.token_hex(8)
         # The HTTP status that was sent; 0 before the headers are out.
         self.status = 0
@@ -32,6 +35,9 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         # Further headers of an error's answer.
         self.refusal_headers: Callable[[], Mapping[str, str]] = dict
+        # An error in the form of the API that was asked: as a body, and as the events that end a stream.
+        self.problem = problem
+        self.failure: Callable[[BaseException], Sequence[msgspec.Struct]] = lambda error: [problem(error)]
         self._receive = receive
         self._send = send
         self._write_timeout_s = write_timeout_s
@@ -88,8 +94,8 @@ class Exchange:
         await self.send(_start(200, headers))
 
     async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
-        """Send some events in one write, and ``tail`` after them."""
-        data = b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events) + tail
+        """Send some events in one write, and ``tail`` after them. The tag of a tagged struct is its name."""
+        data = b"".join(_event(event) for event in events) + tail
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -120,6 +126,12 @@ class Exchange:
         if self.complete:
             # ASGI also reports "disconnect" after a complete answer; the client is not gone then.
             await asyncio.Event().wait()
+
+
+def _event(event: msgspec.Struct) -> bytes:
+    tag = event.__struct_config__.tag
+    name = b"" if tag is None else f"event: {tag}\n".encode()
+    return name + b"data: " + _encoder.encode(event) + b"\n\n"
 
 
 def _start(status: int, headers: Mapping[str, str]) -> Message:

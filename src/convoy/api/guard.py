@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,7 +15,7 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.keys import Caller, anyone, key_of
 from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.origins import Origins, preflight
-from convoy.api.problem import answer_for, body_for, headers_for
+from convoy.api.problem import Problem, answer_for, body_for, headers_for
 from convoy.api.refusals import ClientGone, Unauthenticated, UnknownPath, WrongMethod
 from convoy.errors import ConvoyError
 
@@ -22,11 +23,23 @@ _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Wrap the application in host, origin and key checks. Only /health is open to callers without a key."""
+    """Wrap the application in host, origin and key checks. Only /health and HEAD / are open to callers
+    without a key.
+    """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, failed: FailedKeys | None = None) -> None:
-        """Set up the checks of ``options``. ``failed`` counts wrong keys; by default it is a new counter."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        failed: FailedKeys | None = None,
+        problem_of: Callable[[Scope], Problem] = lambda _: body_for,
+    ) -> None:
+        """Set up the checks of ``options``. ``failed`` counts wrong keys; by default it is a new counter.
+
+        ``problem_of`` returns the form of errors for a request, as its API has it.
+        """
         self._app = app
+        self._problem_of = problem_of
         self._options = options
         self._origins = Origins(options)
         self._failed = failed or FailedKeys()
@@ -35,7 +48,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(receive, send, self._options.write_timeout_s)
+        exchange = Exchange(receive, send, self._options.write_timeout_s, self._problem_of(scope))
         # With an app in scope the router raises for unknown paths and methods, in place of plain text of its
         # own.
         scope.update({"app": self, "convoy.exchange": exchange})
@@ -66,10 +79,10 @@ class Guard:
         exchange.outcome = type(error).__name__
         if not exchange.status:
             headers = {**headers_for(error), **exchange.refusal_headers()}
-            await exchange.send_json(answer_for(error).status, body_for(error), headers)
+            await exchange.send_json(answer_for(error).status, exchange.problem(error), headers)
         elif not exchange.complete:
             # The headers are sent. End the stream with the error, so that it does not look complete.
-            await exchange.send_events([body_for(error)])
+            await exchange.send_events(exchange.failure(error))
             await exchange.end_events()
 
     async def _admit(self, scope: Scope, exchange: Exchange) -> bool:
@@ -77,7 +90,7 @@ class Guard:
         headers = Headers(scope=scope)
         self._origins.check_host(headers)
         scope["convoy.caller"] = self._anyone
-        if scope["path"] == "/health":
+        if scope["path"] == "/health" or (scope["path"], scope["method"]) == ("/", "HEAD"):
             return False
         exchange.headers = self._origins.check_origin(headers)
         permitted = preflight(headers, exchange.headers) if scope["method"] == "OPTIONS" else None

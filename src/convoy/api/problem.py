@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -37,6 +38,7 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
     errors.InputError: _INTERNAL,
     errors.RequestError: ErrorResponse(400, _INVALID),
     refusals.UnknownModel: ErrorResponse(404, _INVALID, "model_not_found"),
+    refusals.UnknownResponse: ErrorResponse(404, _INVALID, "response_not_found"),
     refusals.UnknownPath: ErrorResponse(404, _INVALID, "not_found"),
     refusals.WrongMethod: ErrorResponse(405, _INVALID, "method_not_allowed"),
     refusals.Unauthenticated: ErrorResponse(401, "authentication_error", "invalid_api_key"),
@@ -73,6 +75,10 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
     ),
     errors.SelfCheckError: _INTERNAL,
 }
+
+
+# The form of an API's errors: an error becomes the body of its answer.
+Problem = Callable[[BaseException], msgspec.Struct]
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

@@ -9,6 +9,10 @@ class UnknownModel(RequestError):  # noqa: N818
     """Report a model that is not served here (404)."""
 
 
+class UnknownResponse(RequestError):  # noqa: N818
+    """Report a response that is not stored for this key (404)."""
+
+
 class UnknownPath(RequestError):  # noqa: N818
     """Report a path that is not served here (404)."""
 

@@ -7,7 +7,7 @@ cluster.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from convoy.api.refusals import UnknownModel
 from convoy.cluster.metrics.families import Source
 from convoy.engine.outputs import Output
 from convoy.engine.requests.request import GenerationRequest
+from convoy.model.text.conversation import Conversation
+from convoy.model.text.formats.registry import ReplyFormat
 
 
 class Handle(Protocol):
@@ -57,9 +59,11 @@ class ServedTokenizer(Protocol):
         The check comes before the tokenizer runs if possible.
         """
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], /, *, max_tokens: int | None = None
-    ) -> list[int]:
+    @property
+    def reply_format(self) -> ReplyFormat:
+        """Return the form in which the model writes reasoning and calls."""
+
+    def encode_chat(self, chat: Conversation, /, *, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of a conversation. Raises RequestError as `encode` does."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...

@@ -22,7 +22,7 @@ FIRST_S = "gen_ai.response.time_to_first_chunk"
 ERROR = "error.type"
 OUTCOME = "convoy.outcome"
 
-_OPERATIONS = {"chat": "chat", "completion": "text_completion"}
+_OPERATIONS = {"chat": "chat", "messages": "chat", "responses": "chat", "completion": "text_completion"}
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -61,7 +61,7 @@ class Traces(Protocol):
         ...
 
     def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:
-        """Begin the span of a request of ``kind`` (chat or completion) that came ``ago_s`` seconds ago.
+        """Begin the span of a request of ``kind``, such as chat, that came ``ago_s`` seconds ago.
 
         ``parent`` is the client's traceparent. An invalid one begins a new trace.
         """

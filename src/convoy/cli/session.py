@@ -256,7 +256,7 @@ def _talk(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster, talk: S
 
 
 def answer_turn(turn: SessionTurn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
-    from convoy.model.text.tokens import TextStream
+    from convoy.model.text.stop import TextStream
 
     stream = TextStream(tokenizer)
     pieces: list[str] = []

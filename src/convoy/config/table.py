@@ -198,6 +198,17 @@ class ServeConfig(msgspec.Struct, frozen=True):
             flag=Flag("A site with pages that may call this server; repeatable.", ("--allowed-origin",)),
         ),
     ] = ()
+    store_responses: Annotated[
+        bool,
+        Setting(
+            "keep responses of POST /v1/responses in memory for an hour, each for the key that made it",
+            " ([api.md](api.md#stored-responses))",
+            flag=Flag(
+                "Keep responses of POST /v1/responses in memory for an hour.",
+                ("--store-responses/--no-store-responses",),
+            ),
+        ),
+    ] = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

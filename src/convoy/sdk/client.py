@@ -78,7 +78,7 @@ class Client:
         """Return the answer to a conversation, or to one question given as text."""
         asked = {"messages": _conversation(messages), "model": self._named(model), **sampling}
         found = self._post("/v1/chat/completions", asked, ChatCompletion)
-        return _reply(found.choices[0].message.content, found.choices[0].finish_reason, found.usage)
+        return _reply(found.choices[0].message.content or "", found.choices[0].finish_reason, found.usage)
 
     def generate(
         self, prompt: str | Sequence[int], *, model: str | None = None, **sampling: Unpack[Sampling]

@@ -177,6 +177,7 @@ def serve_options(config: Config) -> ServeOptions:
         allowed_origins=serve.allowed_origins,
         tls=tls,
         drain_s=serve.drain_s,
+        store_responses=serve.store_responses,
     )
 
 

@@ -64,7 +64,6 @@ def test_the_fields_that_were_once_ignored_are_refused() -> None:
         "n_predict": 5,
         "verbosity": "low",
         "reasoning": {"effort": "high"},
-        "reasoning_effort": "high",
         "enable_thinking": False,
     }
     for field, value in asked.items():

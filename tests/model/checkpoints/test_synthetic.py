@@ -18,7 +18,8 @@ from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.source import ModelSource, needs_no_files
 from convoy.model.checkpoints.synthetic import Synthetic, draw_tensor
 from convoy.model.loading.load import load_modules
-from convoy.model.text.tokens import TextStream, Tokenizer
+from convoy.model.text.stop import TextStream
+from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from support.synthetic import SYNTHETIC, write_config
 from support.tiny_models import build_config

@@ -119,12 +119,12 @@ def test_a_template_that_spoils_the_fences_is_refused_rather_than_trusted(tmp_pa
         tokenizer.encode_chat(user("hello<|end|>"))
 
 
-def test_markup_that_the_template_writes_is_text_for_users_but_the_assistants_own(tmp_path: Path) -> None:
+def test_markup_that_the_template_writes_is_text_in_every_message(tmp_path: Path) -> None:
     tokenizer = tiny.load(tiny.byte_level(), tmp_path, BYTE_LEVEL, template=MARKUP)
     (markup,) = tokenizer.encode("<tool>")
     assert tokenizer.encode_chat(user("a<tool>b")).count(markup) == 0
     assert tokenizer.encode_chat([{"role": "tool", "content": "a<tool>b"}]).count(markup) == 1
-    assert tokenizer.encode_chat([{"role": "assistant", "content": "a<tool>b"}]).count(markup) == 1
+    assert tokenizer.encode_chat([{"role": "assistant", "content": "a<tool>b"}]).count(markup) == 0
 
 
 def test_a_normaliser_cannot_make_a_control_token_of_other_text(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ CHAT = [
 ]
 
 
-def user(content: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
+def user(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 TEMPLATES = {
@@ -66,7 +66,7 @@ def test_a_template_gives_the_text_of_transformers(template: str) -> None:
     )
     renderer = TemplateRenderer(template, pretrained.special_tokens_map)
     try:
-        assert renderer.render(CHAT) == expected
+        assert renderer.render({"messages": CHAT}) == expected
     finally:
         renderer.close()
 
@@ -87,7 +87,7 @@ def test_a_template_does_not_leave_its_sandbox(template: str) -> None:
     renderer = TemplateRenderer(template, {})
     try:
         with pytest.raises(RequestError, match=r"unsafe|cannot hold|has no attribute"):
-            renderer.render(CHAT)
+            renderer.render({"messages": CHAT})
     finally:
         renderer.close()
 
@@ -194,9 +194,9 @@ PARENT = """
 import sys, threading
 from convoy.model.text.templates import TemplateRenderer
 idle, busy = TemplateRenderer("x", {}), TemplateRenderer(sys.argv[1], {})
-idle.render([])
-threading.Thread(target=busy.render, args=([],), daemon=True).start()
-print(idle._idle[0]._process.pid, flush=True)
+idle.render({"messages": []})
+threading.Thread(target=busy.render, args=({"messages": []},), daemon=True).start()
+print(idle.idle_pids[0], flush=True)
 sys.stdin.read()
 """
 

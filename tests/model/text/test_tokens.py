@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from convoy.errors import ModelError, RequestError
 from convoy.model.text import vocabulary
-from convoy.model.text.tokens import TextStream, Tokenizer
+from convoy.model.text.stop import TextStream
+from convoy.model.text.tokens import Tokenizer
 from support import tiny_tokenizers as tiny
 
 SENTENCE_PIECE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -11,6 +11,8 @@ import re
 from convoy.errors import RequestError
 
 MAX_PARTS = 100_000
+# Lists and objects within one another, in schemas and in the arguments of calls.
+MAX_DEPTH = 64
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
@@ -31,6 +33,20 @@ def check_shape(data: bytes) -> None:
         raise RequestError(
             f"the body holds more than {MAX_PARTS} lists, objects and fields", code="body_too_complex"
         )
+
+
+def check_depth(value: object, param: str) -> None:
+    """Raise RequestError if the lists and objects of ``value`` lie deeper in one another than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
 
 
 def _parts(data: bytes, start: int, end: int) -> int:

@@ -21,7 +21,6 @@ _NAME = "names the request or its user"
 _SPEED = "changes when or how fast the answer comes, not what it says"
 _MEDIA = "reads images, audio or video, and messages that have these are refused"
 _GRAMMAR = "belongs to a grammar, which is refused"
-_TOOLS = "belongs to tools, which are refused"
 _SPECIAL = "matters where special tokens are shown, which is refused"
 
 # Known fields that do not change the answer's text here, with the reason.
@@ -63,8 +62,7 @@ IGNORED: Mapping[str, str] = {
     "routed_experts_prompt_start": _ANSWER,
     "media_io_kwargs": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
-    "parallel_tool_calls": _TOOLS,
-    "parse_tool_calls": _TOOLS,
+    "parse_tool_calls": "is always so: calls are parsed if there are tools",
     "grammar_lazy": _GRAMMAR,
     "grammar_triggers": _GRAMMAR,
     "grammar_type": _GRAMMAR,
@@ -102,8 +100,6 @@ OTHERS = frozenset(
 
 # Values of refused fields that ask for nothing. Null always asks for nothing.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -114,9 +110,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "include_reasoning": (True,),
     "reasoning_format": ("none",),
@@ -157,11 +150,27 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 # The same for one endpoint, for fields that the other endpoint serves.
 HARMLESS_OF: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
     "chat": {"echo": (False,), "add_special_tokens": (False,)},
-    "completion": {"top_logprobs": (0,), "max_completion_tokens": (-1,), "add_special_tokens": (True,)},
+    "completion": {
+        "top_logprobs": (0,),
+        "max_completion_tokens": (-1,),
+        "add_special_tokens": (True,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "chat_template_kwargs": ({},),
+    },
 }
 _OF_THE_OTHER: Mapping[Endpoint, frozenset[str]] = {
     "chat": frozenset({"prompt", "echo"}),
-    "completion": frozenset({"messages", "top_logprobs", "max_completion_tokens"}),
+    "completion": frozenset(
+        {
+            *("messages", "top_logprobs", "max_completion_tokens", "reasoning_effort"),
+            *("tools", "tool_choice", "parallel_tool_calls"),
+            *("continue_final_message", "add_generation_prompt", "chat_template_kwargs"),
+        }
+    ),
 }
 _INSTEAD = {
     "n_predict": "max_tokens",
@@ -172,7 +181,7 @@ _INSTEAD = {
     "n_probs": "logprobs",
     "repeat_penalty": "repetition_penalty",
 }
-_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
+_IN_MESSAGES = ("function_call", "audio")
 
 
 def refuse_unserved(raw: Mapping[str, Any], served: SetOf[str], endpoint: Endpoint) -> None:

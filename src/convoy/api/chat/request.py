@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.api.openai.parsed_request import ParsedRequest
-from convoy.api.service import Service
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.service import ServedModel, Service
 from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_restrictions
+from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.text.conversation import Conversation, Turn
+from convoy.model.text.conversation import Conversation
+from convoy.model.text.formats.parser import ParserOptions
 from convoy.model.text.grammar import Grammar
 
 
@@ -34,20 +37,77 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     "context_length_exceeded" and the numbers of the prompt's tokens and of the room.
     """
     model = service.model(request.model)
-    messages = [_message(turn) for turn in request.conversation.turns]
-    prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
-    room = model.max_context - len(prompt_ids)
+    conversation = request.conversation
+    request.params.check_vocabulary(model.tokenizer.vocab_size)
+    _check_tools(conversation, model)
+    prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
-        max_tokens=room if request.max_tokens is None else request.max_tokens,
+        max_tokens=find_room(model, len(prompt_ids)) if request.max_tokens is None else request.max_tokens,
         open_ended=request.max_tokens is None,
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
     )
-    return ParsedRequest(model, (engine_request,), request.num_choices, request.stream, False, False)
+    check_restrictions(engine_request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
+    return ParsedRequest(
+        model=model,
+        requests=(engine_request,),
+        num_choices=request.num_choices,
+        stream=request.stream,
+        include_usage=False,
+        continuous_usage=False,
+        reply=_parser_options(conversation, model, prompt_ids),
+    )
 
 
-def _message(turn: Turn) -> dict[str, str]:
-    return {"role": turn.role, "content": turn.content}
+def count_prompt(request: ChatRequest, service: Service) -> int:
+    """Return the tokens of a request's prompt, also if they exceed the context.
+
+    Raises `RequestError` or `UnknownModel`.
+    """
+    return len(service.model(request.model).tokenizer.encode_chat(request.conversation))
+
+
+def find_room(model: ServedModel, num_prompt: int) -> int:
+    """Return the tokens that are left for an answer without a given length. Raises `RequestError`."""
+    room = model.max_context
+    check_room(num_prompt + 1, room, num_prompt)
+    return room - num_prompt
+
+
+def check_room(num_needed: int, room: int, num_prompt: int | None = None) -> None:
+    """Raise `RequestError` if a request needs more than ``room`` tokens."""
+    if num_needed > room:
+        num_prompt = num_needed if num_prompt is None else num_prompt
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
+            param="prompt",
+            code="context_length_exceeded",
+            hint="shorten the prompt",
+        )
+
+
+def _check_tools(conversation: Conversation, model: ServedModel) -> None:
+    if (
+        conversation.tools
+        and conversation.choice.mode != "none"
+        and not model.tokenizer.reply_format.has_calls
+    ):
+        raise RequestError(
+            "this model's chat template has no format of calls that this server knows",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:
+    tokenizer, last = model.tokenizer, conversation.turns[-1]
+    continues_reasoning = conversation.continues and bool(last.reasoning) and not last.content
+    return ParserOptions(
+        tools=conversation.tools,
+        calls=bool(conversation.tools) and conversation.choice.mode != "none",
+        thinking=continues_reasoning
+        or tokenizer.reply_format.begins_in_reasoning(prompt_ids, tokenizer.decode),
+    )

@@ -49,9 +49,11 @@ class ServeOptions:
     min_body_bytes_per_s: int = 64 * 1024
     # For a client to read the bytes that were written.
     write_timeout_s: float = 60.0
-    # A silent stream sends a comment this often.
-    heartbeat_s: float = 15.0
+    # A silent stream sends an event or a comment this often.
+    heartbeat_s: float = 5.0
     drain_s: float = SERVE.drain_s
+    # Whether clients of the Responses API may continue and read their latest responses.
+    store_responses: bool = SERVE.store_responses
     access_log: bool = False
     # For connections without an admitted request.
     limits: HttpLimits = field(default_factory=HttpLimits)

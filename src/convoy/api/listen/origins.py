@@ -69,7 +69,7 @@ def preflight(headers: Headers, permitted: _Answer) -> _Answer | None:
         return None
     answer = [
         *permitted,
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", _TAKEN),
         (b"access-control-max-age", _PREFLIGHT_S),
     ]

@@ -57,11 +57,29 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Hold what a chunk adds to a call's function: its name first, then pieces of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Hold what a chunk adds to a call. The first one has its id and type."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Hold the text that a chunk adds to a message."""
+    """Hold what a chunk adds to a message."""
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -84,12 +102,29 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: TokenUsage | UnsetType | None = UNSET
 
 
-class AssistantMessage(msgspec.Struct, frozen=True):
-    """Hold the message of a chat answer."""
+class AnswerFunction(msgspec.Struct, frozen=True):
+    """Hold the function of a call. ``arguments`` is JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct, frozen=True):
+    """Hold a complete call."""
+
+    id: str
+    function: AnswerFunction
+    type: str = "function"
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """Hold the message of a chat answer. Its content is null if it only calls tools."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

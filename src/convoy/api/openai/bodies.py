@@ -27,11 +27,60 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """Hold the function of a call. ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    """Hold a call in an assistant's turn."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    """Hold one turn of a conversation."""
+    """Hold one turn of a conversation. ``reasoning`` is the newer name of ``reasoning_content``."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    """Hold the function of a tool. ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(msgspec.Struct, frozen=True):
+    """Hold a tool. Only ``type: "function"`` is served, and others are left out."""
+
+    type: str
+    function: Function | None = None
+
+
+class ChosenFunction(msgspec.Struct, frozen=True):
+    """Name the function that must be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, frozen=True):
+    """Hold a tool choice that names a function."""
+
+    function: ChosenFunction
+    type: str = "function"
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +118,14 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    # vLLM's names, which llama.cpp knows too.
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -83,19 +140,22 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 _MAX_BITS = 64
 
 Body = TypeVar("Body", bound=GenerationBody)
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
-    """Return the body that JSON bytes hold. Raises `RequestError` as the two functions below do."""
+    """Return the body that JSON bytes hold. Raises `RequestError` as `decode_object` and `convert_object` do.
+
+    A field that would change the answer and is not served is refused.
+    """
     raw = decode_object(data)
     endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
     refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
-    return convert_body(raw, kind)
+    return convert_object(raw, kind)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that bytes hold, with or without a byte order mark. Raises `RequestError`."""
+    """Return the object that JSON bytes hold, with or without a byte order mark. Raises `RequestError`."""
     check_shape(data)
     try:
         raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
@@ -107,8 +167,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
     return raw
 
 
-def convert_body(raw: dict[str, Any], kind: type[_Struct]) -> _Struct:
-    """Return a decoded object as ``kind``.
+def convert_object(raw: dict[str, Any], kind: type[AnyBody]) -> AnyBody:
+    """Return an object as a body of type ``kind``; fields that it does not name are ignored.
 
     Raises `RequestError`, naming the field, its value or type, and the expected one.
     """

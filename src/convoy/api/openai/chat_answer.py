@@ -6,34 +6,72 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.reply import Ended, ReplyReader
+from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import (
+    AnswerCall,
+    AnswerFunction,
     AssistantMessage,
+    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    FunctionDelta,
     PromptLogprobs,
 )
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.token_text import TokenText
-from convoy.api.openai.usage import UsageCounter
-from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.problem import ErrorBody, body_for
+from convoy.engine.outputs import Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
 
 
 @dataclass(slots=True)
 class _Message:
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    # The id, the name and the pieces of the arguments of each call.
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
+
+    def add(self, piece: Piece | Ended) -> None:
+        match piece:
+            case TextPiece(text):
+                self.texts.append(text)
+            case ReasoningPiece(text):
+                self.reasoning.append(text)
+            case CallPiece(id=number, name=name, arguments=arguments):
+                if number:
+                    self.calls.append((number, name, []))
+                self.calls[-1][2].append(arguments)
+            case Ended(reason=reason):
+                self.reason = reason
+
+    def whole(self) -> AssistantMessage:
+        text = "".join(self.texts)
+        calls = [
+            AnswerCall(number, AnswerFunction(name, "".join(parts))) for number, name, parts in self.calls
+        ]
+        return AssistantMessage(
+            content=None if calls and not text else text,
+            reasoning_content="".join(self.reasoning) if self.reasoning else UNSET,
+            tool_calls=calls or UNSET,
+        )
 
 
 class ChatAnswer:
     """Implement `ResponseBuilder` for chat."""
 
+    end = DONE
+
     def __init__(self, asked: ParsedRequest) -> None:
         self.tally = UsageCounter(asked, "chatcmpl-")
+        self._reader = ReplyReader(asked)
         self._pieces = TokenText(asked.model.tokenizer)
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -42,36 +80,39 @@ class ChatAnswer:
     def opening(self) -> list[ChatChunk]:
         return [self._chunk(i, Delta(role="assistant", content="")) for i in range(self.tally.num_choices)]
 
-    def events(self, index: int, output: Output) -> list[ChatChunk]:
+    def events(self, index: int, output: Output) -> list[ChatChunk]:  # noqa: ARG002 - a chat has one request
         self.tally.count(output)
-        match output:
-            case TokenOutput(text=text, logprob=logprob) if text or logprob is not None:
-                logprobs = None if logprob is None else self._logprobs([logprob])
-                return [self._chunk(self.tally.choice_of(index, output), Delta(content=text), logprobs)]
-            case FinishOutput(reason=reason, text=text):
-                choice = self.tally.choice_of(index, output)
-                held = [self._chunk(choice, Delta(content=text))] if text else []
-                return [*held, self._chunk(choice, Delta(), reason=reason)]
-        return []
+        logprobs = None
+        pieces = self._reader.read(output)
+        if isinstance(output, TokenOutput) and output.logprob is not None:
+            logprobs = self._logprobs([output.logprob])
+            # A token without text has a chunk too, for its log-probability.
+            pieces = pieces or [(output.choice, TextPiece(""))]
+        chunks = []
+        for choice, piece in pieces:
+            if isinstance(piece, Ended):
+                chunks.append(self._chunk(choice, Delta(), reason=piece.reason))
+            else:
+                chunks.append(self._chunk(choice, _delta(piece), logprobs))
+            # The first chunk of a token has its log-probability.
+            logprobs = None
+        return chunks
 
-    def add(self, index: int, output: Output) -> None:
+    def add(self, index: int, output: Output) -> None:  # noqa: ARG002 - a chat has one request
         self.tally.count(output)
         num_top = self.tally.asked.prompt_logprobs
         if isinstance(output, PromptOutput) and num_top is not None:
             self._prompt_logprobs = self._pieces.prompt_logprobs(output.logprobs, num_top)
-        if isinstance(output, TokenOutput | FinishOutput):
-            message = self._messages[self.tally.choice_of(index, output)]
-            message.texts.append(output.text)
-            if isinstance(output, FinishOutput):
-                message.reason = output.reason
-            elif output.logprob is not None:
-                message.logprobs.append(output.logprob)
+        if isinstance(output, TokenOutput) and output.logprob is not None:
+            self._messages[output.choice].logprobs.append(output.logprob)
+        for choice, piece in self._reader.read(output):
+            self._messages[choice].add(piece)
 
     def whole(self) -> ChatCompletion:
         choices = [
             ChatChoice(
                 number,
-                AssistantMessage("".join(message.texts)),
+                message.whole(),
                 self._logprobs(message.logprobs) if self._wants_logprobs else None,
                 message.reason,
             )
@@ -83,15 +124,29 @@ class ChatAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=choices,
-            usage=tally.usage,
+            usage=usage_of(tally),
             prompt_logprobs=self._prompt_logprobs,
         )
 
-    def usage_event(self) -> ChatChunk:
+    def keep_alive(self) -> list[ChatChunk]:
+        return []
+
+    def closing(self) -> list[ChatChunk]:
+        """Return the event with the usage alone, if it was asked for."""
         tally = self.tally
-        return ChatChunk(
-            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+        if not tally.asked.include_usage:
+            return []
+        usage = ChatChunk(
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=[],
+            usage=usage_of(tally),
         )
+        return [usage]
+
+    def failure(self, error: BaseException) -> list[ErrorBody]:
+        return [body_for(error)]
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
         return ChatLogprobs([self._pieces.chat_logprob(logprob) for logprob in logprobs])
@@ -105,5 +160,18 @@ class ChatAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=[ChunkChoice(choice, delta, logprobs, reason)],
-            usage=tally.event_usage,
+            usage=event_usage_of(tally),
         )
+
+
+def _delta(piece: Piece) -> Delta:
+    match piece:
+        case TextPiece(text):
+            return Delta(content=text)
+        case ReasoningPiece(text):
+            return Delta(reasoning_content=text)
+        case CallPiece(index=index, id=number, name=name, arguments=arguments):
+            if not number:
+                return Delta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=arguments))])
+            function = FunctionDelta(name, arguments)
+            return Delta(tool_calls=[CallDelta(index, number, "function", function)])

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from msgspec import UNSET
 
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
-from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.api.openai.token_text import TextLogprobWriter, TokenText
-from convoy.api.openai.usage import UsageCounter
+from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.problem import ErrorBody, body_for
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
 
@@ -31,6 +33,8 @@ class _Text:
 
 class CompletionAnswer:
     """Implement `ResponseBuilder` for completions."""
+
+    end = DONE
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.tally = UsageCounter(asked, "cmpl-")
@@ -106,14 +110,28 @@ class CompletionAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=choices,
-            usage=tally.usage,
+            usage=usage_of(tally),
         )
 
-    def usage_event(self) -> TextCompletion:
+    def keep_alive(self) -> list[TextCompletion]:
+        return []
+
+    def closing(self) -> list[TextCompletion]:
+        """Return the event with the usage alone, if it was asked for."""
         tally = self.tally
-        return TextCompletion(
-            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+        if not tally.asked.include_usage:
+            return []
+        usage = TextCompletion(
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=[],
+            usage=usage_of(tally),
         )
+        return [usage]
+
+    def failure(self, error: BaseException) -> list[ErrorBody]:
+        return [body_for(error)]
 
     def _put_prompt(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> None:
         for number in self._choices_of(index):
@@ -176,5 +194,5 @@ class CompletionAnswer:
             created=tally.created,
             model=tally.asked.model.name,
             choices=[TextChoice(number, text, logprobs, reason)],
-            usage=tally.event_usage,
+            usage=event_usage_of(tally),
         )

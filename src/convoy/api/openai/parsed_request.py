@@ -8,20 +8,21 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.request import ChatRequest, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
-from convoy.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
+from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
 # vLLM takes as many.
 MAX_BAD_WORDS = 128
@@ -32,65 +33,45 @@ _NO_LIMIT = -1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """Hold one HTTP request in the engine's terms: one `GenerationRequest` per prompt.
-
-    Choices are numbered prompt-major. ``prompt_texts`` holds the text of each prompt if it is to be echoed.
-    ``scoring`` means echo, log-probabilities and a single token, as benchmarks score a prompt. That token
-    then always has an entry, even if it ends the text.
-    """
-
-    model: ServedModel
-    requests: tuple[GenerationRequest, ...]
-    # The choices of one prompt.
-    num_choices: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    prompt_texts: tuple[str, ...] = ()
-    scoring: bool = False
-    # The number of alternatives to report for each token of the prompt.
-    prompt_logprobs: int | None = None
-
-    @property
-    def echo(self) -> bool:
-        return bool(self.prompt_texts)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the tokens of all prompts together."""
-        return sum(len(request.prompt_ids) for request in self.requests)
-
-    @property
-    def most_tokens(self) -> int:
-        """Return the tokens of prompts and answers together, if every answer has its full length."""
-        answers = sum(request.max_tokens * request.num_choices for request in self.requests)
-        return self.num_prompt_tokens + answers
-
-
 def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
     """Translate a chat body. ``salt`` is the caller's key's. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
-    messages = read_messages(body.messages, options)
+    conversation = read_conversation(body, options)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     _check_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     params = _params(body, (body.top_logprobs or 0) if body.logprobs else None)
     max_tokens = _max_tokens(body, body.max_completion_tokens)
-    prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
-    return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens, salt=salt)
-
-
-def read_messages(given: Sequence[ChatMessage], options: ServeOptions) -> list[dict[str, str]]:
-    """Return the messages of a chat for its template. Raises `RequestError`."""
-    if not given:
-        raise RequestError("messages is empty, expected at least one message", param="messages")
-    _check_messages(given, options)
-    return [
-        {"role": _role(message, index), "content": _content(message, index)}
-        for index, message in enumerate(given)
-    ]
+    asked = _stream_options(body)
+    _check_prompt_logprobs(body)
+    shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=False, salt=salt)
+    chat = ChatRequest(
+        model=body.model,
+        conversation=conversation,
+        params=params,
+        max_tokens=max_tokens,
+        stop=shared.stop,
+        num_choices=shared.num_choices,
+        stream=bool(body.stream),
+    )
+    parsed = parse_chat(chat, service, shared.cache_salt)
+    # The fields that only the APIs after OpenAI have.
+    request = replace(
+        parsed.requests[0],
+        ignore_eos=shared.ignore_eos,
+        prompt_logprobs=shared.prompt_logprobs,
+        min_tokens=shared.min_tokens,
+        stop_token_ids=shared.stop_token_ids,
+        allowed_token_ids=shared.allowed_token_ids,
+        bad_words=shared.bad_words,
+    )
+    return replace(
+        parsed,
+        requests=(_checked(request, model),),
+        include_usage=asked.include_usage,
+        continuous_usage=asked.continuous_usage_stats,
+        prompt_logprobs=body.prompt_logprobs,
+    )
 
 
 def read_completion(
@@ -148,15 +129,6 @@ def _read(
     )
 
 
-def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> None:
-    num_parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
-    for count, what in ((len(messages), "messages"), (num_parts, "parts of content")):
-        if count > options.max_messages:
-            raise RequestError(
-                f"messages has {count} {what}, and the limit is {options.max_messages}", param="messages"
-            )
-
-
 def _shared(
     body: GenerationBody,
     model: ServedModel,
@@ -186,42 +158,13 @@ def _shared(
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:
-    max_tokens = _room(model, len(ids)) if shared.open_ended else shared.max_tokens
-    request = replace(shared, prompt_ids=tuple(ids), max_tokens=max_tokens)
+    max_tokens = find_room(model, len(ids)) if shared.open_ended else shared.max_tokens
+    return _checked(replace(shared, prompt_ids=tuple(ids), max_tokens=max_tokens), model)
+
+
+def _checked(request: GenerationRequest, model: ServedModel) -> GenerationRequest:
     check_restrictions(request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
     return request
-
-
-def _role(message: ChatMessage, index: int) -> str:
-    if message.role not in ROLES:
-        raise RequestError(
-            f"messages[{index}].role is {message.role[:40]!r}, expected one of: {', '.join(ROLES)}",
-            param=f"messages[{index}].role",
-        )
-    return "system" if message.role == "developer" else message.role
-
-
-def _content(message: ChatMessage, index: int) -> str:
-    where = f"messages[{index}].content"
-    if message.content is None and message.role == "assistant":
-        # OpenAI's form of an assistant's turn without text.
-        return ""
-    if message.content is None:
-        raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for number, part in enumerate(message.content):
-        if part.type != "text":
-            raise RequestError(
-                f"{where}[{number}].type is {part.type[:40]!r}, and this server takes only 'text'",
-                param=f"{where}[{number}].type",
-                code="unsupported_parameter",
-            )
-        if part.text is None:
-            raise RequestError(f"{where}[{number}].text is missing", param=f"{where}[{number}].text")
-        texts.append(part.text)
-    return "".join(texts)
 
 
 def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -> list[str | list[int]]:
@@ -230,7 +173,7 @@ def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -
         raise RequestError("prompt is missing, expected text, token ids or a list of either", param="prompt")
     # Check the length first, because the checks below look at each item.
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
-        _check_room(len(prompt), room)
+        check_room(len(prompt), room)
     whole = isinstance(prompt, str) or (bool(prompt) and all(type(item) is int for item in prompt))
     prompts = [prompt] if whole else list(prompt)
     if not prompts:
@@ -242,7 +185,7 @@ def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -
     for index, item in enumerate(prompts):
         where = "prompt" if whole else f"prompt[{index}]"
         if isinstance(item, list):
-            _check_room(len(item), room)
+            check_room(len(item), room)
         if not isinstance(item, str | list) or any(
             type(token) is not int for token in (item if isinstance(item, list) else ())
         ):
@@ -302,24 +245,6 @@ def _max_tokens(body: GenerationBody, newer: int | None) -> int | None:
             param="max_completion_tokens",
         )
     return older if newer is None else newer
-
-
-def _room(model: ServedModel, num_prompt: int) -> int:
-    """Return the tokens that are left for an answer without a given length. Raises `RequestError`."""
-    room = model.max_context
-    _check_room(num_prompt + 1, room, num_prompt)
-    return room - num_prompt
-
-
-def _check_room(num_needed: int, room: int, num_prompt: int | None = None) -> None:
-    if num_needed > room:
-        num_prompt = num_needed if num_prompt is None else num_prompt
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
-            param="prompt",
-            code="context_length_exceeded",
-            hint="shorten the prompt",
-        )
 
 
 def _num_choices(body: GenerationBody, options: ServeOptions) -> int:

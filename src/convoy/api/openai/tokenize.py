@@ -16,16 +16,17 @@ from convoy.api.exchange import Exchange
 from convoy.api.keys.keys import Caller
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
-from convoy.api.openai.bodies import ChatMessage, convert_body, decode_object
-from convoy.api.openai.parsed_request import read_messages
+from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
+from convoy.api.openai.conversation import read_conversation
 from convoy.api.openai.token_text import TokenText
 from convoy.api.service import ServedModel, Service
 from convoy.errors import RequestError
 
 # The fields that change a prompt's tokens. All others ask for an answer, and there is none.
 _PROMPT_FIELDS = (
-    *("prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens"),
+    *("prompt", "messages", "tools", "tool_choice", "reasoning_effort", "add_special_tokens"),
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+    *("documents", "truncate_prompt_tokens"),
 )
 
 
@@ -38,11 +39,9 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold the body of POST /tokenize with the messages of a chat."""
+class MessagesBody(ChatBody, frozen=True, kw_only=True):
+    """Hold the body of POST /tokenize with the messages of a chat. Only the fields of a prompt are read."""
 
-    messages: list[ChatMessage]
-    model: str | None = None
     return_token_strs: bool | None = None
 
 
@@ -110,7 +109,8 @@ def tokenize(data: bytes, service: Service, options: ServeOptions) -> Tokens:
     endpoint: Endpoint = "chat" if is_chat else "completion"
     given = {name: raw[name] for name in _PROMPT_FIELDS if name in raw}
     refuse_unserved(given, frozenset(kind.__struct_fields__), endpoint)
-    body: MessagesBody | TextBody = convert_body(raw, kind)
+    given |= {name: raw[name] for name in ("model", "return_token_strs") if name in raw}
+    body: MessagesBody | TextBody = convert_object(given, kind)
     model = service.model(body.model)
     ids = _encode(body, model, options)
     texts = None
@@ -125,7 +125,7 @@ def detokenize(data: bytes, service: Service, options: ServeOptions) -> Detokeni
 
     Raises `RequestError` for ids outside the vocabulary and for more ids than the context, or `UnknownModel`.
     """
-    body = convert_body(decode_object(data), TokensBody)
+    body = convert_object(decode_object(data), TokensBody)
     model = service.model(body.model)
     num_tokens, vocab_size = len(body.tokens), model.tokenizer.vocab_size
     if num_tokens > model.max_context:
@@ -145,7 +145,7 @@ def detokenize(data: bytes, service: Service, options: ServeOptions) -> Detokeni
 def _encode(body: TextBody | MessagesBody, model: ServedModel, options: ServeOptions) -> list[int]:
     room = model.max_context
     if isinstance(body, MessagesBody):
-        return model.tokenizer.encode_chat(read_messages(body.messages, options), max_tokens=room)
+        return model.tokenizer.encode_chat(read_conversation(body, options), max_tokens=room)
     ids = model.tokenizer.encode(body.prompt, max_tokens=room)
     if body.add_special_tokens:
         return ids

@@ -1,94 +1,25 @@
-"""Count tokens and finish reasons for both kinds of answers, and give an answer its id."""
+"""Write an answer's count of tokens in OpenAI's form. Both kinds of answers do, so it stands apart."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
-
 import msgspec
 
+from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import PromptTokensDetails, TokenUsage
-from convoy.api.openai.parsed_request import ParsedRequest
-from convoy.engine.outputs import FinishOutput, Output, TokenOutput
+
+# The end of a complete stream.
+DONE = b"data: [DONE]\n\n"
 
 
-class ResponseBuilder(Protocol):
-    """Build an answer from every output in order, as stream events or as one body."""
-
-    @property
-    def tally(self) -> UsageCounter: ...
-
-    def opening(self) -> Sequence[msgspec.Struct]:
-        """Return the events before the first token."""
-        ...
-
-    def events(self, index: int, output: Output) -> Sequence[msgspec.Struct]:
-        """Return the events that an output of request ``index`` adds to the stream."""
-        ...
-
-    def add(self, index: int, output: Output) -> None:
-        """Keep an output for `whole`."""
-        ...
-
-    def whole(self) -> msgspec.Struct:
-        """Return the complete body, once every choice is finished."""
-        ...
-
-    def usage_event(self) -> msgspec.Struct:
-        """Return the event after the last choice, with the usage alone."""
-        ...
+def usage_of(tally: UsageCounter) -> TokenUsage:
+    """Return the tokens that are counted so far."""
+    prompt = tally.asked.num_prompt_tokens
+    details = PromptTokensDetails(tally.cached_tokens)
+    return TokenUsage(prompt, tally.completion_tokens, prompt + tally.completion_tokens, details)
 
 
-@dataclass(slots=True)
-class UsageCounter:
-    """Count the tokens of one answer."""
-
-    asked: ParsedRequest
-    prefix: str
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    completion_tokens: int = 0
-    # Counted as choices finish.
-    cached_tokens: int = 0
-    # Monotonic time.
-    first_token_s: float | None = None
-    # The longest wait of a prompt, known once its first choice has finished.
-    queued_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.id = self.prefix + secrets.token_hex(12)
-
-    def count(self, output: Output) -> None:
-        """Count one output. Call it once per output."""
-        if isinstance(output, TokenOutput):
-            self.completion_tokens += 1
-            if self.first_token_s is None:
-                self.first_token_s = time.monotonic()
-        elif isinstance(output, FinishOutput) and output.choice == 0:
-            # Count a prompt once, however many choices it has.
-            self.cached_tokens += output.cached_tokens
-            self.queued_s = max(self.queued_s, output.queued_s)
-
-    def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
-        """Return the number of a choice among the choices of all prompts."""
-        return index * self.asked.num_choices + output.choice
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.asked.requests) * self.asked.num_choices
-
-    @property
-    def usage(self) -> TokenUsage:
-        prompt = self.asked.num_prompt_tokens
-        details = PromptTokensDetails(self.cached_tokens)
-        return TokenUsage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
-
-    @property
-    def event_usage(self) -> TokenUsage | msgspec.UnsetType | None:
-        """Return a chunk's ``usage``: the count so far, null if a usage event will come, or absent."""
-        if self.asked.continuous_usage:
-            return self.usage
-        return None if self.asked.include_usage else msgspec.UNSET
+def event_usage_of(tally: UsageCounter) -> TokenUsage | msgspec.UnsetType | None:
+    """Return a chunk's ``usage``: the count so far, null if a usage event will come, or absent."""
+    if tally.asked.continuous_usage:
+        return usage_of(tally)
+    return None if tally.asked.include_usage else msgspec.UNSET

@@ -24,7 +24,8 @@ from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError
 from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct
 from convoy.model.sampling.sample import Sampled
-from convoy.model.text.tokens import TextStream, Tokenizer
+from convoy.model.text.stop import TextStream
+from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Row
 
 

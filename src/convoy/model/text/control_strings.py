@@ -26,6 +26,12 @@ class ControlStrings:
         members = sorted({text for text in strings if text}, key=len, reverse=True)
         self._longest = len(members[0]) if members else 0
         self._pattern = re.compile(_expression(members))
+        short = [text for text in members if len(text) <= _MAX_NESTED]
+        # An overlong member would fill these sets with its parts, so each text may then be a part of it.
+        self._all_touch = len(short) < len(members)
+        self._starts = frozenset(text[:size] for text in short for size in range(1, len(text)))
+        self._ends = frozenset(text[size:] for text in short for size in range(1, len(text)))
+        self._joined = "\n".join(short)
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the matches in ``text``, in order; none overlaps another."""
@@ -45,6 +51,15 @@ class ControlStrings:
     def findall(self, text: str) -> list[str]:
         """Return the text of every match."""
         return [match[0] for match in self.finditer(text)]
+
+    def may_join(self, text: str) -> bool:
+        """Tell whether ``text`` can be a part of a control string together with text before or behind it."""
+        if self._all_touch:
+            return bool(text)
+        if 0 < len(text) < self._longest and text in self._joined:
+            return True
+        sizes = range(1, min(self._longest, len(text) + 1))
+        return any(text[-size:] in self._starts or text[:size] in self._ends for size in sizes)
 
     def sub(self, change: Callable[[str], str], text: str) -> str:
         """Return ``text`` with each match replaced by ``change`` of it."""

@@ -1,4 +1,4 @@
-"""Find stop strings across token boundaries.
+"""Convert tokens to text as they arrive, and find stop strings across token boundaries.
 
 Neither a stop string is shown, nor any suffix of the text that may still become one.
 """
@@ -6,8 +6,15 @@ Neither a stop string is shown, nor any suffix of the text that may still become
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from convoy.errors import RequestError
+
+_REPLACEMENT = "\ufffd"
+# bytes of an incomplete character, which lacks at least its last byte
+_MAX_PARTIAL = 3
+# tokens without a whole character, after which they are taken for garbage and shown as such
+_MAX_HELD = 64
 
 
 class StopFilter:
@@ -64,3 +71,72 @@ class StopFilter:
             if any(stop.startswith(suffix) for stop in self._stop):
                 return length
         return 0
+
+
+class Decoder(Protocol):
+    """Specify the part of a tokeniser that `TextStream` needs."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the text of ``ids``."""
+
+
+class TextStream:
+    """Convert one choice's tokens to text as they arrive: whole characters only, and no part of a stop
+    string.
+
+    Decoding is incremental by two offsets, as in vLLM and TGI. Tokens since the last whole character are
+    decoded together with those just before them, and the text of the latter is cut off. A tokeniser may
+    therefore treat the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._filter = StopFilter(stop)
+        # the tokens of the last delta, then those after it
+        self._ids: list[int] = []
+        # the number of leading tokens that serve only as context
+        self._num_context = 0
+        # characters of the tokens' text that were already passed on
+        self._shown = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether a stop string matched; no text follows then."""
+        return self._filter.matched is not None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """Return the stop string that matched, or None."""
+        return self._filter.matched
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take the next token and return the text that may be shown now, often "".
+
+        If not ``may_stop``, a stop string that this token completes does not count.
+        """
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        whole = text.rstrip(_REPLACEMENT)
+        # a trailing U+FFFD may be the start of a character that the next tokens complete
+        stable = len(whole)
+        if len(self._ids) > _MAX_HELD:
+            stable = max(stable, len(text) - _MAX_PARTIAL)
+        if stable <= self._shown:
+            return ""
+        delta = text[self._shown : stable]
+        self._shown = stable
+        if stable == len(text):
+            self._forget()
+        return self._filter.push(delta, may_stop=may_stop)
+
+    def finish(self) -> str:
+        """Return the text still held back, as no tokens follow; an incomplete character becomes U+FFFD."""
+        rest = self._tokenizer.decode(self._ids)[self._shown :]
+        self._ids.clear()
+        self._num_context = self._shown = 0
+        return self._filter.push(rest) + self._filter.finish()
+
+    def _forget(self) -> None:
+        del self._ids[: self._num_context]
+        self._num_context = len(self._ids)
+        self._shown = len(self._tokenizer.decode(self._ids))

@@ -5,8 +5,8 @@ torch nor transformers and limits its own memory and processor time. Its parent 
 It ends when its standard input ends, and therefore with its parent.
 
 Frames on both pipes are four bytes of length, big-endian, and that many bytes. Input frames are JSON: the
-first holds the template, its variables and the limits, and each further one a list of messages. Output frames
-are one byte of status and UTF-8 text: one after the first input frame, then one for each list.
+first holds the template, its variables and the limits, and each further one the variables of one rendering.
+Output frames are one byte of status and UTF-8 text: one for each input frame.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Renderer:
             return FAILED, type(error).__name__
         return (TOO_LONG, "") if text is None else (DONE, text)
 
-    def _text(self, messages: list[dict[str, str]]) -> str | None:
-        """Return the rendered text, or None if it is too long."""
+    def _text(self, given: dict[str, Any]) -> str | None:
+        """Return the rendered text, or None if it is too long. The template's own variables come first."""
         if self._template is None:
             self._template = environment().from_string(self._source)
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        usual = {"tools": None, "documents": None, "add_generation_prompt": True}
         pieces, size = [], 0
-        for piece in self._template.generate(**given, **self._variables):
+        for piece in self._template.generate(**{**usual, **given, **self._variables}):
             pieces.append(piece)
             size += len(piece)
             if size > self._max_bytes:

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -60,13 +61,13 @@ class TemplateRenderer:
         self._idle: list[_Process] = []
         self._finalizer = weakref.finalize(self, _end_all, self._idle)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of ``messages``.
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the text of ``variables``, such as ``messages``, as JSON values.
 
         Raises RequestError if the template refuses them, fails or exceeds a limit, and Unavailable if no
         process can be started.
         """
-        frame = _frame(list(messages))
+        frame = _frame(dict(variables))
         with self._places:
             process = self._take()
             spent = True

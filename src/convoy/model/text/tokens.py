@@ -1,10 +1,10 @@
-"""Handle a model's text: tokeniser, chat template, end-of-text ids, and text from tokens as they arrive."""
+"""Handle a model's text: tokeniser, chat template, end-of-text ids, and the format of its replies."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from convoy.errors import ModelError, RequestError
 from convoy.model.checkpoints.formats.gguf import gguf_package
@@ -12,17 +12,12 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import Synthetic
 from convoy.model.library import LIBRARY
 from convoy.model.text.chat import ChatTemplate
-from convoy.model.text.stop import StopFilter
+from convoy.model.text.conversation import Conversation
+from convoy.model.text.formats.registry import ReplyFormat, find_format
 from convoy.model.text.templates import TemplateRenderer
 from convoy.model.text.vocabulary import Vocabulary
 
 _TOKENIZER = "fetch the model's whole directory, with tokenizer.json"
-
-_REPLACEMENT = "\ufffd"
-# bytes of an incomplete character, which lacks at least its last byte
-_MAX_PARTIAL = 3
-# tokens without a whole character, after which they are taken for garbage and shown as such
-_MAX_HELD = 64
 
 
 class Tokenizer:
@@ -41,11 +36,23 @@ class Tokenizer:
         template = template.get("default") if isinstance(template, Mapping) else template
         special = [*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(sorted(self.eos_ids))]
         self._vocabulary = Vocabulary(pretrained.backend_tokenizer.to_str(), special, template or "")
+        row = find_format(template or "", str(source.config.get("model_type", "")))
+        tokens = {
+            text: number for text in row.marks if (number := self._vocabulary.added_id(text)) is not None
+        }
+        self.reply_format = ReplyFormat(row, tokens)
         self._renderer: TemplateRenderer | None = None
         self._chat: ChatTemplate | None = None
         if template:
             self._renderer = TemplateRenderer(template, pretrained.special_tokens_map)
-            self._chat = ChatTemplate(self._renderer.render, self._vocabulary)
+            self._chat = ChatTemplate(
+                self._renderer.render,
+                self._vocabulary,
+                own_variables=frozenset(pretrained.special_tokens_map),
+                has_tools="tools" in template,
+                arguments_as_text=row.arguments_as_text,
+                call_id_chars=row.call_id_chars,
+            )
 
     def close(self) -> None:
         """End the processes that render its chat template; they start again when needed."""
@@ -74,9 +81,10 @@ class Tokenizer:
         """Return the ids of ``text`` without the begin-of-sequence token. Raises as `encode` does."""
         return self._vocabulary.encode_word(text)
 
-    def encode_chat(self, messages: object, *, max_tokens: int | None = None) -> list[int]:
-        """Return the ids of a conversation, ready for the assistant's turn; `text.chat` describes
-        ``messages``.
+    def encode_chat(self, chat: Conversation | object, *, max_tokens: int | None = None) -> list[int]:
+        """Return the ids of a conversation or a list of messages, ready for the assistant's turn.
+
+        `text.chat` describes the form of messages.
 
         Raises RequestError for invalid messages, for more than ``max_tokens``, and for a model without a chat
         template.
@@ -85,7 +93,7 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template", param="messages", hint="use /v1/completions with a prompt"
             )
-        return self._chat.encode(messages, max_tokens=max_tokens)
+        return self._chat.encode(chat, max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
@@ -94,75 +102,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token (OpenAI's ``bytes`` of a logprob); they may end mid-character."""
         return self._vocabulary.token_bytes(token_id)
-
-
-class Decoder(Protocol):
-    """Specify the part of a tokeniser that `TextStream` needs."""
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``."""
-
-
-class TextStream:
-    """Convert one choice's tokens to text as they arrive: whole characters only, and no part of a stop
-    string.
-
-    Decoding is incremental by two offsets, as in vLLM and TGI. Tokens since the last whole character are
-    decoded together with those just before them, and the text of the latter is cut off. A tokeniser may
-    therefore treat the first token of a text differently.
-    """
-
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._filter = StopFilter(stop)
-        # the tokens of the last delta, then those after it
-        self._ids: list[int] = []
-        # the number of leading tokens that serve only as context
-        self._num_context = 0
-        # characters of the tokens' text that were already passed on
-        self._shown = 0
-
-    @property
-    def stopped(self) -> bool:
-        """Tell whether a stop string matched; no text follows then."""
-        return self._filter.matched is not None
-
-    @property
-    def matched_stop(self) -> str | None:
-        """Return the stop string that matched, or None."""
-        return self._filter.matched
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Take the next token and return the text that may be shown now, often "".
-
-        If not ``may_stop``, a stop string that this token completes does not count.
-        """
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
-        whole = text.rstrip(_REPLACEMENT)
-        # a trailing U+FFFD may be the start of a character that the next tokens complete
-        stable = len(whole)
-        if len(self._ids) > _MAX_HELD:
-            stable = max(stable, len(text) - _MAX_PARTIAL)
-        if stable <= self._shown:
-            return ""
-        delta = text[self._shown : stable]
-        self._shown = stable
-        if stable == len(text):
-            self._forget()
-        return self._filter.push(delta, may_stop=may_stop)
-
-    def finish(self) -> str:
-        """Return the text still held back, as no tokens follow; an incomplete character becomes U+FFFD."""
-        rest = self._tokenizer.decode(self._ids)[self._shown :]
-        self._ids.clear()
-        self._num_context = self._shown = 0
-        return self._filter.push(rest) + self._filter.finish()
-
-    def _forget(self) -> None:
-        del self._ids[: self._num_context]
-        self._num_context = len(self._ids)
-        self._shown = len(self._tokenizer.decode(self._ids))
 
 
 def _load(source: ModelSource) -> Any:

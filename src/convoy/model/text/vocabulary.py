@@ -50,6 +50,7 @@ class Vocabulary:
         written = {text: number for text, number in added.items() if text.strip() and text in template}
         controls = special_tokens | written
         self._added = {number: text for text, number in added.items()}
+        self._ids = added
         self._special_ids = frozenset(special_tokens.values())
         self._control_ids = frozenset(controls.values())
         self.special_strings = ControlStrings(special_tokens)
@@ -78,6 +79,10 @@ class Vocabulary:
         ids += self._encode_text(text[position:], position == 0, max_tokens)
         check_length(len(ids), max_tokens)
         return ids
+
+    def added_id(self, text: str) -> int | None:
+        """Return the id of the added token ``text``, or None if text alone can spell it."""
+        return self._ids.get(text)
 
     def encode_word(self, text: str) -> list[int]:
         """Return the ids of ``text`` as `encode` does, without the begin-of-sequence token."""

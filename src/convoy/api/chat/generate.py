@@ -1,4 +1,4 @@
-"""Serve the two endpoints that generate: read, translate, submit, and answer as a stream or as one body."""
+"""Serve an endpoint that generates: read, translate, submit, and answer as a stream or as one body."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic
+from typing import Generic, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.intake import Intake, Upload, most_body_bytes
 from convoy.api.body.read_body import read_body
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.usage import ResponseBuilder
 from convoy.api.engine_stream import Batch, EngineStream
 from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
@@ -22,10 +24,6 @@ from convoy.api.keys.keys import Caller
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
-from convoy.api.openai.bodies import Body, ChatBody, decode_body
-from convoy.api.openai.parsed_request import ParsedRequest
-from convoy.api.openai.usage import ResponseBuilder
-from convoy.api.problem import body_for
 from convoy.api.service import Service
 from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, TraceSpan
 from convoy.engine.outputs import ErrorOutput, FinishOutput
@@ -33,11 +31,15 @@ from convoy.errors import ConvoyError, Unavailable
 
 _log = logging.getLogger(__name__)
 
+Body = TypeVar("Body")
+Asked = TypeVar("Asked", bound=ParsedRequest)
+
 
 @dataclass(frozen=True, slots=True)
-class Generate(Generic[Body]):
-    """Serve one endpoint as an ASGI application.
+class Generate(Generic[Body, Asked]):
+    """Serve one endpoint of any API as an ASGI application.
 
+    ``kind`` names the endpoint in traces: completion for a plain prompt, any other for a conversation.
     `guard.Guard` turns its exceptions into an answer as long as nothing has been sent.
     """
 
@@ -46,22 +48,23 @@ class Generate(Generic[Body]):
     lifecycle: Lifecycle
     intake: Intake
     repeats: Repeats
-    body: type[Body]
-    translate: Callable[[Body, Service, ServeOptions, bytes], ParsedRequest]
-    answer: Callable[[ParsedRequest], ResponseBuilder]
+    kind: str
+    decode: Callable[[bytes], Body]
+    translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
+    answer: Callable[[Asked], ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         caller: Caller = scope["convoy.caller"]
         with self.lifecycle.answering(), caller.use.begin() as use:
             headers = Headers(scope=scope)
-            chat = self.body is ChatBody
+            chat = self.kind != "completion"
             max_bytes = most_body_bytes(self.service.models, self.options, chat=chat)
             parent = headers.get("traceparent", "")
             upload = self.intake.upload(caller.name)
             try:
                 data = await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
-                mark = self.repeats.check(caller.name, self.body.__name__, data)
+                mark = self.repeats.check(caller.name, self.kind, data)
                 upload.keep(data)
                 # `upload` holds the body now. A second reference would outlive the place of a long body.
                 del data
@@ -80,8 +83,7 @@ class Generate(Generic[Body]):
         use.hold(asked.num_prompt_tokens, asked.most_tokens)
         answer = self.answer(asked)
         generation = EngineStream(asked.model.engine, asked.requests)
-        kind = "chat" if self.body is ChatBody else "completion"
-        span = self.options.traces.begin(kind, asked.model.name, parent, read_s)
+        span = self.options.traces.begin(self.kind, asked.model.name, parent, read_s)
         try:
             with self.lifecycle.running(generation):
                 async with generation:
@@ -101,8 +103,8 @@ class Generate(Generic[Body]):
             if self.options.traces.is_on:
                 _end_span(span, exchange, answer, began_s, read_s)
 
-    def _prepare(self, data: bytes, *, salt: bytes) -> ParsedRequest:
-        return self.translate(decode_body(data, self.body), self.service, self.options, salt)
+    def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
+        return self.translate(self.decode(data), self.service, self.options, salt)
 
     async def _whole(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:
         async for batch in generation.batches(self.options.heartbeat_s):
@@ -119,21 +121,24 @@ class Generate(Generic[Body]):
                 _raise_error(batch)
                 # Send the headers only now: an error before the first output still gets its own HTTP status.
                 if not exchange.status:
+                    exchange.failure = answer.failure
                     await exchange.start_events()
                     await exchange.send_events(answer.opening())
+                    generation.sent()
                 events = [event for index, output in batch for event in answer.events(index, output)]
-                await exchange.send_events(events, b"" if batch else b": still here\n\n")
+                events = events if batch else [*answer.keep_alive()]
+                await exchange.send_events(events, b"" if batch or events else b": still here\n\n")
+                if events:
+                    generation.sent()
         except ConvoyError as error:
             if not exchange.status:
                 raise
-            # Send neither a finish reason nor [DONE]: a broken answer must not look like a complete one.
+            # Send neither a finish reason nor the end: a broken answer must not look like a complete one.
             exchange.outcome = type(error).__name__
-            await exchange.send_events([body_for(error)])
+            await exchange.send_events(answer.failure(error))
             await exchange.end_events()
             return
-        if answer.tally.asked.include_usage:
-            await exchange.send_events([answer.usage_event()])
-        await exchange.send_events([], b"data: [DONE]\n\n")
+        await exchange.send_events(answer.closing(), answer.end)
         await exchange.end_events()
 
 

@@ -1,0 +1,224 @@
+"""Translate the messages, tools and template variables of a chat body into a conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
+from convoy.errors import RequestError
+from convoy.model.text.chat import ROLES, role_of
+from convoy.model.text.conversation import Conversation, Tool, ToolCall, ToolChoice, ToolMode, Turn
+
+MAX_TOOLS = 512
+MAX_CALLS = 512
+MAX_ARGUMENTS_BYTES = 512 * 1024
+# Lists and objects within one another, in arguments, schemas and template variables.
+MAX_DEPTH = 64
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "required"}
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+def read_conversation(body: ChatBody, options: ServeOptions) -> Conversation:
+    """Return the conversation of a body. Raises `RequestError` naming the field at fault."""
+    if not body.messages:
+        raise RequestError("messages is empty, expected at least one message", param="messages")
+    _check_messages(body.messages, options)
+    calls: dict[str, str] = {}
+    turns = tuple(_turn(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages))
+    tools = _tools(body.tools or [])
+    continues = bool(body.continue_final_message)
+    if continues and turns[-1].role != "assistant":
+        text = "continue_final_message needs an assistant's message at the end"
+        raise RequestError(text, param="continue_final_message")
+    if continues and body.add_generation_prompt:
+        text = "continue_final_message and add_generation_prompt are both true, expected one of them"
+        raise RequestError(text, param="continue_final_message")
+    return Conversation(
+        turns,
+        tools,
+        _choice(body, tools),
+        _variables(body),
+        continues=continues,
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+
+
+def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> None:
+    num_parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    for count, what in ((len(messages), "messages"), (num_parts, "parts of content")):
+        if count > options.max_messages:
+            raise RequestError(
+                f"messages has {count} {what}, and the limit is {options.max_messages}", param="messages"
+            )
+
+
+def _turn(message: ChatMessage, where: str, calls: dict[str, str]) -> Turn:
+    """Return one turn. ``calls`` has the name of each earlier call, by id, and gets those of this turn."""
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role[:40]!r}, expected one of: {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    role = role_of(message.role)
+    if message.tool_calls and role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls belongs to an assistant's message", param=f"{where}.tool_calls"
+        )
+    call_id, name = "", message.name or ""
+    if role == "tool":
+        call_id = _result_id(message, where, calls)
+        name = name or calls[call_id]
+    made = tuple(
+        _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
+    )
+    if len(made) > MAX_CALLS:
+        raise RequestError(
+            f"{where}.tool_calls has {len(made)} calls, and the limit is {MAX_CALLS}",
+            param=f"{where}.tool_calls",
+        )
+    calls.update((call.id, call.name) for call in made)
+    reasoning = message.reasoning_content or message.reasoning or ""
+    return Turn(role, _content(message, where), reasoning if role == "assistant" else "", made, call_id, name)
+
+
+def _result_id(message: ChatMessage, where: str, calls: Mapping[str, str]) -> str:
+    param = f"{where}.tool_call_id"
+    if message.tool_call_id is None:
+        raise RequestError(f"{param} is missing, expected the id of an earlier call", param=param)
+    if message.tool_call_id not in calls:
+        raise RequestError(f"{param} names a call that no earlier message made", param=param)
+    return message.tool_call_id
+
+
+def _call(call: MessageCall, where: str) -> ToolCall:
+    if call.type != "function":
+        raise RequestError(f"{where}.type is {call.type[:40]!r}, expected 'function'", param=f"{where}.type")
+    param = f"{where}.function.arguments"
+    if not call.function.name:
+        raise RequestError(f"{where}.function.name is empty", param=f"{where}.function.name")
+    num_bytes = len(call.function.arguments.encode(errors="surrogatepass"))
+    if num_bytes > MAX_ARGUMENTS_BYTES:
+        raise RequestError(
+            f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}", param=param
+        )
+    # A call without arguments may have an empty text.
+    text = call.function.arguments.strip() or "{}"
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{param} is not the JSON text of an object", param=param) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{param} is JSON, but not an object", param=param)
+    _check_depth(value, param)
+    return ToolCall(call.id, call.function.name, text)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _content(message: ChatMessage, place: str) -> str:
+    where = f"{place}.content"
+    if message.content is None and message.role == "assistant":
+        # OpenAI's form of an assistant's turn without text.
+        return ""
+    if message.content is None:
+        raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for number, part in enumerate(message.content):
+        if part.type != "text":
+            raise RequestError(
+                f"{where}[{number}].type is {part.type[:40]!r}, and this server takes only 'text'",
+                param=f"{where}[{number}].type",
+                code="unsupported_parameter",
+            )
+        if part.text is None:
+            raise RequestError(f"{where}[{number}].text is missing", param=f"{where}[{number}].text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _tools(given: Sequence[ChatTool]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(given)} tools, and the limit is {MAX_TOOLS}", param="tools")
+    tools: dict[str, Tool] = {}
+    for index, one in enumerate(given):
+        if one.type != "function":
+            continue
+        where = f"tools[{index}].function"
+        if one.function is None:
+            raise RequestError(f"{where} is missing", param=where)
+        name = one.function.name
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                f"{where}.name is {name[:40]!r}, expected 1 to 128 letters, digits or any of _ . : / -",
+                param=f"{where}.name",
+            )
+        if name in tools:
+            raise RequestError(f"{where}.name is {name!r}, as that of an earlier tool", param=f"{where}.name")
+        parameters = one.function.parameters or {}
+        _check_depth(parameters, f"{where}.parameters")
+        tools[name] = Tool(name, one.function.description or "", parameters, bool(one.function.strict))
+    return tuple(tools.values())
+
+
+def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
+    parallel = body.parallel_tool_calls is not False
+    chosen = body.tool_choice
+    if isinstance(chosen, NamedChoice):
+        if chosen.type != "function":
+            raise RequestError(
+                f"tool_choice.type is {chosen.type[:40]!r}, expected 'function'", param="tool_choice.type"
+            )
+        name = chosen.function.name
+        if all(tool.name != name for tool in tools):
+            raise RequestError(
+                f"tool_choice names {name[:40]!r}, which is not in tools", param="tool_choice.function.name"
+            )
+        return ToolChoice("required", name, parallel=False)
+    if chosen is not None and chosen not in _MODES:
+        raise RequestError(
+            f"tool_choice is {chosen[:40]!r}, expected auto, none, required or a function",
+            param="tool_choice",
+        )
+    mode = _MODES[chosen or "auto"]
+    if mode == "required" and not tools:
+        raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
+    return ToolChoice(mode, parallel=parallel)
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    """Return the template's variables. ``reasoning_effort`` sets those by which templates switch thinking."""
+    given = dict(body.chat_template_kwargs or {})
+    _check_depth(given, "chat_template_kwargs")
+    effort = body.reasoning_effort
+    if effort is None:
+        return given
+    if effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {effort[:40]!r}, expected one of: {', '.join(EFFORTS)}",
+            param="reasoning_effort",
+        )
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
+
+
+def _check_depth(value: object, param: str) -> None:
+    """Raise `RequestError` if lists and objects lie too deep in one another."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)

@@ -1,0 +1,248 @@
+"""Read the items of a Responses request as turns of a conversation.
+
+An item is a message, a call, a call's result or a reasoning. Clients send back the items of earlier answers,
+also of kinds that this server never makes. Those are dropped and counted, so that a history from another
+server can be continued here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from convoy.api.body.body_shape import check_depth
+from convoy.api.responses.tools import flat_name
+from convoy.errors import RequestError
+from convoy.model.text.conversation import Role, ToolCall, Turn
+
+# A developer's message is a system message under a newer name.
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+MAX_ARGUMENTS_BYTES = 512 * 1024
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
+_MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "file", "audio"})
+_ENCODED = "convoy."
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Hold the turns of a request, and the types of items and parts that were dropped."""
+
+    turns: tuple[Turn, ...]
+    dropped: tuple[str, ...] = ()
+
+
+def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_items: int) -> History:
+    """Return the turns of ``given``, which follow those of ``earlier``. Text is one turn of the user.
+
+    Raises `RequestError` with the field's name for a wrong role, a missing field, an image or a document, a
+    result of a call that was never made, and more than ``max_items`` items or parts.
+    """
+    if isinstance(given, str):
+        return History((*earlier, Turn("user", given)))
+    if not given:
+        raise RequestError("input is empty, expected text or at least one item", param="input")
+    reader = _Reader(earlier, max_items)
+    for index, item in enumerate(given):
+        reader.read(item, f"input[{index}]")
+    turns = (*earlier, *reader.end())
+    if not turns:
+        raise RequestError("input has no item that this server can read", param="input")
+    return History(turns, tuple(reader.dropped))
+
+
+def encode_reasoning(text: str) -> str:
+    """Return a reasoning's text as its ``encrypted_content``.
+
+    It is encoded and not encrypted: the client has the text anyway. Some clients send this field back and
+    neither the summary nor the content.
+    """
+    return _ENCODED + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+class _Reader:
+    """Collect turns. An assistant's reasoning, text and calls become one turn, as they were generated."""
+
+    def __init__(self, earlier: Sequence[Turn], max_items: int) -> None:
+        self.dropped: list[str] = []
+        self._turns: list[Turn] = []
+        self._names = {call.id: call.name for turn in earlier for call in turn.calls}
+        self._cut_calls: set[str] = set()
+        self._open: Turn | None = None
+        self._left = max_items
+        self._max_items = max_items
+
+    def read(self, item: Any, where: str) -> None:
+        """Read one item. Raises `RequestError`."""
+        self._count(where)
+        if not isinstance(item, dict):
+            raise RequestError(f"{where} is not an object", param=where, code="invalid_type")
+        match item.get("type", "message" if "role" in item else None):
+            case "message":
+                self._message(item, where)
+            case "function_call":
+                self._call(item, where)
+            case "function_call_output":
+                self._result(item, where)
+            case "reasoning":
+                self._reasoning(item, where)
+            case kind:
+                self.dropped.append(str(kind))
+
+    def end(self) -> list[Turn]:
+        """Return the turns, once every item is read."""
+        self._close()
+        return self._turns
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role = ROLES.get(_text(item, "role", where))
+        if role is None:
+            raise RequestError(
+                f"{where}.role is {item['role'][:40]!r}, expected one of: {', '.join(ROLES)}",
+                param=f"{where}.role",
+            )
+        text = self._content(item, "content", where)
+        if role != "assistant":
+            self._close()
+            self._turns.append(Turn(role, text))
+            return
+        if self._open is not None and (self._open.content or self._open.calls):
+            self._close()
+        self._open = replace(self._open or Turn("assistant"), content=text)
+
+    def _call(self, item: Mapping[str, Any], where: str) -> None:
+        namespace = _text(item, "namespace", where) if item.get("namespace") else ""
+        name = flat_name(namespace, _text(item, "name", where))
+        call_id, arguments = _text(item, "call_id", where), _text(item, "arguments", where)
+        if not _is_object(arguments, f"{where}.arguments"):
+            # The call was cut off. Its result says no more than that, and is dropped with it.
+            self._cut_calls.add(call_id)
+            self.dropped.append("function_call")
+            return
+        call = ToolCall(call_id, name, arguments.strip() or "{}")
+        self._names[call.id] = name
+        turn = self._open or Turn("assistant")
+        self._open = replace(turn, calls=(*turn.calls, call))
+
+    def _result(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = _text(item, "call_id", where)
+        if call_id in self._cut_calls:
+            self.dropped.append("function_call_output")
+            return
+        if call_id not in self._names:
+            param = f"{where}.call_id"
+            raise RequestError(f"{param} names no function_call before it", param=param)
+        text = self._content(item, "output", where)
+        self._close()
+        self._turns.append(Turn("tool", text, call_id=call_id, name=self._names[call_id]))
+
+    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        text = (
+            self._thoughts(item, "content", where)
+            or _decode_reasoning(item.get("encrypted_content"))
+            or self._thoughts(item, "summary", where)
+        )
+        if not text:
+            self.dropped.append("reasoning")
+            return
+        if self._open is not None and (self._open.content or self._open.calls):
+            self._close()
+        turn = self._open or Turn("assistant")
+        self._open = replace(turn, reasoning=f"{turn.reasoning}\n{text}" if turn.reasoning else text)
+
+    def _close(self) -> None:
+        turn, self._open = self._open, None
+        if turn is None:
+            return
+        if turn.content or turn.calls or not turn.reasoning:
+            self._turns.append(turn)
+        else:
+            # The answer was cut off while the model reasoned. No template has a turn of reasoning alone.
+            self.dropped.append("reasoning")
+
+    def _content(self, item: Mapping[str, Any], field: str, where: str) -> str:
+        """Return a message's or a result's text: text, or a list of parts."""
+        given, where = item.get(field), f"{where}.{field}"
+        if given is None:
+            raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
+        if isinstance(given, str):
+            return given
+        texts = []
+        for number, part in enumerate(_parts(given, where)):
+            place = f"{where}[{number}]"
+            self._count(place)
+            kind = part.get("type")
+            if kind in _TEXT_PARTS:
+                texts.append(_text(part, "refusal" if kind == "refusal" else "text", place))
+            elif kind in _MEDIA_PARTS:
+                param = f"{place}.type"
+                text = f"{param} is {kind!r}, and this server takes only text"
+                raise RequestError(text, param=param, code="unsupported_parameter")
+            else:
+                self.dropped.append(str(kind))
+        return "".join(texts)
+
+    def _thoughts(self, item: Mapping[str, Any], field: str, where: str) -> str:
+        given = item.get(field)
+        parts = _parts(given, f"{where}.{field}") if given is not None else []
+        return "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+
+    def _count(self, where: str) -> None:
+        self._left -= 1
+        if self._left < 0:
+            limit = f"input has more than {self._max_items} items and parts of content"
+            raise RequestError(f"{limit}, and that is the limit", param=where)
+
+
+def _parts(given: Any, where: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        raise RequestError(f"{where}: expected text or a list of objects", param=where, code="invalid_type")
+    return given
+
+
+def _text(item: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a required text of an item. Raises `RequestError`."""
+    value, param = item.get(field), f"{where}.{field}"
+    if value is None:
+        raise RequestError(f"{param}: it is missing", param=param, code="missing_required_parameter")
+    if not isinstance(value, str):
+        raise RequestError(f"{param}: expected text", param=param, code="invalid_type")
+    return value
+
+
+def _is_object(arguments: str, param: str) -> bool:
+    """Return whether arguments are the JSON text of an object, or empty.
+
+    Raises `RequestError` for arguments that are too long or too deep.
+    """
+    num_bytes = len(arguments.encode(errors="surrogatepass"))
+    if num_bytes > MAX_ARGUMENTS_BYTES:
+        text = f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}"
+        raise RequestError(text, param=param)
+    if not arguments.strip():
+        return True
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    check_depth(value, param)
+    return isinstance(value, dict)
+
+
+def _decode_reasoning(given: Any) -> str:
+    """Return the text that `encode_reasoning` encoded, or "" for another server's content."""
+    if not isinstance(given, str) or not given.startswith(_ENCODED):
+        return ""
+    try:
+        return base64.b64decode(given.removeprefix(_ENCODED), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return ""

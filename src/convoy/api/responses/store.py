@@ -1,0 +1,116 @@
+"""Keep responses in memory, each for the key that made it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from convoy.api.refusals import UnknownResponse
+from convoy.model.text.conversation import Turn
+
+MAX_STORE_BYTES = 64 * 1024 * 1024
+MAX_STORE_AGE_S = 3600.0
+# For the entry itself, its id, its owner and its place in the table.
+_ENTRY_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    owner: bytes
+    # The response object as JSON.
+    body: bytes
+    # The conversation up to and with the answer, as JSON.
+    turns: bytes
+    kept_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.turns) + _ENTRY_BYTES
+
+
+class ResponseStore:
+    """Hold the latest responses of all keys within bounds of bytes and age. Several threads may use it.
+
+    When the store is full, the key with the most bytes loses its oldest response. So no key can push out the
+    responses of another one that holds less.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int = MAX_STORE_BYTES,
+        max_age_s: float = MAX_STORE_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Oldest first.
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._bytes_of: Counter[bytes] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that all entries hold."""
+        with self._lock:
+            return self._bytes_of.total()
+
+    def keep(self, owner: bytes, response_id: str, body: bytes, turns: Sequence[Turn]) -> None:
+        """Keep a response and its conversation for ``owner``. One over the store's size is not kept."""
+        entry = _Entry(owner, body, msgspec.json.encode(turns), self._clock())
+        if entry.num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            self._expire()
+            self._entries[response_id] = entry
+            self._bytes_of[owner] += entry.num_bytes
+            while self._bytes_of.total() > self._max_bytes:
+                self._drop_oldest_of(max(self._bytes_of, key=self._bytes_of.__getitem__))
+
+    def body(self, owner: bytes, response_id: str) -> bytes:
+        """Return a response as JSON. Raises `UnknownResponse`, also for the response of another owner."""
+        return self._find(owner, response_id).body
+
+    def turns(self, owner: bytes, response_id: str) -> tuple[Turn, ...]:
+        """Return a response's conversation. Raises `UnknownResponse` as `body` does."""
+        return msgspec.json.decode(self._find(owner, response_id).turns, type=tuple[Turn, ...])
+
+    def delete(self, owner: bytes, response_id: str) -> None:
+        """Forget a response. Raises `UnknownResponse` as `body` does."""
+        self._find(owner, response_id)
+        with self._lock:
+            self._drop(response_id)
+
+    def _find(self, owner: bytes, response_id: str) -> _Entry:
+        with self._lock:
+            self._expire()
+            entry = self._entries.get(response_id)
+        # The answer is the same for an id that never was, so that nothing tells about another key's ids.
+        if entry is None or entry.owner != owner:
+            raise UnknownResponse("no response with this id is stored for this key")
+        return entry
+
+    def _expire(self) -> None:
+        oldest_s = self._clock() - self._max_age_s
+        while self._entries:
+            response_id, entry = next(iter(self._entries.items()))
+            if entry.kept_s > oldest_s:
+                return
+            self._drop(response_id)
+
+    def _drop_oldest_of(self, owner: bytes) -> None:
+        self._drop(next(key for key, entry in self._entries.items() if entry.owner == owner))
+
+    def _drop(self, response_id: str) -> None:
+        entry = self._entries.pop(response_id, None)
+        if entry is None:
+            return
+        self._bytes_of[entry.owner] -= entry.num_bytes
+        if not self._bytes_of[entry.owner]:
+            del self._bytes_of[entry.owner]

@@ -1,0 +1,326 @@
+"""Translate the body of POST /v1/responses into a chat request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import msgspec
+
+from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.request import ChatRequest, parse_chat
+from convoy.api.keys.repeats import CONTEXT_ERROR
+from convoy.api.listen.options import ServeOptions
+from convoy.api.refusals import UnknownResponse
+from convoy.api.responses.bodies import ResponsesBody, TextFormat
+from convoy.api.responses.items import read_items
+from convoy.api.responses.shapes import ReasoningShown, ResponseObject
+from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.tools import OfferedTools, read_tools
+from convoy.api.service import Service
+from convoy.api.telemetry.dropped import DroppedHistory
+from convoy.errors import RequestError
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.conversation import Conversation, Turn
+from convoy.model.text.grammar import Grammar
+
+# OpenAI's values. Templates put the effort into the prompt, so no other text may pass.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SUMMARIES = ("auto", "concise", "detailed")
+FORMATS = ("text", "json_object", "json_schema")
+_ENCODED_REASONING = "reasoning.encrypted_content"
+_MAX_METADATA = 16
+_MAX_METADATA_KEY_CHARS = 64
+_MAX_METADATA_VALUE_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest(ParsedRequest):
+    """Hold a request of this API: the engine's request, and what its answer repeats or keeps."""
+
+    # The answer before its first token, without id and time.
+    shown: ResponseObject
+    # The conversation without the instructions, as a later request continues it.
+    turns: tuple[Turn, ...]
+    # The salt of the caller's key, which names the owner of a stored answer.
+    owner: bytes
+    sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # Whether the answer gives a reasoning as its own summary, and whether it adds the encoded text.
+    summarise: bool = False
+    encode: bool = False
+
+
+class ContextFailed(RequestError):  # noqa: N818 - named after the event that reports it
+    """Report that the conversation of a streamed request does not fit the context."""
+
+    def __init__(self, error: RequestError, shown: ResponseObject) -> None:
+        super().__init__(error.message, hint=error.hint, param=error.param, code=error.code)
+        self.shown = shown
+
+
+def read_response(
+    body: ResponsesBody,
+    service: Service,
+    options: ServeOptions,
+    salt: bytes,
+    *,
+    store: ResponseStore | None,
+    dropped: DroppedHistory,
+) -> ResponsesRequest:
+    """Translate a body. ``salt`` is that of the caller's key, and ``store`` None keeps no response.
+
+    ``dropped`` counts the items that are left out.
+
+    Raises `RequestError`, `UnknownModel` or `UnknownResponse`. A streamed request that does not fit the
+    context raises `ContextFailed`.
+    """
+    _check_elsewhere(body)
+    model = service.model(body.model)
+    earlier = _earlier(body, store, salt)
+    history = read_items(body.input, earlier, max_items=options.max_messages)
+    dropped.count("responses", history.dropped)
+    offered = read_tools(
+        body.tools,
+        body.tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+        max_tools=options.max_messages,
+    )
+    request = _chat_request(body, history.turns, offered)
+    shown = _shown(body, model.name, request, offered, stored=store is not None and body.store is not False)
+    try:
+        parsed = _parse(request, service, salt, truncate=body.truncation == "auto")
+    except RequestError as error:
+        if body.stream and error.code == CONTEXT_ERROR:
+            raise ContextFailed(error, shown) from None
+        raise
+    engine_side = {one.name: getattr(parsed, one.name) for one in fields(parsed)}
+    return ResponsesRequest(
+        **engine_side,
+        shown=shown,
+        turns=history.turns,
+        owner=salt,
+        sources=offered.sources,
+        summarise=shown.reasoning.summary is not None,
+        encode=_ENCODED_REASONING in (body.include or ()),
+    )
+
+
+def _check_elsewhere(body: ResponsesBody) -> None:
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise RequestError(
+                f"this server does not support {name}",
+                param=name,
+                code="unsupported_parameter",
+                hint="send the whole conversation as input",
+            )
+
+
+def _earlier(body: ResponsesBody, store: ResponseStore | None, salt: bytes) -> tuple[Turn, ...]:
+    if body.previous_response_id is None:
+        return ()
+    param, code = "previous_response_id", "previous_response_not_found"
+    if store is None:
+        raise UnknownResponse(
+            "this server stores no responses, so previous_response_id names none",
+            param=param,
+            code=code,
+            hint="send the whole conversation as input; --store-responses turns the store on",
+        )
+    try:
+        return store.turns(salt, body.previous_response_id)
+    except UnknownResponse as error:
+        raise UnknownResponse(
+            error.message, param=param, code=code, hint="send the whole conversation as input"
+        ) from None
+
+
+def _chat_request(body: ResponsesBody, turns: tuple[Turn, ...], offered: OfferedTools) -> ChatRequest:
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        text = f"max_output_tokens is {body.max_output_tokens}, expected at least 1"
+        raise RequestError(text, param="max_output_tokens")
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        if (value := getattr(body, name)) is not None
+    }
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    first = () if body.instructions is None else (Turn("system", body.instructions),)
+    return ChatRequest(
+        model=body.model,
+        conversation=Conversation(
+            fold_turns((*first, *turns)),
+            offered.tools,
+            offered.choice,
+            _variables(_effort(body)),
+        ),
+        params=SamplingParams(**given, seed=seed),
+        max_tokens=body.max_output_tokens,
+        stream=bool(body.stream),
+        grammar=_grammar(body),
+    )
+
+
+def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return turns with one system turn at most, at the start, and without two turns of the user in a row.
+
+    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
+    because a prompt that changes at its start finds nothing in the prefix cache.
+    """
+    folded: list[Turn] = []
+    for turn in turns:
+        late = turn.role == "system" and any(one.role != "system" for one in folded)
+        given = replace(turn, role="user") if late else turn
+        if folded and given.role in ("system", "user") and folded[-1].role == given.role:
+            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
+        else:
+            folded.append(given)
+    return tuple(folded)
+
+
+def _variables(effort: str | None) -> dict[str, Any]:
+    """Return the template's variables; templates switch reasoning by either of the last two."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+
+
+def _effort(body: ResponsesBody) -> str | None:
+    effort = body.reasoning.effort if body.reasoning else None
+    if effort is not None and effort not in EFFORTS:
+        text = f"reasoning.effort is {effort[:40]!r}, expected one of: {', '.join(EFFORTS)}"
+        raise RequestError(text, param="reasoning.effort")
+    return effort
+
+
+def _format(body: ResponsesBody) -> TextFormat:
+    given = body.text.format if body.text else None
+    return given or TextFormat("text")
+
+
+def _grammar(body: ResponsesBody) -> Grammar | None:
+    given = _format(body)
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object")
+        case "json_schema" if given.schema is not None:
+            schema = msgspec.json.encode(given.schema).decode()
+            return Grammar("json_schema", schema, strict=given.strict is True)
+        case "json_schema":
+            param = "text.format.schema"
+            raise RequestError(f"{param}: it is missing", param=param, code="missing_required_parameter")
+        case _:
+            text = f"text.format.type is {given.type[:40]!r}, expected one of: {', '.join(FORMATS)}"
+            raise RequestError(text, param="text.format.type")
+
+
+def _shown(
+    body: ResponsesBody, model: str, request: ChatRequest, offered: OfferedTools, *, stored: bool
+) -> ResponseObject:
+    """Return the answer before its first token: the request as it was understood."""
+    truncation = body.truncation or "disabled"
+    if truncation not in ("auto", "disabled"):
+        text = f"truncation is {truncation[:40]!r}, expected one of: auto, disabled"
+        raise RequestError(text, param="truncation")
+    params, given = request.params, _format(body)
+    form: dict[str, Any] = {"type": given.type}
+    if given.schema is not None and given.type == "json_schema":
+        form |= {"name": given.name or "response", "schema": given.schema, "strict": given.strict is True}
+    return ResponseObject(
+        id="",
+        created_at=0,
+        model=model,
+        instructions=body.instructions,
+        previous_response_id=body.previous_response_id,
+        parallel_tool_calls=offered.choice.parallel,
+        tool_choice=offered.shown_choice,
+        tools=offered.shown,
+        text={"format": form},
+        reasoning=ReasoningShown(_effort(body), _summary(body)),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        truncation=truncation,
+        metadata=_metadata(body.metadata),
+        prompt_cache_key=body.prompt_cache_key,
+        safety_identifier=body.safety_identifier,
+        user=body.user,
+        store=stored,
+    )
+
+
+def _summary(body: ResponsesBody) -> str | None:
+    """Return the kind of summary that was asked for. An unknown kind is the usual one."""
+    summary = body.reasoning.summary if body.reasoning else None
+    return summary if summary is None or summary in SUMMARIES else "auto"
+
+
+def _metadata(given: Mapping[str, Any] | None) -> Mapping[str, str]:
+    for key, value in (given or {}).items():
+        if not isinstance(value, str):
+            raise RequestError("metadata: expected text values", param="metadata", code="invalid_type")
+        if len(key) > _MAX_METADATA_KEY_CHARS or len(value) > _MAX_METADATA_VALUE_CHARS:
+            raise RequestError(
+                f"metadata has a key over {_MAX_METADATA_KEY_CHARS} characters or a value over "
+                f"{_MAX_METADATA_VALUE_CHARS}",
+                param="metadata",
+            )
+    if len(given or ()) > _MAX_METADATA:
+        text = f"metadata has {len(given or ())} entries, and the limit is {_MAX_METADATA}"
+        raise RequestError(text, param="metadata")
+    return given or {}
+
+
+def _parse(request: ChatRequest, service: Service, salt: bytes, *, truncate: bool) -> ParsedRequest:
+    """Return the engine's request. With ``truncate`` it leaves out as few of the oldest turns as it must.
+
+    A cut comes before a turn of the user, so that no result loses its call. Each try renders the rest, so the
+    search is binary. System turns always stay.
+    """
+    try:
+        return _fitting(request, service, salt)
+    except RequestError as error:
+        turns = request.conversation.turns
+        cuts = [index for index, turn in enumerate(turns) if turn.role == "user"][1:]
+        if not truncate or error.code != CONTEXT_ERROR or not cuts:
+            raise
+    low, high, best = 0, len(cuts) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        kept = replace(request.conversation, turns=_from_cut(turns, cuts[middle]))
+        try:
+            best = _fitting(replace(request, conversation=kept), service, salt)
+            high = middle - 1
+        except RequestError as error:
+            if error.code != CONTEXT_ERROR or middle == len(cuts) - 1:
+                raise
+            low = middle + 1
+    assert best is not None, "the search ends with a cut that fits, or raises"
+    return best
+
+
+def _from_cut(turns: Sequence[Turn], cut: int) -> tuple[Turn, ...]:
+    return (*(turn for turn in turns[:cut] if turn.role == "system"), *turns[cut:])
+
+
+def _fitting(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
+    """Return the engine's request. Raises `RequestError` if prompt and answer do not fit the context."""
+    parsed = parse_chat(request, service, salt)
+    num_prompt, room, most = parsed.num_prompt_tokens, parsed.model.max_context, request.max_tokens or 1
+    if num_prompt + most > room:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and its answer {most}, but the context holds {room}"
+            if request.max_tokens
+            else f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
+            param="max_output_tokens" if num_prompt < room else "input",
+            code=CONTEXT_ERROR,
+            hint="shorten the input",
+        )
+    return parsed
