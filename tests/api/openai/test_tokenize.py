@@ -44,6 +44,11 @@ def test_a_chat_is_shown_with_its_template_as_the_engine_gets_it(server: Running
     assert list(server.engine.handles[-1].request.prompt_ids) == tokens
 
 
+def test_a_chat_may_end_without_the_opening_of_an_answer(http: httpx.Client) -> None:
+    body = {"messages": ASK, "add_generation_prompt": False}
+    assert bytes(http.post("/tokenize", json=body).json()["tokens"]).decode() == "<user>hi"
+
+
 def test_fields_of_an_answer_are_ignored_here(http: httpx.Client) -> None:
     for body in ({"prompt": "a"}, {"messages": ASK}):
         answer = http.post("/tokenize", json={**body, "temperature": 0, "max_tokens": 3, "stream": True})
@@ -60,7 +65,9 @@ def test_fields_of_an_answer_are_ignored_here(http: httpx.Client) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"messages": ASK, "chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"messages": ASK, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": ASK, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": ASK, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": ASK, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"prompt": "a", "add_special_tokens": 3}, "add_special_tokens"),
         ({"prompt": "a" * (MAX_CONTEXT + 1)}, "prompt"),
         ({"messages": [{"role": "user", "content": "a" * 270_000}]}, "prompt"),

@@ -24,8 +24,9 @@ from convoy.errors import RequestError
 
 # The fields that change a prompt's tokens. All others ask for an answer, and there is none.
 _PROMPT_FIELDS = (
-    *("prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens"),
+    *("prompt", "messages", "tools", "tool_choice", "reasoning_effort", "add_special_tokens"),
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+    *("documents", "truncate_prompt_tokens"),
 )
 
 
@@ -39,7 +40,7 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(ChatBody, frozen=True, kw_only=True):
-    """Hold the body of POST /tokenize with the messages of a chat, and all that its template may see."""
+    """Hold the body of POST /tokenize with the messages of a chat. Only the fields of a prompt are read."""
 
     return_token_strs: bool | None = None
 
@@ -108,7 +109,8 @@ def tokenize(data: bytes, service: Service, options: ServeOptions) -> Tokens:
     endpoint: Endpoint = "chat" if is_chat else "completion"
     given = {name: raw[name] for name in _PROMPT_FIELDS if name in raw}
     refuse_unserved(given, frozenset(kind.__struct_fields__), endpoint)
-    body: MessagesBody | TextBody = convert_object(raw, kind)
+    given |= {name: raw[name] for name in ("model", "return_token_strs") if name in raw}
+    body: MessagesBody | TextBody = convert_object(given, kind)
     model = service.model(body.model)
     ids = _encode(body, model, options)
     texts = None
