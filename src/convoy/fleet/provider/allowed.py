@@ -34,13 +34,13 @@ class TextPart(Strict, frozen=True):
     text: str
 
 
-class FunctionCall(Strict, frozen=True):
+class AllowedCallFunction(Strict, frozen=True):
     name: Short
     arguments: str = ""
 
 
-class ToolCall(Strict, frozen=True):
-    function: FunctionCall
+class AllowedCall(Strict, frozen=True):
+    function: AllowedCallFunction
     id: Short = ""
     type: Literal["function"] | None = None
     index: Int | None = None
@@ -55,29 +55,29 @@ class AllowedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: Short | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AllowedCall] | None = None
     tool_call_id: Short | None = None
 
 
-class Function(Strict, frozen=True):
+class AllowedFunction(Strict, frozen=True):
     name: Short
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict, frozen=True):
+class AllowedTool(Strict, frozen=True):
     type: Literal["function"]
-    function: Function
+    function: AllowedFunction
 
 
-class ChosenFunction(Strict, frozen=True):
+class AllowedChoiceFunction(Strict, frozen=True):
     name: Short
 
 
-class ToolChoice(Strict, frozen=True):
+class AllowedChoice(Strict, frozen=True):
     type: Literal["function"]
-    function: ChosenFunction
+    function: AllowedChoiceFunction
 
 
 class Schema(Strict, frozen=True):
@@ -87,7 +87,7 @@ class Schema(Strict, frozen=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict, frozen=True):
+class AllowedFormat(Strict, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
@@ -132,15 +132,15 @@ _BOTH: dict[str, Any] = {
     "bad_words": Words,
     "logit_bias": dict[str, float],
     "stream_options": AllowedStreamOptions,
-    "response_format": ResponseFormat,
+    "response_format": AllowedFormat,
     "reasoning_effort": Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     "cache_salt": str,
 }
 _OF_KIND: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": list[AllowedMessage],
-        "tools": list[Tool],
-        "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
+        "tools": list[AllowedTool],
+        "tool_choice": Literal["none", "auto", "required"] | AllowedChoice,
         "chat_template_kwargs": TemplateSwitches,
     },
     "completion": {"prompt": str | list[str | Int | Ids], "suffix": str},
