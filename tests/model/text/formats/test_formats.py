@@ -52,6 +52,11 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
             "<parameter=lines>\nno json\n</parameter></function></tool_call>",
             ("why", "", [("read", '{"path": "<b> </parameter x\\n", "lines": "no json"}')]),
         ),
+        (
+            '<tool_call><function=read><parameter=deep>{"on": "</parameter>"}</parameter>'
+            "</function></tool_call>",
+            ("", "", [("read", '{"deep": {"on": "</parameter>"}}')]),
+        ),
         ("<tool_call>odd</tool_call>", ("", "<tool_call>odd</tool_call>", [])),
         ("<tool_call><function=read><parameter=path>\ncut", ("", "", [("read", '{"path": "cut"}')])),
     ],
