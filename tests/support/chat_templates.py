@@ -125,8 +125,10 @@ class Family:
 FAMILIES = {
     "hermes": Family(_HERMES, ("<|im_start|>", "<|im_end|>", "<tool_response>", "</tool_response>"), False),
     "qwen-tags": Family(_TAGS, ("<|im_start|>", "<|im_end|>", "<tool_response>", "</tool_response>"), False),
-    "llama": Family(_LLAMA, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
-    "mistral": Family(
+    "llama-json": Family(
+        _LLAMA, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    ),
+    "mistral-args": Family(
         _MISTRAL,
         (
             *(
@@ -142,7 +144,7 @@ FAMILIES = {
         ),
     ),
     "harmony": Family(_HARMONY, ()),
-    "gemma": Family(
+    "gemma-quotes": Family(
         _GEMMA, ("<bos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_response>", "<tool_response|>")
     ),
     "deepseek": Family(

@@ -52,7 +52,7 @@ class ByteTokenizer:
         return self.encode(text)
 
     # Qwen's format, in which every mark is spelled.
-    reply_format = ReplyFormat(find_format("<tool_call>", ""), {})
+    reply_format = ReplyFormat(find_format("<tool_call>"), {})
 
     def encode_chat(self, chat: Conversation, *, max_tokens: int | None = None) -> list[int]:
         """Spell the turns out, and the tools and variables if there are any."""

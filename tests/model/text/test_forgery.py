@@ -5,6 +5,7 @@ Run as a program, it tries as many texts as its argument says and prints how man
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
@@ -65,7 +66,7 @@ def conversation(
     )
 
 
-FIELDS: tuple[str, ...] = tuple(conversation.__kwdefaults__ or ())
+FIELDS = tuple(inspect.signature(conversation).parameters)
 
 
 def hostile(name: str) -> list[str]:

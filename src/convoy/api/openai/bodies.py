@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
+class CalledFunction(msgspec.Struct, frozen=True):
     """Hold the function of a call. ``arguments`` is the JSON text of an object."""
 
     name: str
@@ -39,7 +39,7 @@ class MessageCall(msgspec.Struct, frozen=True):
     """Hold a call in an assistant's turn."""
 
     id: str
-    function: FunctionCall
+    function: CalledFunction
     type: str = "function"
 
 
@@ -55,7 +55,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning: str | None = None
 
 
-class Function(msgspec.Struct, frozen=True):
+class ToolFunction(msgspec.Struct, frozen=True):
     """Hold the function of a tool. ``parameters`` is a JSON schema."""
 
     name: str
@@ -68,10 +68,10 @@ class ChatTool(msgspec.Struct, frozen=True):
     """Hold a tool. Only ``type: "function"`` is served, and others are left out."""
 
     type: str
-    function: Function | None = None
+    function: ToolFunction | None = None
 
 
-class ChosenFunction(msgspec.Struct, frozen=True):
+class NamedFunction(msgspec.Struct, frozen=True):
     """Name the function that must be called."""
 
     name: str
@@ -80,7 +80,7 @@ class ChosenFunction(msgspec.Struct, frozen=True):
 class NamedChoice(msgspec.Struct, frozen=True):
     """Hold a tool choice that names a function."""
 
-    function: ChosenFunction
+    function: NamedFunction
     type: str = "function"
 
 

@@ -52,10 +52,15 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
             "<parameter=lines>\nno json\n</parameter></function></tool_call>",
             ("why", "", [("read", '{"path": "<b> </parameter x\\n", "lines": "no json"}')]),
         ),
+        (
+            '<tool_call><function=read><parameter=deep>{"on": "</parameter>"}</parameter>'
+            "</function></tool_call>",
+            ("", "", [("read", '{"deep": {"on": "</parameter>"}}')]),
+        ),
         ("<tool_call>odd</tool_call>", ("", "<tool_call>odd</tool_call>", [])),
         ("<tool_call><function=read><parameter=path>\ncut", ("", "", [("read", '{"path": "cut"}')])),
     ],
-    "llama": [
+    "llama-json": [
         (f'{{"name": "read", "parameters": {CALL}}}', ("", "", [READ])),
         (
             f' <|python_tag|>{{"name": "read", "parameters": {CALL}}}; '
@@ -67,7 +72,7 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
         ('{"answer": 42} done', ("", '{"answer": 42} done', [])),
         ("Plain {text}.", ("", "Plain {text}.", [])),
     ],
-    "mistral": [
+    "mistral-args": [
         (
             f"Look.[TOOL_CALLS]read[ARGS]{CALL}[TOOL_CALLS]list[CALL_ID]abc[ARGS]{{}}",
             ("", "Look.", [READ, LIST]),
@@ -93,7 +98,7 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
         ("<|channel|>commentary to=functions.list<|message|>", ("", "", [LIST])),
         ("no channel at all", ("", "no channel at all", [])),
     ],
-    "gemma": [
+    "gemma-quotes": [
         (
             '<|channel>thought\nWhy?\n<channel|>Look.\n<|tool_call>call:read{path:<|"|>a/é\n"b".txt<|"|>,'
             "lines:[1,-2],deep:{on:true}}<tool_call|><|tool_call>call:list{}<tool_call|>",
@@ -171,7 +176,7 @@ def test_marks_that_are_only_spelled_open_nothing_where_they_are_tokens(
     tokens = {mark: number for number, mark in enumerate(row.marks)}
     lexemes = Lexer(row.marks, tokens, str).push(-1, text, text)
     assert "".join(one for one in lexemes if isinstance(one, str)) == text
-    if name != "llama":
+    if name != "llama-json":
         parser = row.parser(options())
         pieces = [piece for lexeme in lexemes for piece in parser.read(lexeme)]
         assert joined([*pieces, *parser.finish()])[2] == []
@@ -236,22 +241,22 @@ def test_each_call_has_an_id_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "model_type", "name"),
+    ("template", "name"),
     [
-        ("{{ '<|start|>assistant<|channel|>' }}", "gpt_oss", "harmony"),
-        ("<|tool_call>call:", "gemma4", "gemma"),
-        ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseek"),
-        ("anything <think>", "deepseek_v32", "dsml"),
-        ("[TOOL_CALLS]", "mistral", "mistral"),
-        ("Environment: ipython", "llama", "llama"),
-        ("<tool_call>\n<function=", "qwen3_5", "qwen-tags"),
-        ("<tool_call>", "qwen3", "hermes"),
-        ("<think>", "any", "think"),
-        ("{{ messages }}", "llama", "think"),
+        ("{{ '<|start|>assistant<|channel|>' }}", "harmony"),
+        ("<|tool_call>call:", "gemma-quotes"),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("<｜DSML｜function_calls>", "dsml"),
+        ("[TOOL_CALLS]", "mistral-args"),
+        ("Environment: ipython", "llama-json"),
+        ("<tool_call>\n<function=", "qwen-tags"),
+        ("<tool_call>", "hermes"),
+        ("<think>", "think"),
+        ("{{ messages }}", "think"),
     ],
 )
-def test_a_format_is_found_by_the_template(template: str, model_type: str, name: str) -> None:
-    assert find_format(template, model_type).name == name
+def test_a_format_is_found_by_the_template(template: str, name: str) -> None:
+    assert find_format(template).name == name
 
 
 def test_the_tools_of_the_tests_have_each_kind_of_parameter() -> None:

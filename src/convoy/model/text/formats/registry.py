@@ -24,8 +24,6 @@ class FormatRow:
     parser: type[ReplyParser]
     # None: the format has no calls.
     grammar: Callable[[CallRules], str] | None
-    # Model types whose checkpoints ship no template that shows the format.
-    model_types: frozenset[str] = frozenset()
     # The template joins the arguments of a call as text.
     arguments_as_text: bool = False
     # The length of call ids that the template demands.
@@ -39,14 +37,15 @@ _PLAIN = FormatRow("think", ("<think>",), THINK, ReplyParser, None)
 # The first row that fits counts, so the special ones come first.
 FORMATS: tuple[FormatRow, ...] = (
     FormatRow("harmony", ("<|channel|>",), harmony.MARKS, harmony.HarmonyParser, harmony.write_grammar),
-    FormatRow("gemma", ("<|tool_call>", "<|channel>"), gemma.MARKS, gemma.GemmaParser, gemma.write_grammar),
+    FormatRow(
+        "gemma-quotes", ("<|tool_call>", "<|channel>"), gemma.MARKS, gemma.GemmaParser, gemma.write_grammar
+    ),
     FormatRow(
         "dsml",
         (tags.DSML,),
         tags.DSML_MARKS,
         tags.DsmlParser,
         tags.write_dsml_grammar,
-        model_types=frozenset(("deepseek_v32", "deepseek_v4")),
     ),
     FormatRow(
         "deepseek",
@@ -57,24 +56,24 @@ FORMATS: tuple[FormatRow, ...] = (
         arguments_as_text=True,
     ),
     FormatRow(
-        "mistral",
+        "mistral-args",
         (mistral.CALLS,),
         mistral.MARKS,
         mistral.MistralParser,
         mistral.write_grammar,
         call_id_chars=9,
     ),
-    FormatRow("llama", (llama.TAG, "ipython"), llama.MARKS, llama.LlamaParser, llama.write_grammar),
+    FormatRow("llama-json", (llama.TAG, "ipython"), llama.MARKS, llama.LlamaParser, llama.write_grammar),
     FormatRow("qwen-tags", ("<function=",), tags.QWEN_MARKS, tags.QwenTagParser, tags.write_qwen_grammar),
     FormatRow("hermes", ("<tool_call>",), hermes.MARKS, hermes.HermesParser, hermes.write_grammar),
     _PLAIN,
 )
 
 
-def find_format(template: str, model_type: str) -> FormatRow:
+def find_format(template: str) -> FormatRow:
     """Return the row of the format that a chat template writes, or else that of plain text."""
     for row in FORMATS:
-        if model_type in row.model_types or any(text in template for text in row.in_template):
+        if any(text in template for text in row.in_template):
             return row
     return _PLAIN
 

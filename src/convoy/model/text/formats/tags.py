@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.grammar import CallRules
+from convoy.model.text.formats.json_call import JsonValue
 from convoy.model.text.formats.lexer import Mark, TextScanner
 from convoy.model.text.formats.parser import THINK, ParserOptions, ReplyParser
 from convoy.model.text.pieces import Piece
@@ -43,13 +44,19 @@ class ArgumentWriter:
         self._types: frozenset[str] = frozenset()
         self._held = ""
         self._fresh = False
+        self._value = JsonValue()
+
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string within a JSON object or list is open, in which a tag is text."""
+        return not self._streams and self._held.lstrip()[:1] in {"{", "["} and self._value.in_string
 
     def open(self, key: str, is_text: bool | None) -> list[Piece]:
         """Begin a value. ``is_text`` None leaves it to the schema whether it is text or JSON."""
         schema = self._properties.get(key)
         self._types = _types(schema) if is_text is None else frozenset(["string"] if is_text else ["any"])
         self._streams = self._types == {"string"}
-        self._held, self._fresh = "", self._trims
+        self._held, self._fresh, self._value = "", self._trims, JsonValue()
         opening = (", " if self._num_keys else "{") + json.dumps(key, ensure_ascii=False) + ": "
         self._num_keys += 1
         return self._parser.go_on(opening + ('"' if self._streams else ""))
@@ -61,6 +68,8 @@ class ArgumentWriter:
             text = text.removeprefix("\n")
         self._held += text
         if not self._streams:
+            if not self._value.done:
+                self._value.take(text, 0)
             return []
         kept = 1 if self._trims and self._held.endswith("\n") else 0
         shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
@@ -130,6 +139,11 @@ class TagParser(ReplyParser):
         """Tell whether no call is open."""
         return self._state == "text"
 
+    @property
+    def in_string(self) -> bool:
+        """Tell whether a string within a JSON value is open."""
+        return self._state == "value" and self._writer is not None and self._writer.in_string
+
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Read a mark as a tag."""
         if not self.options.calls:
@@ -179,7 +193,7 @@ class TagParser(ReplyParser):
                 self._state, self._header = "name", ""
             case "body", "key":
                 self._state, self._header = "key", ""
-            case "value", "end of key":
+            case "value", "end of key" if not self.in_string:
                 self._state = "body"
                 return self._writer.close() if self._writer else []
             case "body", "end of call":
