@@ -13,7 +13,8 @@ from architecture.source import Module
 _DOTTED = re.compile(r"`((?:[a-z_]\w*\.)+[A-Za-z_]\w*)(?:\(\))?`")
 _SINGLE = re.compile(r"`([a-z_]\w*)`")
 _PATH = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)+[\w-]+\.py)\b")
-_FILE_ENDINGS = frozenset({"c", "db", "json", "key", "md", "py", "toml"})
+# The ends of file names and host names, which are no modules.
+_FILE_ENDINGS = frozenset({"c", "com", "db", "json", "key", "md", "py", "toml"})
 Known = dict[str, list[Module]]
 # Folders that a path may begin from. A document's path may also begin from the document.
 _BASES = ("", "src", "src/convoy", "tests")
