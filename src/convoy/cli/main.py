@@ -50,6 +50,8 @@ _KINDS = {
     "less than or equal to": "at most",
     "greater than or equal to": "at least",
 }
+# A longer value may be a prompt or a key that took the place of a number, and is not repeated.
+_MAX_SHOWN_CHARS = 20
 # How much of two options' letters must agree, from 0 to 1.
 _NEAR = 0.8
 
@@ -217,6 +219,7 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     if asked is not None and getattr(error, "possibilities", None):
         error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
     text = _expected(error.format_message().rstrip("."))
+    text = text.replace("Invalid value for", f"Invalid value{_wrong_value(error)} for", 1)
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
     if (
@@ -232,6 +235,13 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
 def _expected(text: str) -> str:
     """Return a message about a value with our words in place of the option parser's."""
     return _BAD_VALUE.sub(lambda found: f"expected {_KINDS.get(found[1], found[1])}{found[2]}", text)
+
+
+def _wrong_value(error: TyperException) -> str:
+    """Return the value that an option or argument refused, behind a space, or "" if it is not for showing."""
+    details = getattr(error.__cause__, "errors", None)
+    value = "" if details is None else str(details()[0]["input"])
+    return f" {value!r}" if 0 < len(value) <= _MAX_SHOWN_CHARS and not re.search(r"\s", value) else ""
 
 
 def _near(asked: str, options: Sequence[str]) -> list[str]:
