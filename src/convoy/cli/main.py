@@ -44,6 +44,8 @@ _EXTRAS = {
 }
 # The option parser's words for a value, with a reason that may follow, and ours.
 _BAD_VALUE = re.compile(r"Input should be (.+? to(?= )|.+?)((?: -?[\d.]+)?)(?:, unable to .+)?$")
+# The option parser's suggestion of verbs, the nearest first.
+_SUGGESTED = re.compile(r"\. Did you mean '([^']+)'.*\?$")
 _KINDS = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -216,9 +218,14 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     The message follows our grammar: lower case, no full stop. The hint names the help page of the verb.
     """
     asked = getattr(error, "option_name", None)
+    near: list[str] = []
     if asked is not None and getattr(error, "possibilities", None):
-        error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
+        near = _near(asked, error.possibilities)  # type: ignore[attr-defined]
+        error.possibilities = None  # type: ignore[attr-defined]
     text = _expected(error.format_message().rstrip("."))
+    verb = _SUGGESTED.search(text)
+    if verb is not None:
+        text, near = text[: verb.start()], [verb[1]]
     text = text.replace("Invalid value for", f"Invalid value{_wrong_value(error)} for", 1)
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
@@ -229,7 +236,8 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
         and any("--url" in one.opts for one in context.command.params)
     ):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
-    return text[:1].lower() + text[1:], f"see `{command} --help`"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"see `{command} --help`"
+    return text[:1].lower() + text[1:], hint
 
 
 def _expected(text: str) -> str:
