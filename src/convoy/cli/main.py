@@ -44,6 +44,8 @@ _EXTRAS = {
 }
 # The option parser's words for a value, with a reason that may follow, and ours.
 _BAD_VALUE = re.compile(r"Input should be (.+? to(?= )|.+?)((?: -?[\d.]+)?)(?:, unable to .+)?$")
+# The option parser's words for a verb without its model.
+_NO_MODEL = "Missing argument 'model'"
 # The option parser's suggestion of verbs, the nearest first.
 _SUGGESTED = re.compile(r"\. Did you mean '([^']+)'.*\?$")
 _KINDS = {
@@ -236,7 +238,14 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
         and any("--url" in one.opts for one in context.command.params)
     ):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
-    hint = f"did you mean {' or '.join(near)}?" if near else f"see `{command} --help`"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif text == _NO_MODEL:
+        from convoy.config.table import MODEL_HINT
+
+        hint = f"{MODEL_HINT}: {command} demo"
+    else:
+        hint = f"see `{command} --help`"
     return text[:1].lower() + text[1:], hint
 
 
