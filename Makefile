@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml $(LOCKS) Makefile
 	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
 	  echo "error: set-up failed at: $$*" >&2; tail -n 20 $(LOG) >&2; echo "hint: the whole log is $(LOG)" >&2; exit 1; }; }; \
 	step "1/3 `$(PYTHON) --version` in $(VENV)" $(PYTHON) -m venv $(VENV) && \
-	echo "setup: 2/3 PyTorch, transformers, the HTTP server, tests (a minute or two)" && \
+	echo "setup: 2/3 PyTorch, transformers, the HTTP server, tests (several minutes; tail -f $(LOG) shows the progress)" && \
 	{ $(PIP) --require-hashes -r requirements-cpu.lock >> $(LOG) 2>&1 || true; } && \
 	step "    every file is the one that the lock names" \
 	  $(PIP) --require-hashes -r requirements.lock -r requirements-dev.lock && \

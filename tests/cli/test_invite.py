@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from cli.transcript import run_convoy, run_here
+from convoy.cli.invite import DEFAULT_ENROLMENT_PORT
 from convoy.config.settings import load_config
 from convoy.transport.ports import free_port
 from convoy.trust.audit import Entry, read_entries, verify_log
@@ -389,6 +392,20 @@ def test_a_port_in_use_is_said_before_the_invitation_is_used(tmp_path: Path) -> 
         done = run_convoy(["join", "-", "--port", port], tmp_path, text=f"{token}\n")
         assert f"error: port {port} on 0.0.0.0 is taken" in done.stderr
         assert records(tmp_path / "alpha") == []
+
+
+def test_the_port_in_place_of_a_taken_one_is_named(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        # Another program may have the port already.
+        with contextlib.suppress(OSError):
+            held.enter_context(socket.create_server((EVERYWHERE[0], DEFAULT_ENROLMENT_PORT)))
+        operator = held.enter_context(process(tmp_path / "alpha", "invite", "--address", "127.0.0.1"))
+        assert operator.stderr is not None
+        said = list(itertools.takewhile(lambda line: "waiting at" not in line, operator.stderr))
+        taken = re.compile(rf"note: port {DEFAULT_ENROLMENT_PORT} is taken: open (\d+) instead\n")
+        [port] = [found[1] for line in said if (found := taken.fullmatch(line))]
+        assert operator.stdout is not None
+        assert decode_token(operator.stdout.readline().strip()).addresses == (("127.0.0.1", int(port)),)
 
 
 def test_a_member_without_the_operator_key_cannot_invite(tmp_path: Path) -> None:

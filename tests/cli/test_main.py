@@ -40,17 +40,20 @@ def test_help_fits_a_screen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["run", "demo", "--members", "x"], "'--members': expected a whole number"),
-        (["chat", "--temperature", "9", "hi"], "'--temperature': expected at most 2"),
-        (["serve", "demo", "--max-batch", "0"], "'--max-batch': expected at least 1"),
-        (["chat", "--temperature", "x", "hi"], "'--temperature': expected a number"),
+        (["run", "demo", "--members", "two"], "'two' for '--members': expected a whole number"),
+        (["chat", "--temperature", "9", "hi"], "'9' for '--temperature': expected at most 2"),
+        (["serve", "demo", "--max-batch", "0"], "'0' for '--max-batch': expected at least 1"),
+        (["chat", "--temperature", "x", "hi"], "'x' for '--temperature': expected a number"),
+        # A prompt or a key in the place of a number is not repeated.
+        (["chat", "--temperature", "hi there"], "for '--temperature': expected a number"),
+        (["chat", "--temperature", "convoy-" + 32 * "0"], "for '--temperature': expected a number"),
     ],
 )
 def test_a_bad_number_is_refused_in_our_words(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: invalid value for {reason}\nhint: see `convoy ")
+    assert capsys.readouterr().err.startswith(f"error: invalid value {reason}\nhint: see `convoy ")
 
 
 @pytest.mark.parametrize("group", GROUPS)

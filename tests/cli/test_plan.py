@@ -154,6 +154,23 @@ def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:
     assert "unknown" in done.stderr
 
 
+def test_one_member_is_shown_without_other_ways_to_share(folder: Path) -> None:
+    run_here(["identity", "new", "mac", "--address", "127.0.0.1:7001"], folder)
+    made = run_here(["roster", "new", "home", "mac.card.toml", "--head", "mac", "--json"], folder)
+    key = json.loads(made.stdout)["operator_key"]
+    (folder / "convoy.toml").write_text(
+        f'[cluster]\nname = "mac"\nroster = "roster.toml"\noperator_key = "{key}"\n'
+        '[model]\npath = "odd"\nmemory_gb = 1\ndevice = "cpu"\n',
+        encoding="utf-8",
+    )
+    done = run_here(["plan", "--config", "convoy.toml", *TOLD], folder)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "parallel: single; there is one member, so no other to share layers with" in done.stdout
+    assert "pipeline" not in done.stdout
+    assert "tensor" not in done.stdout
+
+
 POLICY = """
 [[placement]]
 keep = ["embedding", "output", "first:2", "last:1"]

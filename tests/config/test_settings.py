@@ -97,20 +97,29 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[serve]\nprot = 1", "[serve] has no key prot", "did you mean port?"),
         ("[serve]\nxyzzy = 1", "[serve] has no key xyzzy", "known are host, port"),
         ("serve = 3", "serve is 3, expected a table [serve]", None),
-        ("[serve]\nport = 70000", "[serve] port is 70000: expected `int` <= 65535", None),
-        ("[serve]\nport = 'x'", "[serve] port is 'x': expected `int`, got `str`", None),
-        ("[serve]\nport = true", "[serve] port is True: expected `int`, got `bool`", None),
-        ("[serve]\ndrain_s = -1.0", "[serve] drain_s is -1.0: expected `float` >= 0.0", None),
+        ("[serve]\nport = 70000", "[serve] port is 70000: expected a whole number <= 65535", None),
+        ("[serve]\nport = 'x'", "[serve] port is 'x': expected a whole number, got text", "under [serve]"),
+        ("[serve]\nport = true", "[serve] port is True: expected a whole number, got true or false", None),
+        ("[serve]\ndrain_s = -1.0", "[serve] drain_s is -1.0: expected a number >= 0.0", None),
         (
             "[model]\nkernel = 'fast'",
             "[model] kernel is 'fast': expected auto, exact-f32, plain-f32, w8a8",
             None,
         ),
         ("[model]\nname = 'demo'\npath = 'x'", "[model] has both name and path", None),
-        ("[engine]\nmicro_batches = 65", "[engine] micro_batches is 65: expected `int` <= 64", None),
-        ("[engine]\nmax_batch = 0", "[engine] max_batch is 0: expected `int` >= 1", None),
-        ("[engine]\nspeculate = 65", "[engine] speculate is 65: expected `int` <= 64", None),
-        ("[plan]\nlayers = { alpha = 3 }", "[plan] layers is a table: expected `str`, got `int`", None),
+        ("[engine]\nmicro_batches = 65", "[engine] micro_batches is 65: expected a whole number <= 64", None),
+        ("[engine]\nmax_batch = 0", "[engine] max_batch is 0: expected a whole number >= 1", None),
+        ("[engine]\nspeculate = 65", "[engine] speculate is 65: expected a whole number <= 64", None),
+        (
+            "[plan]\nlayers = { alpha = 3 }",
+            "[plan] layers is a table: expected text, got a whole number",
+            None,
+        ),
+        (
+            "[serve]\nallowed_hosts = [3]",
+            "[serve] allowed_hosts is [3]: expected text, got a whole number",
+            "under [serve]",
+        ),
         ("[cluster]\nidentity = 3", "[cluster] identity is 3: expected a path as text", None),
         ("port = = 1", "is not TOML", "docs/configuration.md has the keys"),
     ],
@@ -121,6 +130,13 @@ def test_what_is_wrong_is_named(file: Path, text: str, message: str, hint: str |
     assert str(file) in caught.value.message
     assert message in caught.value.message
     assert hint is None or hint in (caught.value.hint or "")
+
+
+def test_a_binary_file_is_refused_as_no_text(file: Path) -> None:
+    file.write_bytes(b"\x7fELF\xff\xfe")
+    with pytest.raises(ConfigError, match=r"convoy\.toml is not a text file") as caught:
+        load_config(file)
+    assert "check the path" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 from collections.abc import Iterator
@@ -46,6 +47,14 @@ def test_a_start_that_fails_leaves_no_process() -> None:
     assert children() == []
 
 
+def test_after_the_end_the_collector_sees_all_objects_again() -> None:
+    # A large import freezes all objects. Objects that are frozen at exit are reported as leaks.
+    gc.freeze()
+    with pytest.raises(convoy.errors.SpanError):
+        convoy.serve("demo-mini", members=2, layers=["0:0,output", "2:3"], device="cpu")
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let SIGINT raise KeyboardInterrupt, also if this process was started with the signal ignored."""
@@ -68,5 +77,6 @@ def test_an_interrupted_program_ends_the_members() -> None:
     with pytest.raises(KeyboardInterrupt):
         program()
     assert children() == []
+    assert gc.get_freeze_count() == 0
     with pytest.raises(convoy.errors.PeerUnreachable):
         convoy.connect(urls[0]).models()

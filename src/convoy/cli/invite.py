@@ -193,7 +193,9 @@ def _listen(port: int | None) -> socket.socket:
     try:
         return listen_everywhere(None, DEFAULT_ENROLMENT_PORT)
     except ConfigError:
-        return listen_everywhere(None, 0)
+        sock = listen_everywhere(None, 0)
+        print_note(f"note: port {DEFAULT_ENROLMENT_PORT} is taken: open {sock.getsockname()[1]} instead")
+        return sock
 
 
 def _let_in(files: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:

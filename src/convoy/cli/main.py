@@ -44,12 +44,18 @@ _EXTRAS = {
 }
 # The option parser's words for a value, with a reason that may follow, and ours.
 _BAD_VALUE = re.compile(r"Input should be (.+? to(?= )|.+?)((?: -?[\d.]+)?)(?:, unable to .+)?$")
+# The option parser's words for a verb without its model.
+_NO_MODEL = "Missing argument 'model'"
+# The option parser's suggestion of verbs, the nearest first.
+_SUGGESTED = re.compile(r"\. Did you mean '([^']+)'.*\?$")
 _KINDS = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
     "less than or equal to": "at most",
     "greater than or equal to": "at least",
 }
+# A longer value may be a prompt or a key that took the place of a number, and is not repeated.
+_MAX_SHOWN_CHARS = 20
 # How much of two options' letters must agree, from 0 to 1.
 _NEAR = 0.8
 
@@ -214,9 +220,15 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     The message follows our grammar: lower case, no full stop. The hint names the help page of the verb.
     """
     asked = getattr(error, "option_name", None)
+    near: list[str] = []
     if asked is not None and getattr(error, "possibilities", None):
-        error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
+        near = _near(asked, error.possibilities)  # type: ignore[attr-defined]
+        error.possibilities = None  # type: ignore[attr-defined]
     text = _expected(error.format_message().rstrip("."))
+    verb = _SUGGESTED.search(text)
+    if verb is not None:
+        text, near = text[: verb.start()], [verb[1]]
+    text = text.replace("Invalid value for", f"Invalid value{_wrong_value(error)} for", 1)
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
     if (
@@ -226,12 +238,27 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
         and any("--url" in one.opts for one in context.command.params)
     ):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
-    return text[:1].lower() + text[1:], f"see `{command} --help`"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif text == _NO_MODEL:
+        from convoy.config.table import MODEL_HINT
+
+        hint = f"{MODEL_HINT}: {command} demo"
+    else:
+        hint = f"see `{command} --help`"
+    return text[:1].lower() + text[1:], hint
 
 
 def _expected(text: str) -> str:
     """Return a message about a value with our words in place of the option parser's."""
     return _BAD_VALUE.sub(lambda found: f"expected {_KINDS.get(found[1], found[1])}{found[2]}", text)
+
+
+def _wrong_value(error: TyperException) -> str:
+    """Return the value that an option or argument refused, behind a space, or "" if it is not for showing."""
+    details = getattr(error.__cause__, "errors", None)
+    value = "" if details is None else str(details()[0]["input"])
+    return f" {value!r}" if 0 < len(value) <= _MAX_SHOWN_CHARS and not re.search(r"\s", value) else ""
 
 
 def _near(asked: str, options: Sequence[str]) -> list[str]:

@@ -25,9 +25,10 @@ from convoy.config.table import (
     TelemetryConfig,
     row,
 )
+from convoy.config.type_words import TOML_WORDS, in_words
 from convoy.errors import ConfigError
 
-_VALUES = "docs/configuration.md has the values of every key"
+_VALUES = "docs/configuration.md has the values of every key, under [{}]"
 
 _MAX_FILE_BYTES = 1 << 20
 _OPERATOR_KEY_BYTES = 32
@@ -90,7 +91,9 @@ def load_config(path: Path | None) -> Config:
     for name, kind in TABLES.items():
         table = tables.get(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} is {_shown(table)}, expected a table [{name}]", hint=_VALUES)
+            raise ConfigError(
+                f"{path}: {name} is {_shown(table)}, expected a table [{name}]", hint=_VALUES.format(name)
+            )
         read[name] = _read_table(kind, name, table, path)
     config = Config(**read, path=path)
     if config.model.name is not None and config.model.path is not None:
@@ -139,7 +142,9 @@ def _parse(path: Path) -> dict[str, object]:
         )
     try:
         return tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file", hint="is it the right file? check the path") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path} is not TOML: {str(error).lower()}",
             hint='mend it: a line is [table] or key = value, and text is in quotes, as name = "alpha"; '
@@ -161,13 +166,15 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
     try:
         read = msgspec.convert(dict(table), kind, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$.")
-        key = where.rstrip("`").removesuffix("[...]")
+        reason, where = in_words(str(error), TOML_WORDS)
+        assert where is not None, "each value of a table has a key"
+        # An index follows the key of a list.
+        key = where.partition("[")[0]
         # For a closed set of values the message lists them.
         choices = row(name, key).choices
-        expected = f"expected {', '.join(choices)}" if choices else reason[:1].lower() + reason[1:]
+        expected = f"expected {', '.join(choices)}" if choices else reason
         raise ConfigError(
-            f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}", hint=_VALUES
+            f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}", hint=_VALUES.format(name)
         ) from None
     return _beside(read, path.parent)
 

@@ -20,6 +20,8 @@ import msgspec
 from convoy.config.kernels import AUTO, RequestedKernel
 
 DEFAULT_PEER_PORT = 7777
+# The hint about a model that is missing; an example follows.
+MODEL_HINT = "give a Hugging Face directory, a .gguf file, org/name on the hub, or a bundled model"
 # bench/METHODOLOGY.md, under `convoy bench spec`, gives the reason.
 DEFAULT_SPECULATE = 8
 # Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token

@@ -11,6 +11,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
+from convoy.config.type_words import TOML_WORDS, in_words
 from convoy.errors import ConfigError
 
 _MAX_FILE_BYTES = 1 << 20
@@ -37,9 +38,14 @@ def read_toml(path: Path, kind: type[S]) -> S:
         )
     try:
         return msgspec.convert(tomllib.loads(data.decode()), kind)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        text = str(error)
-        raise ConfigError(f"{path}: {text[:1].lower()}{text[1:]}", hint=_nearest(text, kind)) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file", hint="is it the right file? check the path") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {str(error).lower()}") from None
+    except msgspec.ValidationError as error:
+        reason, key = in_words(str(error), TOML_WORDS)
+        where = f"{path}: {key}" if key else path
+        raise ConfigError(f"{where}: {reason}", hint=_nearest(str(error), kind)) from None
 
 
 def _nearest(text: str, kind: type[msgspec.Struct]) -> str | None:

@@ -320,7 +320,8 @@ def _offers(settings: Config, members: Members | None, note: Note) -> list[Membe
 
     if members is None and settings.cluster.roster is not None:
         names = _roster_names(settings)
-        note("memory of the other members is unknown: each is assumed to have as much as this one")
+        if len(names) > 1:
+            note("memory of the other members is unknown: each is assumed to have as much as this one")
         return [MemberOffer(name, _memory_bytes(settings), index == 0) for index, name in enumerate(names)]
     listed = members or tuple((name, None) for name in local_names(2))
     share = _memory_bytes(settings) // len(listed)

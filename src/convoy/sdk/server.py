@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,6 +113,9 @@ def serve(
     started remains. Raises `ConvoyError`.
     """
     with ExitStack() as stack:
+        # Large imports freeze all objects (`model.library.collector_at_rest`). Objects that are still frozen
+        # when the interpreter exits are never collected, and Triton's modules report them as leaks.
+        stack.callback(gc.unfreeze)
         local: LocalCluster | None = None
         if config is None:
             asked = LocalOptions(

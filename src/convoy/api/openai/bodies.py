@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from convoy.api.body.body_shape import check_shape
 from convoy.api.body.fields import Endpoint, refuse_unserved
 from convoy.api.openai.answer_form import FormFields
+from convoy.config.type_words import in_words
 from convoy.errors import RequestError
 
 
@@ -176,7 +176,7 @@ def convert_object(raw: dict[str, Any], kind: type[AnyBody]) -> AnyBody:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        message, param = _in_words(str(error))
+        message, param = in_words(str(error), _WORDS)
         code = "missing_required_parameter" if "missing" in message else "invalid_type"
         raise RequestError(f"{param}: {message}" if param else message, param=param, code=code) from None
 
@@ -197,7 +197,7 @@ def _reason(error: Exception) -> str:
             # The error does not tell in which string of the body the byte is.
             return "a string has a byte that is not UTF-8"
         case _:
-            return _in_words(str(error))[0]
+            return in_words(str(error), _WORDS)[0]
 
 
 _WORDS = {
@@ -209,24 +209,3 @@ _WORDS = {
     "object": "an object",
     "null": "null",
 }
-_PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$")
-_TYPES = re.compile(r"`([^`]+)`")
-
-
-def _in_words(text: str) -> tuple[str, str | None]:
-    """Return msgspec's error in words, and its field: ('expected an integer, got text', 'max_tokens')."""
-    found = _PATH.search(text)
-    param = found.group(1).replace("[...]", "") if found else None
-    plain = text[: found.start()] if found else text
-    missing = re.fullmatch(r"Object missing required field `(.*)`", plain)
-    if missing:
-        name = missing.group(1)
-        return "it is missing", f"{param}.{name}" if param else name
-
-    def words(match: re.Match[str]) -> str:
-        kinds = [kind for kind in match.group(1).split(" | ") if kind != "null"] or ["null"]
-        return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
-
-    plain = _TYPES.sub(words, plain)
-    # "JSON is malformed" keeps its capitals.
-    return plain if plain[1:2].isupper() else plain[:1].lower() + plain[1:], param or None

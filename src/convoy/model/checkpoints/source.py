@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convoy.config.table import MODEL_HINT
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, read_headers
 from convoy.model.checkpoints.formats.describe import describe_stored
@@ -70,8 +71,7 @@ class ModelSource:
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
-                hint=f"give a Hugging Face directory, a .gguf file, org/name on the hub, or a bundled model: "
-                f"{', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})",
+                hint=f"{MODEL_HINT}: {', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
         config = read_config(directory / "config.json")
         # report an unsupported model type before missing weights

@@ -90,12 +90,15 @@ def find_placements(
         return dataclasses.replace(
             modes, facts=dataclasses.replace(modes.facts, world_size=2, room=modes.why)
         )
+    if len(members) == 1:
+        # The other modes would be the same placement, or have no group of ranks.
+        return modes
     modes.attempt("pipeline", lambda: place(spec, members, spans, rules))
     try:
         world_size = best_world_size(spec, len(members), ranks, fewer=fewer)
     except PlanError as error:
         return dataclasses.replace(modes, facts=dataclasses.replace(modes.facts, model=error.message))
-    if not spans and len(members) > 1:
+    if not spans:
         modes.attempt("tensor", lambda: place(spec, in_groups(members, world_size), None, rules))
     facts = dataclasses.replace(modes.facts, world_size=world_size, room=_WHOLE if spans else modes.why)
     return dataclasses.replace(modes, facts=facts)
