@@ -18,7 +18,7 @@ def floor(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each count.")] = 24,
 ) -> None:
-    """Compare a decode step with the memory's limit, and the masks of grammars with the step.
+    """Compare a decode step with the memory's limit, and with masks.
 
     Also by shape of linears; --kernel takes several.
     """

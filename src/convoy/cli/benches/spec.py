@@ -36,7 +36,10 @@ def spec(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text, at most.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each text is generated.")] = 3,
 ) -> None:
-    """Compare guessing with none, on repetitive text, text of a schema and others. Texts must be the same."""
+    """Compare guessing with none, on several kinds of text.
+
+    The kinds are repetitive text, text of a schema and others. The texts must be the same.
+    """
     from convoy.bench.spec import Said, SpecOptions, measure_spec, spec_ratios
 
     options, said = SpecOptions(tokens, rounds), Said()
