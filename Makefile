@@ -63,20 +63,20 @@ $(STAMP): pyproject.toml $(LOCKS) Makefile
 demo: setup
 	@$(BIN)/convoy demo
 
-# Three at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
-# Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
+# Three at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are
+# made once. Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
 # one worker would wait for the other. A worker that is killed is not replaced: its test has failed by name, and with
 # a new one pytest-xdist would wait for ever.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-
-# `make check` runs the tests of the architecture.
-test: setup
-	@$(BIN)/python -m pytest -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
 
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
 test-unit: setup
 	@$(BIN)/python -m pytest --unit -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
+
+# The unit tests, then the others. `make check` runs the tests of the architecture.
+test: test-unit
+	@$(BIN)/python -m pytest -m 'not long' --after-unit '$(UNIT)' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup

@@ -29,12 +29,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--unit", action="store_true", help="fail a test that opens a socket or starts a process"
     )
+    parser.addoption("--after-unit", default="", help="leave out what `make test-unit` runs of these folders")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unit"):
         config.pluginmanager.register(Guard())
     bound_memory(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--after-unit"):
+        have_run = [item for item in items if is_unit_test(item, config)]
+        config.hook.pytest_deselected(items=have_run)
+        left_out = set(have_run)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def is_unit_test(item: pytest.Item, config: pytest.Config) -> bool:
+    """Tell whether `make test-unit` runs this test, of the folders that ``--after-unit`` names."""
+    folders = [config.rootpath / folder for folder in config.getoption("--after-unit").split()]
+    is_inside = any(item.path.is_relative_to(folder) for folder in folders)
+    return is_inside and not any(item.get_closest_marker(name) for name in ("long", "slow", "outside"))
 
 
 def bound_memory(config: pytest.Config) -> None:
