@@ -47,6 +47,7 @@ def test_a_token_is_about_three_characters_of_english_and_code(tokenizer: Tokeni
     assert max(ids) < tokenizer.vocab_size == 8192
 
 
+@pytest.mark.outside
 def test_a_turn_ends_with_the_token_that_ends_the_text(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.eos_ids
     assert tokenizer.decode([end], skip_special_tokens=False) == "<|im_end|>"
