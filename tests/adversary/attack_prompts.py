@@ -22,8 +22,8 @@ from support.programs import Program
 from support.waiting import wait_until
 
 SIZE = 8 * 1024 * 1024 - 4096
-# Two bodies are decoded at once, and the numbers of one take 180 MiB, whose pages the allocator may keep. Bodies
-# that stay add up: those of six clients are more than a gibibyte.
+# Two bodies are decoded at once, and the numbers of one take 180 MiB, whose pages the allocator may keep.
+# Bodies that stay add up: those of six clients are more than a gibibyte.
 MAX_GROWTH_BYTES = 512 << 20
 ENDLESS = (
     "{% if messages[0].content == 'forever' %}{% for a in range(99999) %}{% for b in range(99999) %}"
