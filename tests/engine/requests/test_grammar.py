@@ -19,6 +19,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import Drafter
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import RequestError
+from convoy.model.constraints.compiler import GrammarLimits
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
@@ -193,5 +194,16 @@ class Deaf(FakeExecutor):
 
 def test_a_token_outside_the_grammar_fails_its_request() -> None:
     done = run(ASKED, executor=Deaf())
+    assert isinstance(done.errors[0], RequestError)
+    assert done.errors[0].param == "grammar"
+
+
+@pytest.mark.parametrize("drafter", [None, GrammarDrafter(LookupDrafter(4))], ids=["plain", "guesses"])
+def test_an_answer_ends_with_an_error_where_its_grammar_hits_a_limit(drafter: Drafter | None) -> None:
+    # Each mask makes new states of the automaton, so the limit is hit in the middle of the answer.
+    hungry = letters("(.*A.{14}|.*B.{13}C.*|.*D.{15})", GrammarLimits(max_states=100))
+    done = run(replace(ASKED, grammar=hungry), drafter)
+    assert not done.reasons
+    assert len(done.tokens[0]) < ASKED.max_tokens
     assert isinstance(done.errors[0], RequestError)
     assert done.errors[0].param == "grammar"

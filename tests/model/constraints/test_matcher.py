@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from convoy.model.constraints.compiler import GrammarLimits
 from convoy.model.constraints.matcher import MaskFiller, Matcher, mask_bytes
 from support.grammars import ByteVocabulary, compiled
 
@@ -85,3 +86,15 @@ def test_matchers_of_one_grammar_do_not_move_each_other() -> None:
 def test_an_ambiguous_grammar_ends_before_it_holds_up_other_answers() -> None:
     matcher = compiled("lark", 'start: e\ne: e e | e e e | "a"').matcher()
     assert not all(matcher.consume(ord("a")) for _ in range(5000))
+
+
+def test_a_grammar_that_hits_a_limit_has_failed_and_is_not_complete() -> None:
+    grammar = compiled("regex", "(.*a.{14}|.*b.{13}c.*|.*d.{15})", limits=GrammarLimits(max_states=100))
+    matcher = grammar.matcher()
+    assert not matcher.failed
+    for token in b"abcabdaca":
+        masks(matcher, [])
+        if not matcher.consume(token):
+            break
+    assert matcher.failed
+    assert not matcher.complete

@@ -67,6 +67,7 @@ class Choice:
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
             return RowResult()
         self.meter.advanced()
+        self._check_grammar()
         num_accepted = 0
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
             if self._append(_sampled(outcome)):
@@ -124,6 +125,12 @@ class Choice:
         free = not self.restrictions and self.sequence.matcher is None
         return self.sequence.replayed_inexact and can_tell(self.request.params) and free
 
+    def _check_grammar(self) -> None:
+        # The masks of a failed grammar allow only the end of text, which would look like a complete answer.
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.failed:
+            raise _too_much_work()
+
     def _append(self, sampled: Sampled) -> bool:
         request = self.request
         if self._watches_ties:
@@ -135,7 +142,7 @@ class Choice:
             self.finish("stop")
             return True
         if matcher is not None and not matcher.consume(sampled.token_id):
-            raise RequestError("the grammar took more work for one token than its limit", param="grammar")
+            raise _too_much_work()
         self.sequence.tokens.append(sampled.token_id)
         may_stop = self.sequence.num_generated > request.min_tokens
         text = self.stream.push(sampled.token_id, may_stop=may_stop)
@@ -190,6 +197,10 @@ def make_choices(
             Choice(request, index, sequence, tokenizer, stream, emit, group, meter, restrictions, seen)
         )
     return choices
+
+
+def _too_much_work() -> RequestError:
+    return RequestError("the grammar took more work for one token than its limit", param="grammar")
 
 
 def _scored(sampled: Sampled) -> TokenLogprob:

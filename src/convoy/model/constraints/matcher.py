@@ -42,7 +42,15 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Tell whether the answer is complete, so that no other token may follow."""
-        return self.native.is_stopped()
+        return self.native.is_stopped() and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether the grammar has hit a limit of the library.
+
+        The library then allows only the end of text, wherever the answer is, and never recovers.
+        """
+        return self.native.is_error()
 
     def consume(self, token_id: int) -> bool:
         """Move on by one token; return False if the grammar does not allow it or took too much time."""
