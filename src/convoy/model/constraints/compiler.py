@@ -65,6 +65,8 @@ class GrammarLimits:
     max_choices: int = 4096
     # Of the library's automaton, 1 to 2 KB each.
     max_states: int = 20_000
+    # Of the parser for one mask: an ambiguous grammar reaches it within 0.1 s on one core.
+    max_mask_items: int = 10_000
     deadline_s: float = 2.0
     # Grammars that are compiled at once.
     max_compiling: int = 2
@@ -156,6 +158,7 @@ class GrammarCompiler:
         limits = LLParserLimits(
             max_grammar_size=self._limits.max_symbols,
             max_lexer_states=self._limits.max_states,
+            step_max_items=self._limits.max_mask_items,
             # Its longer texts repeat the grammar and the answer.
             verbose_errors=False,
         )
