@@ -181,8 +181,18 @@ def test_a_stop_string_and_log_probabilities_work_within_a_grammar() -> None:
 
 def test_rules_that_leave_no_token_fail_that_request_alone() -> None:
     banned = tuple((ord(letter) - ord("0"),) for letter in "ABC")
-    done = run(replace(ASKED, bad_words=banned))
-    assert "may be sampled" in str(done.errors[0])
+    for rules in ({"bad_words": banned}, {"allowed_token_ids": (ord("Z") - ord("0"),)}):
+        done = run(replace(ASKED, **rules))  # type: ignore[arg-type]
+        assert isinstance(done.errors[0], RequestError)
+        assert "may be sampled" in str(done.errors[0])
+
+
+def test_rules_that_contradict_the_grammar_only_off_the_drawn_path_do_no_harm() -> None:
+    """Guesses run ahead of the text, and a conflict behind a refused guess is none."""
+    asked = replace(ASKED, grammar=letters("(A|BZ|C){6}"), bad_words=((ord("Z") - ord("0"),),))
+    plain, guessed = run(asked), run(asked, GrammarDrafter(LookupDrafter(8)))
+    assert plain.tokens == guessed.tokens
+    assert plain.reasons == guessed.reasons
 
 
 class Deaf(FakeExecutor):

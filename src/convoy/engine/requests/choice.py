@@ -17,7 +17,7 @@ from convoy.engine.outputs import (
 )
 from convoy.engine.requests.near_tie import can_tell, is_near_tie, with_two_best
 from convoy.engine.requests.request import GenerationRequest
-from convoy.engine.requests.restrictions import Restrictions
+from convoy.engine.requests.restrictions import Restrictions, leaves_a_token
 from convoy.engine.sequence import RowResult, Sequence
 from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError, RequestError
@@ -46,6 +46,8 @@ class Choice:
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
+    # The first position of the running step for which the grammar and the other rules leave no token.
+    _dead_end: int | None = field(default=None, init=False)
 
     def sample_jobs(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """Return one sampling job for each output of ``row``.
@@ -53,6 +55,7 @@ class Choice:
         The row's last ``len(drafts)`` tokens are guesses.
         """
         self.meter.admitted()
+        self._dead_end = None
         end = row.start + row.num_tokens
         return [self._sample_job(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
@@ -70,6 +73,7 @@ class Choice:
         self._check_grammar()
         num_accepted = 0
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
+            self._check_dead_end()
             if self._append(_sampled(outcome)):
                 return RowResult(num_accepted, complete=True)
             # The sampled token differs from the draft, so the outputs after it belong to another text.
@@ -113,6 +117,8 @@ class Choice:
         if self.restrictions:
             allowed, banned = self._restrict(position, drafts[: position - known])
             job = replace(job, allowed=allowed, banned=banned)
+            if job.mask and self._dead_end is None and not leaves_a_token(job.mask, allowed, banned):
+                self._dead_end = position
         return job
 
     def _restrict(self, position: int, drafts: SequenceOf[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -130,6 +136,14 @@ class Choice:
         matcher = self.sequence.matcher
         if matcher is not None and matcher.failed:
             raise _too_much_work()
+
+    def _check_dead_end(self) -> None:
+        if self._dead_end == len(self.sequence.tokens):
+            raise RequestError(
+                "none of the tokens that the grammar allows here may be sampled",
+                param="grammar",
+                hint="loosen allowed_token_ids, bad_words or min_tokens",
+            )
 
     def _append(self, sampled: Sampled) -> bool:
         request = self.request
