@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import cast
 
@@ -17,6 +17,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import Drafter
+from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import RequestError
 from convoy.model.constraints.compiler import GrammarLimits
@@ -135,6 +136,24 @@ def test_a_guess_outside_the_grammar_is_never_sent() -> None:
     assert 0 < done.stats.drafted_tokens <= 12, "of each guess only its A"
 
 
+def test_forced_guesses_are_shorter_after_a_refusal_and_longer_after_a_whole_one() -> None:
+    sequence = Sequence((1,), 60, all_outputs=False, salt=b"", matcher=letters("[A]{32}").matcher())
+    drafter = GrammarDrafter()
+    lengths = []
+    for accepted in (0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0):
+        lengths.append(len(drafter.propose(sequence, 24)))
+        drafter.learn(sequence, lengths[-1], int(accepted * lengths[-1]))
+    assert lengths == [24, 12, 6, 12, 24, 24, 24]
+
+
+def test_a_forced_guess_is_never_shorter_than_one_token() -> None:
+    sequence = Sequence((1,), 60, all_outputs=False, salt=b"", matcher=letters("[A]{32}").matcher())
+    drafter = GrammarDrafter()
+    for _ in range(10):
+        drafter.learn(sequence, len(drafter.propose(sequence, 24)), 0)
+    assert len(drafter.propose(sequence, 24)) == 1
+
+
 def test_without_a_grammar_the_other_drafter_decides_alone() -> None:
     free = replace(ASKED, grammar=None, ignore_eos=True)
     assert run(free, GrammarDrafter(LookupDrafter(8))).tokens == run(free, LookupDrafter(8)).tokens
@@ -198,7 +217,7 @@ def test_rules_that_contradict_the_grammar_only_off_the_drawn_path_do_no_harm() 
 class Deaf(FakeExecutor):
     """Sample without the masks."""
 
-    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: SequenceOf[SampleJob]) -> None:
         super().submit(step, [replace(job, mask=b"") for job in jobs])
 
 
