@@ -88,6 +88,6 @@ def draw_answer(grammar: CompiledGrammar, seed: int, max_tokens: int) -> tuple[s
     return text.decode(errors="ignore"), False
 
 
-def letters(pattern: str) -> CompiledGrammar:
+def letters(pattern: str, limits: GrammarLimits | None = None) -> CompiledGrammar:
     """Compile a regular expression for the tokens of `support.fake_executor`."""
-    return GrammarCompiler(LetterVocabulary()).compile(Grammar("regex", pattern), "regex")
+    return GrammarCompiler(LetterVocabulary(), limits).compile(Grammar("regex", pattern), "regex")

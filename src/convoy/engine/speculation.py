@@ -157,13 +157,16 @@ class GrammarDrafter:
     """Guess within a sequence's grammar: first the tokens that it forces, else those of another drafter.
 
     A forced text is known before it is sampled, so several of its tokens run in one step. Guesses that the
-    grammar refuses are never sent.
+    grammar refuses are never sent. A model may write a forced text in other tokens than the tokenizer does.
+    So the next forced guess is half as long after a refusal, and twice as long after a whole one.
     """
 
     def __init__(self, other: Drafter | None = None) -> None:
         self._other = other
         # Sequences with a last guess that was forced: its acceptance says nothing of the other drafter.
         self._forced: set[Sequence] = set()
+        # The most tokens of the next forced guess, for sequences that have refused one.
+        self._lengths: dict[Sequence, int] = {}
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Return forced tokens, or the other drafter's as far as the grammar allows them."""
@@ -171,7 +174,7 @@ class GrammarDrafter:
         if matcher is None:
             return [] if self._other is None else self._other.propose(sequence, max_tokens)
         self._forced.discard(sequence)
-        guesses = matcher.forced()[:max_tokens]
+        guesses = matcher.forced()[: min(max_tokens, self._lengths.get(sequence, MAX_DRAFT))]
         if guesses:
             self._forced.add(sequence)
         elif self._other is not None:
@@ -179,13 +182,19 @@ class GrammarDrafter:
         return guesses[: matcher.allowed_start(guesses)]
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Tell the other drafter how its guess did."""
-        if self._other is not None and sequence not in self._forced:
+        """Adapt the length of forced guesses, or tell the other drafter how its guess did."""
+        if sequence in self._forced:
+            if num_accepted < num_drafts:
+                self._lengths[sequence] = max(1, num_drafts // 2)
+            elif sequence in self._lengths:
+                self._lengths[sequence] = min(MAX_DRAFT, 2 * self._lengths[sequence])
+        elif self._other is not None:
             self._other.learn(sequence, num_drafts, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a sequence that is over."""
         self._forced.discard(sequence)
+        self._lengths.pop(sequence, None)
         if self._other is not None:
             self._other.forget(sequence)
 

@@ -101,6 +101,7 @@ def test_a_body_that_asks_for_no_form_has_none(server: Running, fields: dict[str
         ({"response_format": {"type": "xml"}}, "response_format.type", "is 'xml', expected one of: text"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
         ({"guided_regex": "(("}, "guided_regex", "not a regular expression that can be enforced"),
+        ({"guided_regex": "a?" * 2500}, "guided_regex", "has 5000 bytes, and the limit is 4096"),
         ({"guided_choice": []}, "guided_choice", "expected at least one"),
         ({"grammar": "root ::= (("}, "grammar", "not a GBNF grammar"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import cast
 
@@ -17,8 +17,10 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import Drafter
+from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import RequestError
+from convoy.model.constraints.compiler import GrammarLimits
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
@@ -134,6 +136,24 @@ def test_a_guess_outside_the_grammar_is_never_sent() -> None:
     assert 0 < done.stats.drafted_tokens <= 12, "of each guess only its A"
 
 
+def test_forced_guesses_are_shorter_after_a_refusal_and_longer_after_a_whole_one() -> None:
+    sequence = Sequence((1,), 60, all_outputs=False, salt=b"", matcher=letters("[A]{32}").matcher())
+    drafter = GrammarDrafter()
+    lengths = []
+    for accepted in (0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0):
+        lengths.append(len(drafter.propose(sequence, 24)))
+        drafter.learn(sequence, lengths[-1], int(accepted * lengths[-1]))
+    assert lengths == [24, 12, 6, 12, 24, 24, 24]
+
+
+def test_a_forced_guess_is_never_shorter_than_one_token() -> None:
+    sequence = Sequence((1,), 60, all_outputs=False, salt=b"", matcher=letters("[A]{32}").matcher())
+    drafter = GrammarDrafter()
+    for _ in range(10):
+        drafter.learn(sequence, len(drafter.propose(sequence, 24)), 0)
+    assert len(drafter.propose(sequence, 24)) == 1
+
+
 def test_without_a_grammar_the_other_drafter_decides_alone() -> None:
     free = replace(ASKED, grammar=None, ignore_eos=True)
     assert run(free, GrammarDrafter(LookupDrafter(8))).tokens == run(free, LookupDrafter(8)).tokens
@@ -180,18 +200,39 @@ def test_a_stop_string_and_log_probabilities_work_within_a_grammar() -> None:
 
 def test_rules_that_leave_no_token_fail_that_request_alone() -> None:
     banned = tuple((ord(letter) - ord("0"),) for letter in "ABC")
-    done = run(replace(ASKED, bad_words=banned))
-    assert "may be sampled" in str(done.errors[0])
+    for rules in ({"bad_words": banned}, {"allowed_token_ids": (ord("Z") - ord("0"),)}):
+        done = run(replace(ASKED, **rules))  # type: ignore[arg-type]
+        assert isinstance(done.errors[0], RequestError)
+        assert "may be sampled" in str(done.errors[0])
+
+
+def test_rules_that_contradict_the_grammar_only_off_the_drawn_path_do_no_harm() -> None:
+    """Guesses run ahead of the text, and a conflict behind a refused guess is none."""
+    asked = replace(ASKED, grammar=letters("(A|BZ|C){6}"), bad_words=((ord("Z") - ord("0"),),))
+    plain, guessed = run(asked), run(asked, GrammarDrafter(LookupDrafter(8)))
+    assert plain.tokens == guessed.tokens
+    assert plain.reasons == guessed.reasons
 
 
 class Deaf(FakeExecutor):
     """Sample without the masks."""
 
-    def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
+    def submit(self, step: Step, jobs: SequenceOf[SampleJob]) -> None:
         super().submit(step, [replace(job, mask=b"") for job in jobs])
 
 
 def test_a_token_outside_the_grammar_fails_its_request() -> None:
     done = run(ASKED, executor=Deaf())
+    assert isinstance(done.errors[0], RequestError)
+    assert done.errors[0].param == "grammar"
+
+
+@pytest.mark.parametrize("drafter", [None, GrammarDrafter(LookupDrafter(4))], ids=["plain", "guesses"])
+def test_an_answer_ends_with_an_error_where_its_grammar_hits_a_limit(drafter: Drafter | None) -> None:
+    # Each mask makes new states of the automaton, so the limit is hit in the middle of the answer.
+    hungry = letters("(.*A.{14}|.*B.{13}C.*|.*D.{15})", GrammarLimits(max_states=100))
+    done = run(replace(ASKED, grammar=hungry), drafter)
+    assert not done.reasons
+    assert len(done.tokens[0]) < ASKED.max_tokens
     assert isinstance(done.errors[0], RequestError)
     assert done.errors[0].param == "grammar"

@@ -135,6 +135,40 @@ def test_an_error_repeats_nothing_of_the_grammar() -> None:
         assert "SECRET" not in caught.value.message
 
 
+PATTERN = {"type": "string", "pattern": "a?" * 3000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("regex", "a?" * 50_000, "grammar has 100000 bytes, and the limit is 4096"),
+        ("lark", "start: " + '"a"? ' * 5000, "grammar has 25007 bytes, and the limit is 16384"),
+        ("gbnf", "root ::= " + '"a"? ' * 5000, "grammar has 25009 bytes, and the limit is 16384"),
+        ("json_schema", PATTERN, "all patterns in grammar has 6000 bytes, and the limit is 4096"),
+        ("json_schema", {"items": [PATTERN]}, "all patterns in grammar has 6000 bytes"),
+        ("json_schema", {"patternProperties": {"a?" * 3000: {}}}, "all patterns in grammar has 6000 bytes"),
+        ("json_schema", deep(200), "nested deeper than 100 levels"),
+        ("json_schema", {"description": "x" * 300_000}, "bytes, and the limit is 262144"),
+    ],
+)
+def test_a_text_that_would_hold_its_place_for_long_is_not_compiled(kind: Any, text: Any, why: str) -> None:
+    compiler = GrammarCompiler(ByteVocabulary())
+    with pytest.raises(RequestError, match=why) as caught:
+        compiler.check(grammar(kind, text), "grammar")
+    assert caught.value.param == "grammar"
+
+
+@pytest.mark.parametrize("size", [10, 4000])
+def test_a_long_chain_of_definitions_compiles(size: int) -> None:
+    """The library follows it by recursion, and a usual stack has too little room for 4,000."""
+    chain: dict[str, Any] = {
+        f"r{index}": {"type": "array", "items": {"$ref": f"#/$defs/r{index + 1}"}} for index in range(size)
+    }
+    chain[f"r{size}"] = {"type": "null"}
+    matcher = compiled("json_schema", {"$ref": "#/$defs/r0", "$defs": chain}).matcher()
+    assert matcher.consume(ord("["))
+
+
 class SlowVocabulary(ByteVocabulary):
     """Hold up the compiler where it asks for the tokens of a forced text."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from convoy.model.constraints.compiler import GrammarLimits
 from convoy.model.constraints.matcher import MaskFiller, Matcher, mask_bytes
 from support.grammars import ByteVocabulary, compiled
 
@@ -85,3 +86,53 @@ def test_matchers_of_one_grammar_do_not_move_each_other() -> None:
 def test_an_ambiguous_grammar_ends_before_it_holds_up_other_answers() -> None:
     matcher = compiled("lark", 'start: e\ne: e e | e e e | "a"').matcher()
     assert not all(matcher.consume(ord("a")) for _ in range(5000))
+
+
+def test_a_grammar_that_hits_a_limit_has_failed_and_is_not_complete() -> None:
+    grammar = compiled("regex", "(.*a.{14}|.*b.{13}c.*|.*d.{15})", limits=GrammarLimits(max_states=100))
+    matcher = grammar.matcher()
+    assert not matcher.failed
+    for token in b"abcabdaca":
+        masks(matcher, [])
+        if not matcher.consume(token):
+            break
+    assert matcher.failed
+    assert not matcher.complete
+
+
+class SteppingClock:
+    """Advance by ``step_s`` with each look at it."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def test_the_time_of_masks_counts_against_the_answer() -> None:
+    filler, matcher = MaskFiller(SteppingClock(0.3)), compiled("regex", "a*").matcher()
+    num_tokens = 0
+    while not matcher.failed and num_tokens < 100:
+        filler.fill([(matcher, ())])
+        assert matcher.consume(ord("a")) == (not matcher.failed)
+        num_tokens += 1
+    assert num_tokens == 4, "4 masks of 0.3 s take the first second"
+
+
+def test_a_slow_step_charges_each_answer_its_own_time_from_the_next_step_on() -> None:
+    clock = SteppingClock(0.0)
+    filler, grammar = MaskFiller(clock), compiled("regex", "a*")
+    matchers = [grammar.matcher(), grammar.matcher()]
+    clock.step_s = 2.0
+    filler.fill([(one, ()) for one in matchers])
+    assert not any(one.failed for one in matchers), "the first slow step cannot be divided"
+    filler.fill([(one, ()) for one in matchers])
+    assert all(one.failed for one in matchers)
+    clock.step_s = 0.0
+    later = [grammar.matcher(), grammar.matcher()]
+    filler.fill([(one, ()) for one in later])
+    filler.fill([(one, ()) for one in later])
+    assert not any(one.failed for one in later)

@@ -120,10 +120,13 @@ def _grammar(request: ChatRequest, reply: ParserOptions, model: ServedModel) -> 
     choice, own = request.conversation.choice, model.tokenizer.reply_format
     if request.conversation.tools and choice.mode == "required":
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
+        for tool in tools:
+            model.grammars.check_schema(tool.parameters, "tools")
         text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
         return model.grammars.compile(Grammar("lark", text, param="tools"), "tools")
     if request.grammar is None:
         return None
+    model.grammars.check(request.grammar, request.grammar.param)
     grammar = own.behind_reasoning(request.grammar) if reply.thinking else request.grammar
     return model.grammars.compile(grammar, grammar.param)
 

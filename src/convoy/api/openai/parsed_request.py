@@ -162,7 +162,10 @@ def _shared(
 
 
 def _compiled(form: Grammar | None, model: ServedModel) -> CompiledGrammar | None:
-    return None if form is None else model.grammars.compile(form, form.param)
+    if form is None:
+        return None
+    model.grammars.check(form, form.param)
+    return model.grammars.compile(form, form.param)
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:

@@ -17,7 +17,7 @@ from convoy.engine.outputs import (
 )
 from convoy.engine.requests.near_tie import can_tell, is_near_tie, with_two_best
 from convoy.engine.requests.request import GenerationRequest
-from convoy.engine.requests.restrictions import Restrictions
+from convoy.engine.requests.restrictions import Restrictions, leaves_a_token
 from convoy.engine.sequence import RowResult, Sequence
 from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError, RequestError
@@ -46,6 +46,8 @@ class Choice:
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
+    # The first position of the running step for which the grammar and the other rules leave no token.
+    _dead_end: int | None = field(default=None, init=False)
 
     def sample_jobs(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """Return one sampling job for each output of ``row``.
@@ -53,6 +55,7 @@ class Choice:
         The row's last ``len(drafts)`` tokens are guesses.
         """
         self.meter.admitted()
+        self._dead_end = None
         end = row.start + row.num_tokens
         return [self._sample_job(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
@@ -67,8 +70,10 @@ class Choice:
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
             return RowResult()
         self.meter.advanced()
+        self._check_grammar()
         num_accepted = 0
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
+            self._check_dead_end()
             if self._append(_sampled(outcome)):
                 return RowResult(num_accepted, complete=True)
             # The sampled token differs from the draft, so the outputs after it belong to another text.
@@ -112,6 +117,8 @@ class Choice:
         if self.restrictions:
             allowed, banned = self._restrict(position, drafts[: position - known])
             job = replace(job, allowed=allowed, banned=banned)
+            if job.mask and self._dead_end is None and not leaves_a_token(job.mask, allowed, banned):
+                self._dead_end = position
         return job
 
     def _restrict(self, position: int, drafts: SequenceOf[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -124,6 +131,20 @@ class Choice:
         free = not self.restrictions and self.sequence.matcher is None
         return self.sequence.replayed_inexact and can_tell(self.request.params) and free
 
+    def _check_grammar(self) -> None:
+        # The masks of a failed grammar allow only the end of text, which would look like a complete answer.
+        matcher = self.sequence.matcher
+        if matcher is not None and matcher.failed:
+            raise _too_much_work()
+
+    def _check_dead_end(self) -> None:
+        if self._dead_end == len(self.sequence.tokens):
+            raise RequestError(
+                "none of the tokens that the grammar allows here may be sampled",
+                param="grammar",
+                hint="loosen allowed_token_ids, bad_words or min_tokens",
+            )
+
     def _append(self, sampled: Sampled) -> bool:
         request = self.request
         if self._watches_ties:
@@ -135,7 +156,7 @@ class Choice:
             self.finish("stop")
             return True
         if matcher is not None and not matcher.consume(sampled.token_id):
-            raise RequestError("the grammar took more work for one token than its limit", param="grammar")
+            raise _too_much_work()
         self.sequence.tokens.append(sampled.token_id)
         may_stop = self.sequence.num_generated > request.min_tokens
         text = self.stream.push(sampled.token_id, may_stop=may_stop)
@@ -190,6 +211,10 @@ def make_choices(
             Choice(request, index, sequence, tokenizer, stream, emit, group, meter, restrictions, seen)
         )
     return choices
+
+
+def _too_much_work() -> RequestError:
+    return RequestError("the grammar took more work for one token than its limit", param="grammar")
 
 
 def _scored(sampled: Sampled) -> TokenLogprob:

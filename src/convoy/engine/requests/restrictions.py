@@ -62,6 +62,18 @@ class Restrictions:
         return ends | {word[-1] for word in self.bad_words}
 
 
+def leaves_a_token(mask: bytes, allowed: Sequence[int], banned: Sequence[int]) -> bool:
+    """Return whether a grammar's ``mask`` and the ids of `Restrictions.next` have a token in common."""
+    if allowed:
+        return any(_has(mask, token) for token in allowed)
+    num_banned = sum(_has(mask, token) for token in set(banned))
+    return int.from_bytes(mask, "little").bit_count() > num_banned
+
+
+def _has(mask: bytes, token: int) -> int:
+    return mask[token // 8] >> token % 8 & 1
+
+
 def check_restrictions(request: GenerationRequest, eos_ids: SetOf[int], vocab_size: int) -> None:
     """Raise `RequestError` for ids outside the vocabulary, too many ids, and rules that leave no token."""
     listed = {"stop_token_ids": request.stop_token_ids, "allowed_token_ids": request.allowed_token_ids}

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as SetOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 # bytes to 200 KB, tokens of 128,256 included).
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_TEXT_BYTE = 64
+# Address space only: pages that are never touched take no memory. A level takes 6 KB of it, and at least 10
+# bytes of text.
+_STACK_BYTES = 256 * 1024 * 1024
+# The size of the next stack is the process's, so one thread at a time sets it.
+_STACK = threading.Lock()
 # A JSON text without free white space: a model cannot fill an answer with blanks, and more of it is forced.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
@@ -59,12 +64,19 @@ class GrammarLimits:
     """Hold the bounds on one grammar, and on the cache of all."""
 
     max_text_bytes: int = 256 * 1024
+    # Of a regular expression, and of all patterns in a JSON schema. The work grows with the square of the
+    # length: 4 KiB of optional `\w` take a second, and 50,000 optional letters most of a minute.
+    max_regex_bytes: int = 4096
+    # Of a caller's text in Lark's notation or in GBNF, for the same reason.
+    max_rules_bytes: int = 16 * 1024
     # Of lists and objects inside each other in a JSON schema.
     max_depth: int = 100
     max_symbols: int = 50_000
     max_choices: int = 4096
     # Of the library's automaton, 1 to 2 KB each.
     max_states: int = 20_000
+    # Of the parser for one mask: an ambiguous grammar reaches it within 0.1 s on one core.
+    max_mask_items: int = 10_000
     deadline_s: float = 2.0
     # Grammars that are compiled at once.
     max_compiling: int = 2
@@ -90,10 +102,8 @@ class GrammarCompiler:
         Raises `RequestError` for a grammar that is malformed, unsupported or beyond a limit, and `QueueFull`
         if too many others are being compiled.
         """
-        num_bytes = len(grammar.text.encode(errors="surrogatepass"))
-        if num_bytes > self._limits.max_text_bytes:
-            text = f"{param} has {num_bytes} bytes, and the limit is {self._limits.max_text_bytes}"
-            raise RequestError(text, param=param)
+        num_bytes = _num_bytes(grammar.text)
+        _check_size(num_bytes, self._limits.max_text_bytes, param)
         key = _key(grammar)
         with self._lock:
             if key in self._cache:
@@ -105,6 +115,28 @@ class GrammarCompiler:
         compiled = CompiledGrammar(native, self._vocabulary.vocab_size)
         self._keep(key, compiled, _BASE_BYTES + _BYTES_PER_TEXT_BYTE * num_bytes)
         return compiled
+
+    def check(self, grammar: Grammar, param: str) -> None:
+        """Raise `RequestError` if a caller's own text has more bytes than its kind may have.
+
+        The texts that this server makes itself, around schemas that were checked, may be longer.
+        """
+        most = self._limits.max_text_bytes
+        if grammar.kind == "json_schema":
+            _check_size(_num_bytes(grammar.text), most, param)
+            self.check_schema(_loads(grammar.text, param), param)
+            return
+        if grammar.kind == "regex":
+            most = self._limits.max_regex_bytes
+        elif grammar.kind in {"lark", "gbnf"}:
+            most = self._limits.max_rules_bytes
+        _check_size(_num_bytes(grammar.text), most, param)
+
+    def check_schema(self, schema: object, param: str) -> None:
+        """Raise `RequestError` if the regular expressions in ``schema``, or its levels, are too many."""
+        _check_depth(schema, self._limits.max_depth, param)
+        num_bytes = sum(_num_bytes(pattern) for pattern in _patterns(schema))
+        _check_size(num_bytes, self._limits.max_regex_bytes, f"the text of all patterns in {param}", param)
 
     def _keep(self, key: bytes, compiled: CompiledGrammar, num_bytes: int) -> None:
         if num_bytes > self._limits.max_cache_bytes:
@@ -139,7 +171,7 @@ class GrammarCompiler:
                 self._slots.release()
                 done.set()
 
-        threading.Thread(target=run, name="grammar", daemon=True).start()
+        _start_deep(threading.Thread(target=run, name="grammar", daemon=True))
         if not done.wait(max(0.0, end_s - time.monotonic())):
             raise RequestError(
                 f"{param} takes longer than {self._limits.deadline_s:g} s to compile",
@@ -156,6 +188,7 @@ class GrammarCompiler:
         limits = LLParserLimits(
             max_grammar_size=self._limits.max_symbols,
             max_lexer_states=self._limits.max_states,
+            step_max_items=self._limits.max_mask_items,
             # Its longer texts repeat the grammar and the answer.
             verbose_errors=False,
         )
@@ -234,6 +267,42 @@ class _Tokens:
             # The library tries bytes once, and then gives text.
             raise TypeError("expected text")
         return self._encode(text)
+
+
+def _start_deep(thread: threading.Thread) -> None:
+    """Start a thread with a stack for the deepest chain of rules that fits in a grammar's text.
+
+    The library follows a chain by recursion, and a stack that overflows ends the process.
+    """
+    with _STACK:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _check_size(num_bytes: int, most: int, name: str, param: str | None = None) -> None:
+    if num_bytes > most:
+        raise RequestError(f"{name} has {num_bytes} bytes, and the limit is {most}", param=param or name)
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """Yield the regular expressions of a JSON schema. Its depth must be bounded."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _patterns(one)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "pattern" and isinstance(value, str):
+                yield value
+            elif name == "patternProperties" and isinstance(value, dict):
+                yield from value
+            yield from _patterns(value)
 
 
 def _key(grammar: Grammar) -> bytes:
