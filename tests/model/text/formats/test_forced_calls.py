@@ -163,3 +163,18 @@ def test_options_of_the_compiler_in_a_schema_are_the_servers() -> None:
     tools = (Tool("read", "", {**SCHEMA, "x-guidance": {"lenient": False, "no_such_option": 1}}),)
     text = form.call_grammar(tools, parallel=True, thinking=False)
     assert "no_such_option" not in text
+
+
+@pytest.mark.parametrize("kind", ["object", "array"])
+@pytest.mark.parametrize("name", CALLING)
+def test_the_grammar_of_a_nested_schema_grows_with_its_depth_alone(name: str, kind: str) -> None:
+    def num_letters(depth: int) -> int:
+        schema: dict[str, Any] = {"type": "integer"}
+        for _ in range(depth):
+            inner = {"properties": {"a": schema}} if kind == "object" else {"items": schema}
+            schema = {"type": kind, **inner}
+        form = ReplyFormat(ROWS[name], {})
+        tools = (Tool("deep", "", {"type": "object", "properties": {"a": schema}}),)
+        return len(form.call_grammar(tools, parallel=False, thinking=False))
+
+    assert num_letters(12) - num_letters(8) <= 2 * (num_letters(8) - num_letters(4))

@@ -181,7 +181,7 @@ def write_grammar(rules: CallRules) -> str:
     writer = _ValueRules(rules)
     calls = []
     for tool in rules.tools:
-        arguments = writer.write(dict(tool.parameters) or {"type": "object"}, 0)
+        arguments = writer.write(dict(tool.parameters) or {"type": "object"})
         calls.append(f"{rules.mark(OPEN)} {rules.text(_PREFIX + tool.name)} {arguments} {rules.mark(CLOSE)}")
     return rules.grammar(calls, extra=writer.lines)
 
@@ -193,6 +193,7 @@ class _ValueRules:
         quote = rules.mark(QUOTE)
         self._rules = rules
         self._quote = quote
+        self._num_items = 0
         self.lines = [
             f"any: string | {rules.text('true')} | {rules.text('false')} | {rules.text('null')} | NUMBER",
             f"string: {quote} {quote} | {quote} LETTERS {quote}",
@@ -201,7 +202,7 @@ class _ValueRules:
             r"INTEGER: /-?(0|[1-9][0-9]{0,14})/",
         ]
 
-    def write(self, schema: Mapping[str, Any], depth: int) -> str:
+    def write(self, schema: Mapping[str, Any]) -> str:
         """Return the expression of a value."""
         text = self._rules.text
         choices = schema.get("enum")
@@ -209,9 +210,9 @@ class _ValueRules:
             return "(" + " | ".join(self._constant(one) for one in choices) + ")"
         kind = schema.get("type")
         if kind == "array":
-            return self._array(schema, depth)
+            return self._array(schema)
         if kind == "object":
-            return self._object(schema, depth)
+            return self._object(schema)
         plain = {
             "string": "string",
             "integer": "INTEGER",
@@ -221,27 +222,31 @@ class _ValueRules:
         }
         return plain.get(kind, "any") if isinstance(kind, str) else "any"
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: Mapping[str, Any]) -> str:
         text, items = self._rules.text, schema.get("items")
-        item = self.write(items if isinstance(items, Mapping) else {}, depth + 1)
+        # A rule of its own, because its two places would double the text with each level.
+        item = f"item_{self._num_items}"
+        self._num_items += 1
+        self.lines.append(f"{item}: {self.write(items if isinstance(items, Mapping) else {})}")
         empty = "" if schema.get("minItems") else "?"
         return f"({text('[')} ({item} ({text(',')} {item})*){empty} {text(']')})"
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        text = self._rules.text
+    def _object(self, schema: Mapping[str, Any]) -> str:
         # Required members come first, so that each optional one follows a comma if there are any.
         members = sorted(self._rules.members(schema), key=lambda member: not member[2])
-        parts, first = [], True
-        for key, value, required in members:
-            member = f"{text(('' if first else ',') + key + ':')} {self.write(value, depth + 1)}"
-            if not required and first:
-                # Without a required member, at most one optional one is written.
-                others = [f"{text(name + ':')} {self.write(one, depth + 1)}" for name, one, _ in members]
-                parts.append("(" + " | ".join(others) + ")?")
-                break
-            parts.append(member if required else f"({member})?")
-            first = False
+        if members and not members[0][2]:
+            # Without a required member, at most one optional one is written.
+            parts = ["(" + " | ".join(self._member(key, value) for key, value, _ in members) + ")?"]
+        else:
+            parts = []
+            for key, value, required in members:
+                member = self._member(("," if parts else "") + key, value)
+                parts.append(member if required else f"({member})?")
+        text = self._rules.text
         return f"({text('{')} {' '.join(parts)} {text('}')})"
+
+    def _member(self, key: str, schema: Mapping[str, Any]) -> str:
+        return f"{self._rules.text(key + ':')} {self.write(schema)}"
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):
