@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from convoy.errors import QueueFull, RequestError
 from convoy.model.constraints.matcher import CompiledGrammar
-from convoy.model.text.grammar import Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -58,7 +58,7 @@ class GrammarVocabulary(Protocol):
 class GrammarLimits:
     """Hold the bounds on one grammar, and on the cache of all."""
 
-    max_text_bytes: int = 256 * 1024
+    max_text_bytes: int = MAX_GRAMMAR_BYTES
     # Of lists and objects inside each other in a JSON schema.
     max_depth: int = 100
     max_symbols: int = 50_000

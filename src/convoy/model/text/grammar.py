@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Of the source text of one grammar.
+MAX_GRAMMAR_BYTES = 256 * 1024
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from convoy.errors import RequestError
 from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.lexer import Lexer
@@ -142,8 +144,6 @@ def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name
 
 
 def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_not() -> None:
-    from convoy.errors import RequestError
-
     odd = {"type": "object", "properties": {"a": {"type": "string"}}, "dependentSchemas": {"a": {}}}
     vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
     form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
@@ -178,3 +178,57 @@ def test_the_grammar_of_a_nested_schema_grows_with_its_depth_alone(name: str, ki
         return len(form.call_grammar(tools, parallel=False, thinking=False))
 
     assert num_letters(12) - num_letters(8) <= 2 * (num_letters(8) - num_letters(4))
+
+
+class Counted(Mapping[str, Any]):
+    """Hold a schema and count how often its type is read."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self.num_reads = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.num_reads += key == "type"
+        return self._schema[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schema)
+
+    def __len__(self) -> int:
+        return len(self._schema)
+
+
+def test_a_deep_value_of_a_gemma_call_is_written_once() -> None:
+    leaf = Counted({"type": "integer"})
+    schema: Mapping[str, Any] = leaf
+    for _ in range(8):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = ReplyFormat(ROWS["gemma-quotes"], {})
+    form.call_grammar((Tool("deep", "", schema),), parallel=False, thinking=False)
+    assert leaf.num_reads == 1
+
+
+def shared_schema(num_referring: int) -> dict[str, Any]:
+    """Return a schema of 500 parameters and a long definition, to which some of them refer."""
+    properties = {
+        f"p{index}": {"$ref": "#/$defs/N"} if index < num_referring else {"type": "integer"}
+        for index in range(500)
+    }
+    definition = {"type": "integer", "description": "d" * 4000}
+    return {"type": "object", "properties": properties, "$defs": {"N": definition}}
+
+
+@pytest.mark.parametrize("name", ["qwen-tags", "dsml"])
+def test_definitions_are_written_only_for_the_parameters_that_refer_to_them(name: str) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    tools = (Tool("many", "", shared_schema(1)),)
+    assert form.call_grammar(tools, parallel=False, thinking=False).count("$defs") == 2
+
+
+@pytest.mark.parametrize("name", ["qwen-tags", "dsml"])
+def test_definitions_that_would_exceed_the_limit_of_a_grammar_are_not_written(name: str) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    tools = (Tool("many", "", shared_schema(500)),)
+    with pytest.raises(RequestError, match="the limit is 262144") as raised:
+        form.call_grammar(tools, parallel=False, thinking=False)
+    assert raised.value.param == "tools"

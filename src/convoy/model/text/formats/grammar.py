@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convoy.errors import RequestError
 from convoy.model.text.conversation import Tool
-from convoy.model.text.grammar import Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar
 
 _ANY_OBJECT = {"type": "object"}
 # Without free white space a model cannot fill an answer with blanks.
@@ -49,16 +50,32 @@ class CallRules:
     def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return name and schema of each property, and whether it is required."""
         properties, required = schema.get("properties"), schema.get("required")
-        names = required if isinstance(required, list) else []
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         return [
-            (key, {**value, **shared} if isinstance(value, Mapping) else {}, key in names)
+            (key, value if isinstance(value, Mapping) else {}, key in names)
             for key, value in (properties.items() if isinstance(properties, Mapping) else ())
         ]
 
     def parameters(self, tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
-        """Return the `members` of a tool's parameters."""
-        return self.members(tool.parameters)
+        """Return the `members` of a tool's parameters, each with the definitions that it may refer to.
+
+        Raises `RequestError` if the copies of the definitions exceed the limit of a grammar.
+        """
+        shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+        members = self.members(tool.parameters)
+        refers = {key for key, value, _ in members if shared and '"$ref"' in json.dumps(value)}
+        # Before they are written: the product of two parts of one body can be any number of bytes.
+        num_bytes = len(refers) * len(json.dumps(shared))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"the definitions of tool {tool.name} take {num_bytes} bytes in its grammar, "
+                f"and the limit is {MAX_GRAMMAR_BYTES}",
+                param="tools",
+                hint="refer to them in fewer parameters",
+            )
+        return [
+            (key, {**value, **shared} if key in refers else value, needed) for key, value, needed in members
+        ]
 
     def grammar(
         self,
