@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from convoy.errors import QueueFull, RequestError
 from convoy.model.constraints.matcher import CompiledGrammar
-from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchors
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -176,8 +176,7 @@ class GrammarCompiler:
             case "json_schema":
                 return _of_schema(self._schema(grammar.text, param), strict=grammar.strict)
             case "regex":
-                # The whole answer must match, so the usual anchors say nothing more.
-                return LLMatcher.grammar_from_regex(_without_anchors(grammar.text))
+                return LLMatcher.grammar_from_regex(without_anchors(grammar.text))
             case "choice":
                 return LLMatcher.grammar_from_lark(self._choices(grammar.text, param))
             case "lark":
@@ -246,12 +245,6 @@ def _of_schema(schema: Any, *, strict: bool) -> str:
 
     overrides: Any = {**_JSON, "lenient": not strict}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
-
-
-def _without_anchors(pattern: str) -> str:
-    pattern = pattern.removeprefix("^")
-    unescaped = re.fullmatch(r"(?:[^\\]|\\.)*\$", pattern, re.DOTALL)
-    return pattern[:-1] if unescaped else pattern
 
 
 def _lark_of_gbnf(text: str, param: str) -> str:

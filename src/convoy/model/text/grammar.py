@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,3 +24,10 @@ class Grammar:
     text: str = ""
     strict: bool = True
     param: str = "grammar"
+
+
+def without_anchors(pattern: str) -> str:
+    """Return a regular expression without the anchors at its ends, because the whole text must match it."""
+    pattern = pattern.removeprefix("^")
+    unescaped = re.fullmatch(r"(?:[^\\]|\\.)*\$", pattern, re.DOTALL)
+    return pattern[:-1] if unescaped else pattern

@@ -16,9 +16,9 @@ from convoy.model.text.formats.lexer import Lexer
 from convoy.model.text.formats.registry import FormatRow, ReplyFormat
 from convoy.model.text.grammar import Grammar
 from convoy.model.text.pieces import Piece
+from support.byte_marks import EOS, ByteMarks
 from support.replies import ROWS, SCHEMA, TOOLS, Read, joined, options
 
-EOS = 256
 CALLING = [name for name, row in ROWS.items() if row.grammar is not None]
 # Characters that end a value or a string: random text ends soon if they are likely.
 CLOSING = frozenset(b'"}]<,')
@@ -27,24 +27,7 @@ ENDS = {"qwen-tags": b"\n</parameter>\n", "dsml": b"</", "harmony": b"<|end|>"}
 MAX_TOKENS = 1500
 
 
-class Vocabulary:
-    """Map tokens 0 to 255 to bytes, then the end of text and the marks of a format."""
-
-    def __init__(self, row: FormatRow, *, spelled: bool) -> None:
-        self.tokens = {} if spelled else {mark: EOS + 1 + index for index, mark in enumerate(row.marks)}
-        self._names = {number: mark for mark, number in self.tokens.items()}
-        self.vocab_size = EOS + 1 + len(self.tokens)
-        self.eos_ids = frozenset({EOS})
-        self.control_ids = frozenset({EOS, *self._names})
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if token_id < EOS else self._names.get(token_id, "</s>").encode()
-
-    def encode_letters(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-def draw(text: str, vocabulary: Vocabulary, end: bytes, chance: random.Random) -> list[int] | None:
+def draw(text: str, vocabulary: ByteMarks, end: bytes, chance: random.Random) -> list[int] | None:
     """Return the tokens of one reply, drawn evenly but for what closes; None if it is too long."""
     matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
     ids: list[int] = []
@@ -68,7 +51,7 @@ def draw(text: str, vocabulary: Vocabulary, end: bytes, chance: random.Random) -
     return None
 
 
-def read(row: FormatRow, vocabulary: Vocabulary, ids: list[int], *, thinking: bool) -> Read:
+def read(row: FormatRow, vocabulary: ByteMarks, ids: list[int], *, thinking: bool) -> Read:
     """Read a reply whose marks are special tokens, as `api.chat.reply` does."""
     lexer = Lexer(row.marks, vocabulary.tokens, lambda _: "")
     parser = row.parser(options(thinking=thinking))
@@ -102,7 +85,7 @@ def check(arguments: dict[str, Any]) -> None:
 def draw_calls(name: str, *, spelled: bool, seed: int) -> tuple[int, int]:
     """Draw a reply, check it, and return the number of its calls and 1 if it was too long."""
     row = ROWS[name]
-    vocabulary = Vocabulary(row, spelled=spelled)
+    vocabulary = ByteMarks(row, spelled=spelled)
     chance = random.Random(seed)
     tools, parallel = chance.choice([TOOLS, TOOLS[:1]]), chance.random() < 0.5
     form = ReplyFormat(row, vocabulary.tokens)
@@ -134,7 +117,7 @@ def test_whatever_is_drawn_is_a_valid_call(name: str, spelled: bool) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "harmony"])
 def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name: str) -> None:
     row = ROWS[name]
-    vocabulary = Vocabulary(row, spelled=False)
+    vocabulary = ByteMarks(row, spelled=False)
     form = ReplyFormat(row, vocabulary.tokens)
     text = form.call_grammar(TOOLS[1:], parallel=False, thinking=True)
     matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
@@ -145,7 +128,7 @@ def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name
 
 def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_not() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string"}}, "dependentSchemas": {"a": {}}}
-    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    vocabulary = ByteMarks(ROWS["hermes"], spelled=False)
     form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
     for strict in (False, True):
         tools = (Tool("odd", "", odd, strict),)
@@ -158,7 +141,7 @@ def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_n
 
 
 def test_options_of_the_compiler_in_a_schema_are_the_servers() -> None:
-    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    vocabulary = ByteMarks(ROWS["hermes"], spelled=False)
     form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
     tools = (Tool("read", "", {**SCHEMA, "x-guidance": {"lenient": False, "no_such_option": 1}}),)
     text = form.call_grammar(tools, parallel=True, thinking=False)

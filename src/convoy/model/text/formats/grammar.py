@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Tool
-from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchors
 
 _ANY_OBJECT = {"type": "object"}
 # Without free white space a model cannot fill an answer with blanks.
@@ -97,13 +98,20 @@ class CallRules:
         more = f"({between} call)*" if self.parallel and not single else ""
         return self._behind(f"{before} call {more} {after}", lines)
 
-    def behind_reasoning(self, grammar: Grammar) -> Grammar:
-        """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own."""
+    def answer(self, grammar: Grammar, *, prelude: str | None = None, extra: Sequence[str] = ()) -> Grammar:
+        """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own.
+
+        A format's ``prelude`` stands between them, and otherwise newlines. ``extra`` are its rules.
+        """
+        gap = r"\n*" if prelude is None else ""
         match grammar.kind:
             case "json_object":
                 body = self.json(_ANY_OBJECT, strict=True)
             case "json_schema":
                 body = self.json(_loaded(grammar.text), strict=grammar.strict)
+            case "regex":
+                # The newlines are a part of the expression, because it may begin with newlines itself.
+                body, gap = f"/{gap}(?:{_escaped(without_anchors(grammar.text))})/", ""
             case "choice":
                 choices = _loaded(grammar.text)
                 body = " | ".join(
@@ -111,7 +119,8 @@ class CallRules:
                 )
             case _:
                 return grammar
-        return Grammar("lark", self._behind(r"/\n*/ body", [f"body: {body}"]), grammar.strict, grammar.param)
+        start = f"{prelude or ''} {f'/{gap}/' if gap else ''} body"
+        return Grammar("lark", self._behind(start, [f"body: {body}", *extra]), grammar.strict, grammar.param)
 
     def _behind(self, start: str, lines: list[str]) -> str:
         """Return the whole grammar of ``start``, behind the reasoning if there is one."""
@@ -123,6 +132,12 @@ class CallRules:
         else:
             reasoning = [f"reasoning: REASONING <[{end}]>", r"REASONING: /(.|\n)*/"]
         return "\n".join([f"start: reasoning {start}", *lines, *reasoning])
+
+
+def _escaped(pattern: str) -> str:
+    """Return a regular expression as it stands between two slashes on one line."""
+    marks = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda found: marks.get(found[0], found[0]), pattern, flags=re.DOTALL)
 
 
 def _loaded(text: str) -> Any:
