@@ -215,3 +215,31 @@ def test_definitions_that_would_exceed_the_limit_of_a_grammar_are_not_written(na
     with pytest.raises(RequestError, match="the limit is 262144") as raised:
         form.call_grammar(tools, parallel=False, thinking=False)
     assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize(
+    ("value", "is_text"),
+    [
+        ("x", True),
+        ("<b> </parameter\n", True),
+        ("x</parameter>", False),
+        ("x\n</parameter>zz", False),
+        ("</parameter></function>", False),
+    ],
+)
+def test_a_forced_text_in_tags_has_no_tag_that_ends_it_for_the_parser(
+    value: str, is_text: bool, spelled: bool
+) -> None:
+    row = ROWS["qwen-tags"]
+    vocabulary = ByteMarks(row, spelled=spelled)
+    tool = Tool("f", "", {"properties": {"a": {"type": "string"}}, "required": ["a"]})
+    text = ReplyFormat(row, vocabulary.tokens).call_grammar((tool,), parallel=False, thinking=False)
+    compiled = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+
+    def tokens(mark: str) -> list[int]:
+        return list(mark.encode()) if spelled else [vocabulary.tokens[mark]]
+
+    call = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
+    reply = [*tokens("<tool_call>"), *call.encode(), *tokens("</tool_call>"), EOS]
+    assert (compiled.matcher().allowed_start(reply) == len(reply)) == is_text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from convoy.model.text.conversation import Tool
@@ -308,12 +308,14 @@ class DsmlParser(TagParser):
 def write_qwen_grammar(rules: CallRules) -> str:
     """Return the grammar of forced calls in Qwen's tags."""
     calls, extra = [], []
+    # A mark that is a token is no text.
+    tags = ["</parameter>", *(() if CLOSE in rules.tokens else (CLOSE,))]
     for index, tool in enumerate(rules.tools):
         parts = [rules.mark(OPEN), rules.text(f"\n<function={tool.name}>\n")]
         for place, (key, schema, required) in enumerate(rules.parameters(tool)):
             name = f"value_{index}_{place}"
             extra.append(f"{name}: {rules.text(f'<parameter={key}>' + chr(10))} {name}_text")
-            extra += _value(rules, tool, f"{name}_text", schema, end="\n</parameter>\n")
+            extra += _value(rules, tool, f"{name}_text", schema, end="\n</parameter>\n", tags=tags)
             parts.append(name if required else f"{name}?")
         calls.append(" ".join([*parts, rules.text("</function>\n"), rules.mark(CLOSE)]))
     return rules.grammar(calls, between=rules.text("\n"), extra=extra)
@@ -339,13 +341,31 @@ def write_dsml_grammar(rules: CallRules) -> str:
 
 
 def _value(
-    rules: CallRules, tool: Tool, name: str, schema: Mapping[str, Any], *, end: str, after: str = ""
+    rules: CallRules,
+    tool: Tool,
+    name: str,
+    schema: Mapping[str, Any],
+    *,
+    end: str,
+    after: str = "",
+    tags: Sequence[str] = (),
 ) -> list[str]:
-    """Return the rules of a value and its end. Text is free up to ``end``; an enumeration is exact."""
+    """Return the rules of a value and its end. Text is free up to ``end``; an enumeration is exact.
+
+    Where the parser ends a value at one of ``tags``, the text cannot contain it.
+    """
     choices = schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
         texts = " | ".join(rules.text(one) for one in choices)
         return [f"{name}: ({texts}) {rules.text(end)} {after}"]
     if _types(schema) == {"string"}:
-        return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: /(.|\\n)*/"]
+        free = f"{name}_free[suffix={rules.text(end)}]: {_free(tags)}"
+        return [f"{name}: {name}_free {after}", free]
     return [f"{name}: {rules.json(schema, strict=tool.strict)} {rules.text(end)} {after}"]
+
+
+def _free(tags: Sequence[str]) -> str:
+    """Return the expression of any text without ``tags``."""
+    text = r"(.|\n)*"
+    names = "|".join(re.escape(tag).replace("/", r"\/") for tag in tags)
+    return f"/{text}/ & ~/{text}({names}){text}/" if tags else f"/{text}/"
