@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -243,3 +244,51 @@ def test_a_forced_text_in_tags_has_no_tag_that_ends_it_for_the_parser(
     call = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
     reply = [*tokens("<tool_call>"), *call.encode(), *tokens("</tool_call>"), EOS]
     assert (compiled.matcher().allowed_start(reply) == len(reply)) == is_text
+
+
+UNENFORCED: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        (name, {"properties": {"a": {"type": "string", **limit}}}, keyword)
+        for name in ("qwen-tags", "dsml", "gemma-quotes")
+        for limit in ({"pattern": "^[0-9]+$"}, {"maxLength": 3}, {"const": "k"})
+        for keyword in limit
+    ],
+    *[(name, {"required": ["z"]}, "required") for name in ("qwen-tags", "dsml", "gemma-quotes")],
+    *[(name, {"minProperties": 1}, "minProperties") for name in ("qwen-tags", "dsml", "gemma-quotes")],
+    ("qwen-tags", {"properties": {"a": {"type": ["string", "null"], "maxLength": 3}}}, "maxLength"),
+    (
+        "qwen-tags",
+        {"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}}},
+        "format",
+    ),
+    ("gemma-quotes", {"properties": {"a": {"type": "integer", "minimum": 5}}}, "minimum"),
+    ("gemma-quotes", {"properties": {"a": {"type": "array", "minItems": 2}}}, "minItems"),
+    ("gemma-quotes", {"properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": {}}}, "$ref"),
+    ("gemma-quotes", {"properties": {"a": {"enum": [{"b": 1}]}}}, "enum"),
+    ("gemma-quotes", {"properties": {"a": {"type": "object", "required": ["b"]}}}, "required"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "keyword"), UNENFORCED)
+def test_a_strict_tool_is_refused_for_a_keyword_that_its_format_cannot_enforce(
+    name: str, schema: dict[str, Any], keyword: str
+) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    with pytest.raises(RequestError, match=f"enforced in .*: {re.escape(keyword)}$") as raised:
+        form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
+    assert (raised.value.code, raised.value.param) == ("unsupported_schema", "tools")
+    form.call_grammar((Tool("f", "", schema),), parallel=False, thinking=False)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_strict_tool_of_usual_keywords_is_enforced_in_every_format(name: str) -> None:
+    properties = {
+        **SCHEMA["properties"],  # type: ignore[dict-item]
+        "note": {"type": ["string", "null"], "description": "A note."},
+        "unit": {"type": ["string", "null"], "enum": ["m", None]},
+    }
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, "required": ["note"]}
+    vocabulary = ByteMarks(ROWS[name], spelled=False)
+    form = ReplyFormat(ROWS[name], vocabulary.tokens)
+    text = form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
+    GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")

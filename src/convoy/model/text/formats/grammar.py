@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,15 @@ from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchor
 _ANY_OBJECT = {"type": "object"}
 # Without free white space a model cannot fill an answer with blanks.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# Keywords that restrict no value, or only say where a schema stands.
+_NOTES = frozenset(
+    {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema", "$id"}
+)
+_KEYWORD = re.compile(r"[$A-Za-z]{1,40}")
+DEFINITIONS = ("$defs", "definitions")
+OBJECT = ("properties", "required", "additionalProperties", *DEFINITIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,30 @@ class CallRules:
             schema = {**schema, "x-guidance": {**_JSON, "lenient": not strict}}
         return "%json " + json.dumps(schema)
 
+    def check(self, tool: Tool, schema: Mapping[str, Any], enforced: Iterable[str]) -> None:
+        """Raise `RequestError` if a tool is strict and ``schema`` has a keyword that is not ``enforced``."""
+        others = [name for name in schema if name not in _NOTES and name not in set(enforced)]
+        if others:
+            self.refuse(tool, others[0])
+
+    def check_required(self, tool: Tool, schema: Mapping[str, Any]) -> None:
+        """Raise `RequestError` if a tool is strict and a required member is none of the `members`."""
+        needed, given = schema.get("required"), schema.get("properties")
+        known = given if isinstance(given, Mapping) else {}
+        if isinstance(needed, list) and any(not isinstance(one, str) or one not in known for one in needed):
+            self.refuse(tool, "required")
+
+    def refuse(self, tool: Tool, keyword: str) -> None:
+        """Raise `RequestError` if a tool is strict, for a keyword that its format cannot enforce."""
+        if tool.strict:
+            shown = keyword if _KEYWORD.fullmatch(keyword) else "one that is unknown"
+            raise RequestError(
+                f"tools has a keyword that cannot be enforced in this model's format of calls: {shown}",
+                param="tools",
+                code="unsupported_schema",
+                hint='leave it out, or set "strict" to false',
+            )
+
     def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return name and schema of each property, and whether it is required."""
         properties, required = schema.get("properties"), schema.get("required")
@@ -60,9 +93,12 @@ class CallRules:
     def parameters(self, tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return the `members` of a tool's parameters, each with the definitions that it may refer to.
 
-        Raises `RequestError` if the copies of the definitions exceed the limit of a grammar.
+        Raises `RequestError` if the copies of the definitions exceed the limit of a grammar, or if a strict
+        tool cannot be enforced.
         """
-        shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+        self.check(tool, tool.parameters, OBJECT)
+        self.check_required(tool, tool.parameters)
+        shared = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
         members = self.members(tool.parameters)
         refers = {key for key, value, _ in members if shared and '"$ref"' in json.dumps(value)}
         # Before they are written: the product of two parts of one body can be any number of bytes.
