@@ -128,3 +128,27 @@ def test_only_a_strict_response_format_refuses_a_keyword_that_cannot_be_enforced
     error = refused(server, CHAT, response_format=form(strict=True))
     assert (error["code"], error["param"]) == ("unsupported_schema", "response_format.json_schema.schema")
     assert takes(asked(server, CHAT, response_format=form()), "[1, 1]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "reasoning_content"),
+        ({"guided_regex": "The.*"}, "reasoning_content"),
+        ({"guided_grammar": "start: /The.*/"}, "content"),
+        ({"grammar": 'root ::= "The" .*'}, "content"),
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_in_a_grammar_of_its_own_has_no_reasoning(
+    server: Running, fields: dict[str, Any], field: str
+) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm"},
+    ]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, **fields}
+    answer = httpx.post(f"{server.url}{CHAT}", json=body, timeout=20.0)
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert {name for name in ("content", "reasoning_content") if message.get(name)} == {field}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.service import ServedModel, Service
@@ -44,6 +44,7 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     _check_tools(conversation, model)
     prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
     reply = _parser_options(conversation, model, prompt_ids)
+    grammar, reply = _form(request, reply, model)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
@@ -52,7 +53,7 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
         stop=request.stop,
         num_choices=request.num_choices,
         cache_salt=salt,
-        grammar=_grammar(request, reply, model),
+        grammar=grammar,
     )
     check_restrictions(engine_request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
     return ParsedRequest(
@@ -115,20 +116,30 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
         )
 
 
-def _grammar(request: ChatRequest, reply: ParserOptions, model: ServedModel) -> CompiledGrammar | None:
-    """Return the grammar of the answer: its calls if the caller demands some, or else that of its text."""
+def _form(
+    request: ChatRequest, reply: ParserOptions, model: ServedModel
+) -> tuple[CompiledGrammar | None, ParserOptions]:
+    """Return the grammar of the answer, and the options that read it.
+
+    It is the grammar of its calls if the caller demands some, or else that of its text.
+    """
     choice, own = request.conversation.choice, model.tokenizer.reply_format
     if request.conversation.tools and choice.mode == "required":
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
         for tool in tools:
             model.grammars.check_schema(tool.parameters, "tools")
         text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
-        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools")
+        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools"), reply
     if request.grammar is None:
-        return None
+        return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
-    grammar = own.behind_reasoning(request.grammar) if reply.thinking else request.grammar
-    return model.grammars.compile(grammar, grammar.param)
+    grammar = own.answer_grammar(
+        request.grammar, thinking=reply.thinking, continues=request.conversation.continues
+    )
+    if grammar is request.grammar:
+        # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.
+        reply = replace(reply, thinking=False)
+    return model.grammars.compile(grammar, grammar.param), reply
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from convoy.errors import QueueFull, RequestError
 from convoy.model.constraints.matcher import CompiledGrammar
-from convoy.model.text.grammar import Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchors
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,7 +63,7 @@ class GrammarVocabulary(Protocol):
 class GrammarLimits:
     """Hold the bounds on one grammar, and on the cache of all."""
 
-    max_text_bytes: int = 256 * 1024
+    max_text_bytes: int = MAX_GRAMMAR_BYTES
     # Of a regular expression, and of all patterns in a JSON schema. The work grows with the square of the
     # length: 4 KiB of optional `\w` take a second, and 50,000 optional letters most of a minute.
     max_regex_bytes: int = 4096
@@ -209,8 +209,7 @@ class GrammarCompiler:
             case "json_schema":
                 return _of_schema(self._schema(grammar.text, param), strict=grammar.strict)
             case "regex":
-                # The whole answer must match, so the usual anchors say nothing more.
-                return LLMatcher.grammar_from_regex(_without_anchors(grammar.text))
+                return LLMatcher.grammar_from_regex(without_anchors(grammar.text))
             case "choice":
                 return LLMatcher.grammar_from_lark(self._choices(grammar.text, param))
             case "lark":
@@ -315,12 +314,6 @@ def _of_schema(schema: Any, *, strict: bool) -> str:
 
     overrides: Any = {**_JSON, "lenient": not strict}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
-
-
-def _without_anchors(pattern: str) -> str:
-    pattern = pattern.removeprefix("^")
-    unescaped = re.fullmatch(r"(?:[^\\]|\\.)*\$", pattern, re.DOTALL)
-    return pattern[:-1] if unescaped else pattern
 
 
 def _lark_of_gbnf(text: str, param: str) -> str:

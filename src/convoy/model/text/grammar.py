@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+# Of the source text of one grammar.
+MAX_GRAMMAR_BYTES = 256 * 1024
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
@@ -20,3 +24,10 @@ class Grammar:
     text: str = ""
     strict: bool = True
     param: str = "grammar"
+
+
+def without_anchors(pattern: str) -> str:
+    """Return a regular expression without the anchors at its ends, because the whole text must match it."""
+    pattern = pattern.removeprefix("^")
+    unescaped = re.fullmatch(r"(?:[^\\]|\\.)*\$", pattern, re.DOTALL)
+    return pattern[:-1] if unescaped else pattern

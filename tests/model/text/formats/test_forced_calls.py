@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from convoy.errors import RequestError
 from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.lexer import Lexer
 from convoy.model.text.formats.registry import FormatRow, ReplyFormat
 from convoy.model.text.grammar import Grammar
 from convoy.model.text.pieces import Piece
+from support.byte_marks import EOS, ByteMarks
 from support.replies import ROWS, SCHEMA, TOOLS, Read, joined, options
 
-EOS = 256
 CALLING = [name for name, row in ROWS.items() if row.grammar is not None]
 # Characters that end a value or a string: random text ends soon if they are likely.
 CLOSING = frozenset(b'"}]<,')
@@ -25,24 +28,7 @@ ENDS = {"qwen-tags": b"\n</parameter>\n", "dsml": b"</", "harmony": b"<|end|>"}
 MAX_TOKENS = 1500
 
 
-class Vocabulary:
-    """Map tokens 0 to 255 to bytes, then the end of text and the marks of a format."""
-
-    def __init__(self, row: FormatRow, *, spelled: bool) -> None:
-        self.tokens = {} if spelled else {mark: EOS + 1 + index for index, mark in enumerate(row.marks)}
-        self._names = {number: mark for mark, number in self.tokens.items()}
-        self.vocab_size = EOS + 1 + len(self.tokens)
-        self.eos_ids = frozenset({EOS})
-        self.control_ids = frozenset({EOS, *self._names})
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if token_id < EOS else self._names.get(token_id, "</s>").encode()
-
-    def encode_letters(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-def draw(text: str, vocabulary: Vocabulary, end: bytes, chance: random.Random) -> list[int] | None:
+def draw(text: str, vocabulary: ByteMarks, end: bytes, chance: random.Random) -> list[int] | None:
     """Return the tokens of one reply, drawn evenly but for what closes; None if it is too long."""
     matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
     ids: list[int] = []
@@ -66,7 +52,7 @@ def draw(text: str, vocabulary: Vocabulary, end: bytes, chance: random.Random) -
     return None
 
 
-def read(row: FormatRow, vocabulary: Vocabulary, ids: list[int], *, thinking: bool) -> Read:
+def read(row: FormatRow, vocabulary: ByteMarks, ids: list[int], *, thinking: bool) -> Read:
     """Read a reply whose marks are special tokens, as `api.chat.reply` does."""
     lexer = Lexer(row.marks, vocabulary.tokens, lambda _: "")
     parser = row.parser(options(thinking=thinking))
@@ -100,7 +86,7 @@ def check(arguments: dict[str, Any]) -> None:
 def draw_calls(name: str, *, spelled: bool, seed: int) -> tuple[int, int]:
     """Draw a reply, check it, and return the number of its calls and 1 if it was too long."""
     row = ROWS[name]
-    vocabulary = Vocabulary(row, spelled=spelled)
+    vocabulary = ByteMarks(row, spelled=spelled)
     chance = random.Random(seed)
     tools, parallel = chance.choice([TOOLS, TOOLS[:1]]), chance.random() < 0.5
     form = ReplyFormat(row, vocabulary.tokens)
@@ -132,7 +118,7 @@ def test_whatever_is_drawn_is_a_valid_call(name: str, spelled: bool) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "harmony"])
 def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name: str) -> None:
     row = ROWS[name]
-    vocabulary = Vocabulary(row, spelled=False)
+    vocabulary = ByteMarks(row, spelled=False)
     form = ReplyFormat(row, vocabulary.tokens)
     text = form.call_grammar(TOOLS[1:], parallel=False, thinking=True)
     matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
@@ -142,10 +128,8 @@ def test_a_forced_call_comes_after_the_reasoning_that_the_prompt_has_opened(name
 
 
 def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_not() -> None:
-    from convoy.errors import RequestError
-
     odd = {"type": "object", "properties": {"a": {"type": "string"}}, "dependentSchemas": {"a": {}}}
-    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    vocabulary = ByteMarks(ROWS["hermes"], spelled=False)
     form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
     for strict in (False, True):
         tools = (Tool("odd", "", odd, strict),)
@@ -158,8 +142,153 @@ def test_a_strict_tool_with_an_unknown_keyword_is_refused_and_a_lenient_one_is_n
 
 
 def test_options_of_the_compiler_in_a_schema_are_the_servers() -> None:
-    vocabulary = Vocabulary(ROWS["hermes"], spelled=False)
+    vocabulary = ByteMarks(ROWS["hermes"], spelled=False)
     form = ReplyFormat(ROWS["hermes"], vocabulary.tokens)
     tools = (Tool("read", "", {**SCHEMA, "x-guidance": {"lenient": False, "no_such_option": 1}}),)
     text = form.call_grammar(tools, parallel=True, thinking=False)
     assert "no_such_option" not in text
+
+
+@pytest.mark.parametrize("kind", ["object", "array"])
+@pytest.mark.parametrize("name", CALLING)
+def test_the_grammar_of_a_nested_schema_grows_with_its_depth_alone(name: str, kind: str) -> None:
+    def num_letters(depth: int) -> int:
+        schema: dict[str, Any] = {"type": "integer"}
+        for _ in range(depth):
+            inner = {"properties": {"a": schema}} if kind == "object" else {"items": schema}
+            schema = {"type": kind, **inner}
+        form = ReplyFormat(ROWS[name], {})
+        tools = (Tool("deep", "", {"type": "object", "properties": {"a": schema}}),)
+        return len(form.call_grammar(tools, parallel=False, thinking=False))
+
+    assert num_letters(12) - num_letters(8) <= 2 * (num_letters(8) - num_letters(4))
+
+
+class Counted(Mapping[str, Any]):
+    """Hold a schema and count how often its type is read."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self.num_reads = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.num_reads += key == "type"
+        return self._schema[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schema)
+
+    def __len__(self) -> int:
+        return len(self._schema)
+
+
+def test_a_deep_value_of_a_gemma_call_is_written_once() -> None:
+    leaf = Counted({"type": "integer"})
+    schema: Mapping[str, Any] = leaf
+    for _ in range(8):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = ReplyFormat(ROWS["gemma-quotes"], {})
+    form.call_grammar((Tool("deep", "", schema),), parallel=False, thinking=False)
+    assert leaf.num_reads == 1
+
+
+def shared_schema(num_referring: int) -> dict[str, Any]:
+    """Return a schema of 500 parameters and a long definition, to which some of them refer."""
+    properties = {
+        f"p{index}": {"$ref": "#/$defs/N"} if index < num_referring else {"type": "integer"}
+        for index in range(500)
+    }
+    definition = {"type": "integer", "description": "d" * 4000}
+    return {"type": "object", "properties": properties, "$defs": {"N": definition}}
+
+
+@pytest.mark.parametrize("name", ["qwen-tags", "dsml"])
+def test_definitions_are_written_only_for_the_parameters_that_refer_to_them(name: str) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    tools = (Tool("many", "", shared_schema(1)),)
+    assert form.call_grammar(tools, parallel=False, thinking=False).count("$defs") == 2
+
+
+@pytest.mark.parametrize("name", ["qwen-tags", "dsml"])
+def test_definitions_that_would_exceed_the_limit_of_a_grammar_are_not_written(name: str) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    tools = (Tool("many", "", shared_schema(500)),)
+    with pytest.raises(RequestError, match="the limit is 262144") as raised:
+        form.call_grammar(tools, parallel=False, thinking=False)
+    assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize(
+    ("value", "is_text"),
+    [
+        ("x", True),
+        ("<b> </parameter\n", True),
+        ("x</parameter>", False),
+        ("x\n</parameter>zz", False),
+        ("</parameter></function>", False),
+    ],
+)
+def test_a_forced_text_in_tags_has_no_tag_that_ends_it_for_the_parser(
+    value: str, is_text: bool, spelled: bool
+) -> None:
+    row = ROWS["qwen-tags"]
+    vocabulary = ByteMarks(row, spelled=spelled)
+    tool = Tool("f", "", {"properties": {"a": {"type": "string"}}, "required": ["a"]})
+    text = ReplyFormat(row, vocabulary.tokens).call_grammar((tool,), parallel=False, thinking=False)
+    compiled = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+
+    def tokens(mark: str) -> list[int]:
+        return list(mark.encode()) if spelled else [vocabulary.tokens[mark]]
+
+    call = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
+    reply = [*tokens("<tool_call>"), *call.encode(), *tokens("</tool_call>"), EOS]
+    assert (compiled.matcher().allowed_start(reply) == len(reply)) == is_text
+
+
+UNENFORCED: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        (name, {"properties": {"a": {"type": "string", **limit}}}, keyword)
+        for name in ("qwen-tags", "dsml", "gemma-quotes")
+        for limit in ({"pattern": "^[0-9]+$"}, {"maxLength": 3}, {"const": "k"})
+        for keyword in limit
+    ],
+    *[(name, {"required": ["z"]}, "required") for name in ("qwen-tags", "dsml", "gemma-quotes")],
+    *[(name, {"minProperties": 1}, "minProperties") for name in ("qwen-tags", "dsml", "gemma-quotes")],
+    ("qwen-tags", {"properties": {"a": {"type": ["string", "null"], "maxLength": 3}}}, "maxLength"),
+    (
+        "qwen-tags",
+        {"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}}},
+        "format",
+    ),
+    ("gemma-quotes", {"properties": {"a": {"type": "integer", "minimum": 5}}}, "minimum"),
+    ("gemma-quotes", {"properties": {"a": {"type": "array", "minItems": 2}}}, "minItems"),
+    ("gemma-quotes", {"properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": {}}}, "$ref"),
+    ("gemma-quotes", {"properties": {"a": {"enum": [{"b": 1}]}}}, "enum"),
+    ("gemma-quotes", {"properties": {"a": {"type": "object", "required": ["b"]}}}, "required"),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "keyword"), UNENFORCED)
+def test_a_strict_tool_is_refused_for_a_keyword_that_its_format_cannot_enforce(
+    name: str, schema: dict[str, Any], keyword: str
+) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    with pytest.raises(RequestError, match=f"enforced in .*: {re.escape(keyword)}$") as raised:
+        form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
+    assert (raised.value.code, raised.value.param) == ("unsupported_schema", "tools")
+    form.call_grammar((Tool("f", "", schema),), parallel=False, thinking=False)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_strict_tool_of_usual_keywords_is_enforced_in_every_format(name: str) -> None:
+    properties = {
+        **SCHEMA["properties"],  # type: ignore[dict-item]
+        "note": {"type": ["string", "null"], "description": "A note."},
+        "unit": {"type": ["string", "null"], "enum": ["m", None]},
+    }
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, "required": ["note"]}
+    vocabulary = ByteMarks(ROWS[name], spelled=False)
+    form = ReplyFormat(ROWS[name], vocabulary.tokens)
+    text = form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
+    GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from convoy.model.text.formats.grammar import CallRules
+from convoy.model.text.conversation import Tool
+from convoy.model.text.formats.grammar import OBJECT, CallRules
 from convoy.model.text.formats.lexer import Mark
 from convoy.model.text.formats.parser import ParserOptions, ReplyParser
 from convoy.model.text.pieces import Piece
@@ -19,6 +20,8 @@ CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 MARKS = (OPEN, CLOSE, QUOTE, CHANNEL, CHANNEL_END)
 _PREFIX = "call:"
 _THOUGHT = "thought\n"
+# The keywords that the rules of each type enforce.
+_ENFORCED = {"object": OBJECT, "array": ("items", "minItems")}
 
 
 class _Values:
@@ -181,7 +184,7 @@ def write_grammar(rules: CallRules) -> str:
     writer = _ValueRules(rules)
     calls = []
     for tool in rules.tools:
-        arguments = writer.write(dict(tool.parameters) or {"type": "object"}, 0)
+        arguments = writer.arguments(tool)
         calls.append(f"{rules.mark(OPEN)} {rules.text(_PREFIX + tool.name)} {arguments} {rules.mark(CLOSE)}")
     return rules.grammar(calls, extra=writer.lines)
 
@@ -193,6 +196,8 @@ class _ValueRules:
         quote = rules.mark(QUOTE)
         self._rules = rules
         self._quote = quote
+        self._num_items = 0
+        self._tool = Tool("")
         self.lines = [
             f"any: string | {rules.text('true')} | {rules.text('false')} | {rules.text('null')} | NUMBER",
             f"string: {quote} {quote} | {quote} LETTERS {quote}",
@@ -201,17 +206,31 @@ class _ValueRules:
             r"INTEGER: /-?(0|[1-9][0-9]{0,14})/",
         ]
 
-    def write(self, schema: Mapping[str, Any], depth: int) -> str:
+    def arguments(self, tool: Tool) -> str:
+        """Return the expression of a tool's arguments. Raises `RequestError`, as `CallRules.check` does."""
+        self._tool = tool
+        self._rules.check(tool, tool.parameters, OBJECT)
+        return self._object(tool.parameters)
+
+    def _write(self, schema: Mapping[str, Any]) -> str:
         """Return the expression of a value."""
-        text = self._rules.text
-        choices = schema.get("enum")
+        choices, given = schema.get("enum"), schema.get("type")
         if isinstance(choices, list) and choices:
+            self._rules.check(self._tool, schema, ("enum",))
+            if any(isinstance(one, list | dict) for one in choices):
+                self._rules.refuse(self._tool, "enum")
             return "(" + " | ".join(self._constant(one) for one in choices) + ")"
-        kind = schema.get("type")
+        listed = given if isinstance(given, list) else [given]
+        kinds = list(dict.fromkeys(one for one in listed if isinstance(one, str)))
+        self._rules.check(self._tool, schema, [name for kind in kinds for name in _ENFORCED.get(kind, ())])
+        return "(" + " | ".join(self._of_kind(kind, schema) for kind in kinds or ["any"]) + ")"
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
+        text = self._rules.text
         if kind == "array":
-            return self._array(schema, depth)
+            return self._array(schema)
         if kind == "object":
-            return self._object(schema, depth)
+            return self._object(schema)
         plain = {
             "string": "string",
             "integer": "INTEGER",
@@ -219,29 +238,36 @@ class _ValueRules:
             "boolean": f"({text('true')} | {text('false')})",
             "null": text("null"),
         }
-        return plain.get(kind, "any") if isinstance(kind, str) else "any"
+        return plain.get(kind, "any")
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: Mapping[str, Any]) -> str:
         text, items = self._rules.text, schema.get("items")
-        item = self.write(items if isinstance(items, Mapping) else {}, depth + 1)
+        if schema.get("minItems", 0) not in (0, 1):
+            self._rules.refuse(self._tool, "minItems")
+        # A rule of its own, because its two places would double the text with each level.
+        item = f"item_{self._num_items}"
+        self._num_items += 1
+        self.lines.append(f"{item}: {self._write(items if isinstance(items, Mapping) else {})}")
         empty = "" if schema.get("minItems") else "?"
         return f"({text('[')} ({item} ({text(',')} {item})*){empty} {text(']')})"
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        text = self._rules.text
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        self._rules.check_required(self._tool, schema)
         # Required members come first, so that each optional one follows a comma if there are any.
         members = sorted(self._rules.members(schema), key=lambda member: not member[2])
-        parts, first = [], True
-        for key, value, required in members:
-            member = f"{text(('' if first else ',') + key + ':')} {self.write(value, depth + 1)}"
-            if not required and first:
-                # Without a required member, at most one optional one is written.
-                others = [f"{text(name + ':')} {self.write(one, depth + 1)}" for name, one, _ in members]
-                parts.append("(" + " | ".join(others) + ")?")
-                break
-            parts.append(member if required else f"({member})?")
-            first = False
+        if members and not members[0][2]:
+            # Without a required member, at most one optional one is written.
+            parts = ["(" + " | ".join(self._member(key, value) for key, value, _ in members) + ")?"]
+        else:
+            parts = []
+            for key, value, required in members:
+                member = self._member(("," if parts else "") + key, value)
+                parts.append(member if required else f"({member})?")
+        text = self._rules.text
         return f"({text('{')} {' '.join(parts)} {text('}')})"
+
+    def _member(self, key: str, schema: Mapping[str, Any]) -> str:
+        return f"{self._rules.text(key + ':')} {self._write(schema)}"
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):

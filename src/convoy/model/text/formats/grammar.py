@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from convoy.errors import RequestError
 from convoy.model.text.conversation import Tool
-from convoy.model.text.grammar import Grammar
+from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchors
 
 _ANY_OBJECT = {"type": "object"}
 # Without free white space a model cannot fill an answer with blanks.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# Keywords that restrict no value, or only say where a schema stands.
+_NOTES = frozenset(
+    {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema", "$id"}
+)
+_KEYWORD = re.compile(r"[$A-Za-z]{1,40}")
+DEFINITIONS = ("$defs", "definitions")
+OBJECT = ("properties", "required", "additionalProperties", *DEFINITIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +57,62 @@ class CallRules:
             schema = {**schema, "x-guidance": {**_JSON, "lenient": not strict}}
         return "%json " + json.dumps(schema)
 
+    def check(self, tool: Tool, schema: Mapping[str, Any], enforced: Iterable[str]) -> None:
+        """Raise `RequestError` if a tool is strict and ``schema`` has a keyword that is not ``enforced``."""
+        others = [name for name in schema if name not in _NOTES and name not in set(enforced)]
+        if others:
+            self.refuse(tool, others[0])
+
+    def check_required(self, tool: Tool, schema: Mapping[str, Any]) -> None:
+        """Raise `RequestError` if a tool is strict and a required member is none of the `members`."""
+        needed, given = schema.get("required"), schema.get("properties")
+        known = given if isinstance(given, Mapping) else {}
+        if isinstance(needed, list) and any(not isinstance(one, str) or one not in known for one in needed):
+            self.refuse(tool, "required")
+
+    def refuse(self, tool: Tool, keyword: str) -> None:
+        """Raise `RequestError` if a tool is strict, for a keyword that its format cannot enforce."""
+        if tool.strict:
+            shown = keyword if _KEYWORD.fullmatch(keyword) else "one that is unknown"
+            raise RequestError(
+                f"tools has a keyword that cannot be enforced in this model's format of calls: {shown}",
+                param="tools",
+                code="unsupported_schema",
+                hint='leave it out, or set "strict" to false',
+            )
+
     def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return name and schema of each property, and whether it is required."""
         properties, required = schema.get("properties"), schema.get("required")
-        names = required if isinstance(required, list) else []
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         return [
-            (key, {**value, **shared} if isinstance(value, Mapping) else {}, key in names)
+            (key, value if isinstance(value, Mapping) else {}, key in names)
             for key, value in (properties.items() if isinstance(properties, Mapping) else ())
         ]
 
     def parameters(self, tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
-        """Return the `members` of a tool's parameters."""
-        return self.members(tool.parameters)
+        """Return the `members` of a tool's parameters, each with the definitions that it may refer to.
+
+        Raises `RequestError` if the copies of the definitions exceed the limit of a grammar, or if a strict
+        tool cannot be enforced.
+        """
+        self.check(tool, tool.parameters, OBJECT)
+        self.check_required(tool, tool.parameters)
+        shared = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
+        members = self.members(tool.parameters)
+        refers = {key for key, value, _ in members if shared and '"$ref"' in json.dumps(value)}
+        # Before they are written: the product of two parts of one body can be any number of bytes.
+        num_bytes = len(refers) * len(json.dumps(shared))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"the definitions of tool {tool.name} take {num_bytes} bytes in its grammar, "
+                f"and the limit is {MAX_GRAMMAR_BYTES}",
+                param="tools",
+                hint="refer to them in fewer parameters",
+            )
+        return [
+            (key, {**value, **shared} if key in refers else value, needed) for key, value, needed in members
+        ]
 
     def grammar(
         self,
@@ -80,13 +134,20 @@ class CallRules:
         more = f"({between} call)*" if self.parallel and not single else ""
         return self._behind(f"{before} call {more} {after}", lines)
 
-    def behind_reasoning(self, grammar: Grammar) -> Grammar:
-        """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own."""
+    def answer(self, grammar: Grammar, *, prelude: str | None = None, extra: Sequence[str] = ()) -> Grammar:
+        """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own.
+
+        A format's ``prelude`` stands between them, and otherwise newlines. ``extra`` are its rules.
+        """
+        gap = r"\n*" if prelude is None else ""
         match grammar.kind:
             case "json_object":
                 body = self.json(_ANY_OBJECT, strict=True)
             case "json_schema":
                 body = self.json(_loaded(grammar.text), strict=grammar.strict)
+            case "regex":
+                # The newlines are a part of the expression, because it may begin with newlines itself.
+                body, gap = f"/{gap}(?:{_escaped(without_anchors(grammar.text))})/", ""
             case "choice":
                 choices = _loaded(grammar.text)
                 body = " | ".join(
@@ -94,7 +155,8 @@ class CallRules:
                 )
             case _:
                 return grammar
-        return Grammar("lark", self._behind(r"/\n*/ body", [f"body: {body}"]), grammar.strict, grammar.param)
+        start = f"{prelude or ''} {f'/{gap}/' if gap else ''} body"
+        return Grammar("lark", self._behind(start, [f"body: {body}", *extra]), grammar.strict, grammar.param)
 
     def _behind(self, start: str, lines: list[str]) -> str:
         """Return the whole grammar of ``start``, behind the reasoning if there is one."""
@@ -106,6 +168,12 @@ class CallRules:
         else:
             reasoning = [f"reasoning: REASONING <[{end}]>", r"REASONING: /(.|\n)*/"]
         return "\n".join([f"start: reasoning {start}", *lines, *reasoning])
+
+
+def _escaped(pattern: str) -> str:
+    """Return a regular expression as it stands between two slashes on one line."""
+    marks = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda found: marks.get(found[0], found[0]), pattern, flags=re.DOTALL)
 
 
 def _loaded(text: str) -> Any:

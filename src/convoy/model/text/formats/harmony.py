@@ -16,6 +16,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _RECIPIENT = re.compile(r"\bto=functions\.(\S+)")
 _TO = " to="
+_THOUGHT = r"THOUGHT: /(.|\n)*/"
 
 
 class HarmonyParser(ReplyParser):
@@ -94,14 +95,28 @@ class HarmonyParser(ReplyParser):
 
 def write_grammar(rules: CallRules) -> str:
     """Return the grammar of a forced call, which ends the reply; an analysis may come before it."""
-    analysis = (
-        f'({rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)} THOUGHT {rules.mark(END)} '
-        f'{rules.mark(START)} "assistant")?'
-    )
     calls = [
         f"{rules.text('commentary to=functions.' + tool.name + ' ')} {rules.mark(CONSTRAIN)} "
         f'"json" {rules.mark(MESSAGE)} {rules.schema(tool)}'
         for tool in rules.tools
     ]
-    before = f"{analysis} {rules.mark(CHANNEL)}"
-    return rules.grammar(calls, before=before, single=True, extra=[r"THOUGHT: /(.|\n)*/"])
+    before = f"({_opening(rules)} {_thought(rules)})? {rules.mark(CHANNEL)}"
+    return rules.grammar(calls, before=before, single=True, extra=[_THOUGHT])
+
+
+def write_prelude(rules: CallRules, thinking: bool) -> tuple[str, list[str]]:
+    """Return the start of an answer's grammar up to its text, and its rules; an analysis may come first.
+
+    With ``thinking`` the prompt ends inside the analysis.
+    """
+    analysis = _thought(rules) if thinking else f"({_opening(rules)} {_thought(rules)})?"
+    return f'{analysis} {rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)}', [_THOUGHT]
+
+
+def _opening(rules: CallRules) -> str:
+    return f'{rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)}'
+
+
+def _thought(rules: CallRules) -> str:
+    """Return the expression of an analysis, up to the next header."""
+    return f'THOUGHT {rules.mark(END)} {rules.mark(START)} "assistant"'

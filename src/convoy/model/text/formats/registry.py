@@ -24,6 +24,8 @@ class FormatRow:
     parser: type[ReplyParser]
     # None: the format has no calls.
     grammar: Callable[[CallRules], str] | None
+    # Writes the start of an answer's grammar up to its text, and its rules; None: nothing comes before it.
+    prelude: Callable[[CallRules, bool], tuple[str, list[str]]] | None = None
     # The template joins the arguments of a call as text.
     arguments_as_text: bool = False
     # The length of call ids that the template demands.
@@ -36,7 +38,14 @@ _END_TOKENS = 24
 _PLAIN = FormatRow("think", ("<think>",), THINK, ReplyParser, None)
 # The first row that fits counts, so the special ones come first.
 FORMATS: tuple[FormatRow, ...] = (
-    FormatRow("harmony", ("<|channel|>",), harmony.MARKS, harmony.HarmonyParser, harmony.write_grammar),
+    FormatRow(
+        "harmony",
+        ("<|channel|>",),
+        harmony.MARKS,
+        harmony.HarmonyParser,
+        harmony.write_grammar,
+        harmony.write_prelude,
+    ),
     FormatRow(
         "gemma-quotes", ("<|tool_call>", "<|channel>"), gemma.MARKS, gemma.GemmaParser, gemma.write_grammar
     ),
@@ -95,13 +104,17 @@ class ReplyFormat:
         assert self.row.grammar is not None, "only a format with calls can force them"
         return self.row.grammar(CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens))
 
-    def behind_reasoning(self, grammar: Grammar) -> Grammar:
-        """Return the grammar of a reply whose text keeps ``grammar`` once its reasoning has ended.
+    def answer_grammar(self, grammar: Grammar, *, thinking: bool, continues: bool) -> Grammar:
+        """Return the grammar of a reply whose text keeps ``grammar``, behind its reasoning if there is one.
 
-        A grammar in a language of its own holds from the beginning, so such a reply has no reasoning.
+        ``continues`` tells that the prompt ends inside the text. A grammar in a language of its own holds
+        from the beginning and is returned itself: such a reply has no reasoning.
         """
-        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(True), tokens=self.tokens)
-        return rules.behind_reasoning(grammar)
+        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(thinking), tokens=self.tokens)
+        if self.row.prelude is not None and (thinking or not continues):
+            prelude, extra = self.row.prelude(rules, thinking)
+            return rules.answer(grammar, prelude=prelude, extra=extra)
+        return rules.answer(grammar) if thinking else grammar
 
     def _reasoning_end(self, thinking: bool) -> str:
         return self.row.parser.think[1] if thinking else ""
@@ -116,6 +129,8 @@ class ReplyFormat:
         ``text_of`` returns the text of token ids.
         """
         opening = self.row.parser.think[0]
+        if not opening:
+            return False
         number = self.tokens.get(opening)
         end = list(prompt_ids[-_END_TOKENS:])
         if number is None:

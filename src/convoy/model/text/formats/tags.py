@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from convoy.model.text.conversation import Tool
-from convoy.model.text.formats.grammar import CallRules
+from convoy.model.text.formats.grammar import DEFINITIONS, CallRules
 from convoy.model.text.formats.json_call import JsonValue
 from convoy.model.text.formats.lexer import Mark, TextScanner
 from convoy.model.text.formats.parser import THINK, ParserOptions, ReplyParser
@@ -308,12 +308,14 @@ class DsmlParser(TagParser):
 def write_qwen_grammar(rules: CallRules) -> str:
     """Return the grammar of forced calls in Qwen's tags."""
     calls, extra = [], []
+    # A mark that is a token is no text.
+    tags = ["</parameter>", *(() if CLOSE in rules.tokens else (CLOSE,))]
     for index, tool in enumerate(rules.tools):
         parts = [rules.mark(OPEN), rules.text(f"\n<function={tool.name}>\n")]
         for place, (key, schema, required) in enumerate(rules.parameters(tool)):
             name = f"value_{index}_{place}"
             extra.append(f"{name}: {rules.text(f'<parameter={key}>' + chr(10))} {name}_text")
-            extra += _value(rules, tool, f"{name}_text", schema, end="\n</parameter>\n")
+            extra += _value(rules, tool, f"{name}_text", schema, end="\n</parameter>\n", tags=tags)
             parts.append(name if required else f"{name}?")
         calls.append(" ".join([*parts, rules.text("</function>\n"), rules.mark(CLOSE)]))
     return rules.grammar(calls, between=rules.text("\n"), extra=extra)
@@ -330,7 +332,7 @@ def write_dsml_grammar(rules: CallRules) -> str:
             attributes = f'parameter name="{key}" string="{"true" if is_text else "false"}">'
             extra.append(f"{name}: {rules.text('<')} {mark} {rules.text(attributes)} {name}_text")
             closing = f"{mark} {rules.text('parameter>' + chr(10))}"
-            extra += _value(rules, tool, f"{name}_text", schema, end="</", after=closing)
+            extra += _value(rules, tool, f"{name}_text", schema, end="</", after=closing, marked=True)
             parts.append(name if required else f"{name}?")
         calls.append(" ".join([*parts, rules.text("</"), mark, rules.text("invoke>\n")]))
     opening = f"{rules.text('<')} {mark} {rules.text('function_calls>' + chr(10))}"
@@ -339,13 +341,49 @@ def write_dsml_grammar(rules: CallRules) -> str:
 
 
 def _value(
-    rules: CallRules, tool: Tool, name: str, schema: Mapping[str, Any], *, end: str, after: str = ""
+    rules: CallRules,
+    tool: Tool,
+    name: str,
+    schema: Mapping[str, Any],
+    *,
+    end: str,
+    after: str = "",
+    tags: Sequence[str] = (),
+    marked: bool = False,
 ) -> list[str]:
-    """Return the rules of a value and its end. Text is free up to ``end``; an enumeration is exact."""
+    """Return the rules of a value and its end. Text is free up to ``end``; an enumeration is exact.
+
+    With ``marked``, an attribute of the value tells the parser whether it is text.
+    Where the parser ends a value at one of ``tags``, the text cannot contain it.
+    """
+    types = _types(schema)
+    # The parser of Qwen's tags reads any text where a text is allowed; DSML says which it is.
+    if types != {"string"} and (marked or "string" not in types):
+        return [f"{name}: {rules.json(schema, strict=tool.strict)} {rules.text(end)} {after}"]
     choices = schema.get("enum")
-    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
-        texts = " | ".join(rules.text(one) for one in choices)
-        return [f"{name}: ({texts}) {rules.text(end)} {after}"]
-    if _types(schema) == {"string"}:
-        return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: /(.|\\n)*/"]
-    return [f"{name}: {rules.json(schema, strict=tool.strict)} {rules.text(end)} {after}"]
+    texts = [
+        rules.text("null" if one is None else one)
+        for one in (choices if isinstance(choices, list) else ())
+        if isinstance(one, str) or (one is None and "null" in types)
+    ]
+    _check_text(rules, tool, schema, has_texts=bool(texts))
+    if texts:
+        return [f"{name}: ({' | '.join(texts)}) {rules.text(end)} {after}"]
+    return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: {_free(tags)}"]
+
+
+def _check_text(rules: CallRules, tool: Tool, schema: Mapping[str, Any], *, has_texts: bool) -> None:
+    """Raise `RequestError` if a tool is strict and free text, or one of an enumeration, may be invalid."""
+    choices = schema.get("anyOf")
+    unites = isinstance(choices, list) and not has_texts and "type" not in schema
+    rules.check(tool, schema, (*DEFINITIONS, *(["enum"] if has_texts else ["anyOf"] if unites else [])))
+    for choice in choices if unites and isinstance(choices, list) else ():
+        if isinstance(choice, Mapping) and "string" in _types(choice):
+            _check_text(rules, tool, choice, has_texts=False)
+
+
+def _free(tags: Sequence[str]) -> str:
+    """Return the expression of any text without ``tags``."""
+    text = r"(.|\n)*"
+    names = "|".join(re.escape(tag).replace("/", r"\/") for tag in tags)
+    return f"/{text}/ & ~/{text}({names}){text}/" if tags else f"/{text}/"
