@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from convoy.api.body.arguments import read_arguments
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
 from convoy.errors import RequestError
@@ -23,7 +23,6 @@ from convoy.model.text.conversation import (
 
 MAX_TOOLS = 512
 MAX_CALLS = 512
-MAX_ARGUMENTS_BYTES = 512 * 1024
 # Lists and objects within one another, in arguments, schemas and template variables.
 MAX_DEPTH = 64
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -109,25 +108,10 @@ def _call(call: MessageCall, where: str) -> ToolCall:
     param = f"{where}.function.arguments"
     if not call.function.name:
         raise RequestError(f"{where}.function.name is empty", param=f"{where}.function.name")
-    num_bytes = len(call.function.arguments.encode(errors="surrogatepass"))
-    if num_bytes > MAX_ARGUMENTS_BYTES:
-        raise RequestError(
-            f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}", param=param
-        )
-    # A call without arguments may have an empty text.
-    text = call.function.arguments.strip() or "{}"
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{param} is not the JSON text of an object", param=param) from None
-    if not isinstance(value, dict):
-        raise RequestError(f"{param} is JSON, but not an object", param=param)
-    _check_depth(value, param)
+    text = read_arguments(call.function.arguments, param)
+    if text is None:
+        raise RequestError(f"{param} is not the JSON text of an object", param=param)
     return ToolCall(call.id, call.function.name, text)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _content(message: ChatMessage, place: str) -> str:
