@@ -45,6 +45,8 @@ class ResponsesRequest(ParsedRequest):
     turns: tuple[Turn, ...]
     # The salt of the caller's key and of ``cache_salt``, which names the owner of a stored answer.
     owner: bytes
+    # The salt of the caller's key, whose share of the store the answer takes.
+    key: bytes
     sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Whether the answer gives a reasoning as its own summary, and whether it adds the encoded text.
     summarise: bool = False
@@ -76,7 +78,7 @@ def read_response(
     context raises `ContextFailed`.
     """
     _check_elsewhere(body)
-    salt = cache_salt_of(salt, body.cache_salt)
+    key, salt = salt, cache_salt_of(salt, body.cache_salt)
     model = service.model(body.model)
     earlier = _earlier(body, store, salt)
     history = read_items(body.input, earlier, max_items=options.max_messages)
@@ -101,6 +103,7 @@ def read_response(
         shown=shown,
         turns=history.turns,
         owner=salt,
+        key=key,
         sources=offered.sources,
         summarise=shown.reasoning.summary is not None,
         encode=_ENCODED_REASONING in (body.include or ()),
