@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.api.body.arguments import read_arguments
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.text.conversation import (
     ROLES,
@@ -30,13 +32,20 @@ _MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "r
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-def read_conversation(body: ChatBody, options: ServeOptions) -> Conversation:
-    """Return the conversation of a body. Raises `RequestError` naming the field at fault."""
+def read_conversation(body: ChatBody, options: ServeOptions, dropped: DroppedHistory) -> Conversation:
+    """Return the conversation of a body. Raises `RequestError` naming the field at fault.
+
+    ``dropped`` counts the calls that are left out because their arguments are no object, and their results.
+    """
     if not body.messages:
         raise RequestError("messages is empty, expected at least one message", param="messages")
     _check_messages(body.messages, options)
-    calls: dict[str, str] = {}
-    turns = tuple(_turn(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages))
+    calls = _Calls()
+    read = (_turn(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages))
+    turns = tuple(turn for turn in read if turn is not None)
+    if not turns:
+        raise RequestError("messages has no message that this server can read", param="messages")
+    dropped.count("chat", calls.dropped)
     tools = _tools(body.tools or [])
     continues = bool(body.continue_final_message)
     if continues and turns[-1].role != "assistant":
@@ -64,8 +73,29 @@ def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> N
             )
 
 
-def _turn(message: ChatMessage, where: str, calls: dict[str, str]) -> Turn:
-    """Return one turn. ``calls`` has the name of each earlier call, by id, and gets those of this turn."""
+@dataclass(slots=True)
+class _Calls:
+    """Hold the calls so far: the names of those that are kept, by id, and the ids of broken ones."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+    dropped: list[str] = field(default_factory=list)
+
+    def read(self, call: MessageCall, where: str) -> ToolCall | None:
+        """Return a call, or None for one whose arguments are no object, as a model may write them."""
+        made = _call(call, where)
+        if made is None:
+            self.broken.add(call.id)
+            self.dropped.append("tool_call")
+        else:
+            # A client may use an id again.
+            self.broken.discard(call.id)
+            self.names[call.id] = made.name
+        return made
+
+
+def _turn(message: ChatMessage, where: str, calls: _Calls) -> Turn | None:
+    """Return one turn, or None if a broken call was all it had. ``calls`` gets its calls."""
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:40]!r}, expected one of: {', '.join(ROLES)}",
@@ -79,39 +109,42 @@ def _turn(message: ChatMessage, where: str, calls: dict[str, str]) -> Turn:
     call_id, name = "", message.name or ""
     if role == "tool":
         call_id = _result_id(message, where, calls)
-        name = name or calls[call_id]
-    made = tuple(
-        _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
-    )
-    if len(made) > MAX_CALLS:
+        if call_id in calls.broken:
+            calls.dropped.append("tool")
+            return None
+        name = name or calls.names[call_id]
+    given = message.tool_calls or ()
+    if len(given) > MAX_CALLS:
         raise RequestError(
-            f"{where}.tool_calls has {len(made)} calls, and the limit is {MAX_CALLS}",
+            f"{where}.tool_calls has {len(given)} calls, and the limit is {MAX_CALLS}",
             param=f"{where}.tool_calls",
         )
-    calls.update((call.id, call.name) for call in made)
-    reasoning = message.reasoning_content or message.reasoning or ""
-    return Turn(role, _content(message, where), reasoning if role == "assistant" else "", made, call_id, name)
+    read = (calls.read(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(given))
+    made = tuple(call for call in read if call is not None)
+    content = _content(message, where)
+    if given and not made and not content:
+        return None
+    reasoning = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
+    return Turn(role, content, reasoning, made, call_id, name)
 
 
-def _result_id(message: ChatMessage, where: str, calls: Mapping[str, str]) -> str:
+def _result_id(message: ChatMessage, where: str, calls: _Calls) -> str:
     param = f"{where}.tool_call_id"
     if message.tool_call_id is None:
         raise RequestError(f"{param} is missing, expected the id of an earlier call", param=param)
-    if message.tool_call_id not in calls:
+    if message.tool_call_id not in calls.names and message.tool_call_id not in calls.broken:
         raise RequestError(f"{param} names a call that no earlier message made", param=param)
     return message.tool_call_id
 
 
-def _call(call: MessageCall, where: str) -> ToolCall:
+def _call(call: MessageCall, where: str) -> ToolCall | None:
     if call.type != "function":
         raise RequestError(f"{where}.type is {call.type[:40]!r}, expected 'function'", param=f"{where}.type")
     param = f"{where}.function.arguments"
     if not call.function.name:
         raise RequestError(f"{where}.function.name is empty", param=f"{where}.function.name")
     text = read_arguments(call.function.arguments, param)
-    if text is None:
-        raise RequestError(f"{param} is not the JSON text of an object", param=param)
-    return ToolCall(call.id, call.function.name, text)
+    return None if text is None else ToolCall(call.id, call.function.name, text)
 
 
 def _content(message: ChatMessage, place: str) -> str:

@@ -150,6 +150,8 @@ class _Reader:
             self._cut_calls.add(call_id)
             self.dropped.append("function_call")
             return None
+        # A client may use an id again.
+        self._cut_calls.discard(call_id)
         self._names[call_id] = name
         return ToolCall(call_id, name, arguments)
 
