@@ -20,6 +20,7 @@ from convoy.model.text.conversation import (
     ToolChoice,
     ToolMode,
     Turn,
+    fold_turns,
     role_of,
 )
 
@@ -55,7 +56,7 @@ def read_conversation(body: ChatBody, options: ServeOptions, dropped: DroppedHis
         text = "continue_final_message and add_generation_prompt are both true, expected one of them"
         raise RequestError(text, param="continue_final_message")
     return Conversation(
-        turns,
+        fold_turns(turns),
         tools,
         _choice(body, tools),
         _variables(body),

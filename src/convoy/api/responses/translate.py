@@ -24,7 +24,7 @@ from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.text.conversation import Conversation, Turn
+from convoy.model.text.conversation import Conversation, Turn, fold_turns
 from convoy.model.text.grammar import Grammar
 
 SUMMARIES = ("auto", "concise", "detailed")
@@ -164,23 +164,6 @@ def _chat_request(body: ResponsesBody, turns: tuple[Turn, ...], offered: Offered
         stream=bool(body.stream),
         grammar=_grammar(body),
     )
-
-
-def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return turns with one system turn at most, at the start, and without two turns of the user in a row.
-
-    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
-    because a prompt that changes at its start finds nothing in the prefix cache.
-    """
-    folded: list[Turn] = []
-    for turn in turns:
-        late = turn.role == "system" and any(one.role != "system" for one in folded)
-        given = replace(turn, role="user") if late else turn
-        if folded and given.role in ("system", "user") and folded[-1].role == given.role:
-            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
-        else:
-            folded.append(given)
-    return tuple(folded)
 
 
 def _variables(effort: str | None) -> dict[str, Any]:

@@ -6,8 +6,8 @@ caller's: no part of it may become a control token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -76,3 +76,21 @@ class Conversation:
     # Continue the last turn, an assistant's, instead of beginning a new one.
     continues: bool = False
     add_generation_prompt: bool = True
+
+
+def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return turns with one system turn at most, at the start, and without two turns of one user in a row.
+
+    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
+    because a prompt that changes at its start finds nothing in the prefix cache.
+    """
+    folded: list[Turn] = []
+    for turn in turns:
+        late = turn.role == "system" and any(one.role != "system" for one in folded)
+        given = replace(turn, role="user") if late else turn
+        same = bool(folded) and (folded[-1].role, folded[-1].name) == (given.role, given.name)
+        if same and given.role in ("system", "user"):
+            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
+        else:
+            folded.append(given)
+    return tuple(folded)
