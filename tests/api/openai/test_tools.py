@@ -225,6 +225,14 @@ def test_tools_of_other_types_are_left_out(server: Running, http: httpx.Client) 
     assert b"web_search" not in bytes(server.engine.handles[-1].request.prompt_ids)
 
 
+def test_nothing_is_required_if_every_tool_was_left_out(server: Running, http: httpx.Client) -> None:
+    body = {"messages": ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}
+    answer = http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    assert server.engine.handles[-1].request.grammar is None
+    assert http.post(CHAT, json=body | {"tools": []}).status_code == 400
+
+
 NAMED = {"type": "function", "function": {"name": "read"}}
 
 

@@ -216,6 +216,9 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
         )
     mode = _MODES[chosen or "auto"]
     if mode == "required" and not tools:
+        if body.tools:
+            # Every tool was left out, so there is nothing that could be required.
+            return ToolChoice(parallel=parallel)
         raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
     return ToolChoice(mode, parallel=parallel)
 
