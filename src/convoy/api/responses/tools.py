@@ -132,7 +132,7 @@ def _choice(choice: Any, names: set[str], *, parallel: bool) -> tuple[ToolChoice
     flat = flat_name(_namespace_of(choice), name)
     if flat not in names:
         raise RequestError("tool_choice.name is no function of tools", param="tool_choice.name")
-    return ToolChoice("required", flat, parallel), {"type": "function", "name": name}
+    return ToolChoice("required", flat, parallel=False), {"type": "function", "name": name}
 
 
 def _allowed(choice: Mapping[str, Any]) -> set[str]:
