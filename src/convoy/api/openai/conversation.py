@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.api.body.arguments import read_arguments
+from convoy.api.body.body_shape import check_depth
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.text.conversation import (
+    MAX_TOOLS,
     ROLES,
     Conversation,
     Tool,
@@ -21,16 +22,13 @@ from convoy.model.text.conversation import (
     ToolMode,
     Turn,
     fold_turns,
+    is_tool_name,
     role_of,
 )
 
-MAX_TOOLS = 512
 MAX_CALLS = 512
-# Lists and objects within one another, in arguments, schemas and template variables.
-MAX_DEPTH = 64
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "required"}
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def read_conversation(body: ChatBody, options: ServeOptions, dropped: DroppedHistory) -> Conversation:
@@ -182,7 +180,7 @@ def _tools(given: Sequence[ChatTool]) -> tuple[Tool, ...]:
         if one.function is None:
             raise RequestError(f"{where} is missing", param=where)
         name = one.function.name
-        if not _NAME.fullmatch(name):
+        if not is_tool_name(name):
             raise RequestError(
                 f"{where}.name is {name[:40]!r}, expected 1 to 128 letters, digits or any of _ . : / -",
                 param=f"{where}.name",
@@ -190,7 +188,7 @@ def _tools(given: Sequence[ChatTool]) -> tuple[Tool, ...]:
         if name in tools:
             raise RequestError(f"{where}.name is {name!r}, as that of an earlier tool", param=f"{where}.name")
         parameters = one.function.parameters or {}
-        _check_depth(parameters, f"{where}.parameters")
+        check_depth(parameters, f"{where}.parameters")
         tools[name] = Tool(name, one.function.description or "", parameters, bool(one.function.strict))
     return tuple(tools.values())
 
@@ -226,7 +224,7 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
 def _variables(body: ChatBody) -> dict[str, Any]:
     """Return the template's variables. ``reasoning_effort`` sets those by which templates switch thinking."""
     given = dict(body.chat_template_kwargs or {})
-    _check_depth(given, "chat_template_kwargs")
+    check_depth(given, "chat_template_kwargs")
     effort = body.reasoning_effort
     if effort is None:
         return given
@@ -237,17 +235,3 @@ def _variables(body: ChatBody) -> dict[str, Any]:
         )
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
-
-
-def _check_depth(value: object, param: str) -> None:
-    """Raise `RequestError` if lists and objects lie too deep in one another."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
-        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)

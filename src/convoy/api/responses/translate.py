@@ -13,7 +13,7 @@ from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
-from convoy.api.openai.conversation import EFFORTS, MAX_TOOLS
+from convoy.api.openai.conversation import EFFORTS
 from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.bodies import ResponsesBody, TextFormat
 from convoy.api.responses.items import read_items
@@ -24,7 +24,7 @@ from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.text.conversation import Conversation, Turn, fold_turns
+from convoy.model.text.conversation import MAX_TOOLS, Conversation, Turn, fold_turns
 from convoy.model.text.grammar import Grammar
 
 SUMMARIES = ("auto", "concise", "detailed")

@@ -6,6 +6,7 @@ caller's: no part of it may become a control token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,12 +14,20 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 ToolMode = Literal["auto", "none", "required"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of one request.
+MAX_TOOLS = 512
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def role_of(given: str) -> Role:
     """Return the role that templates know: "developer" is OpenAI's newer name for "system"."""
     roles: dict[str, Role] = {"user": "user", "assistant": "assistant", "tool": "tool"}
     return roles.get(given, "system")
+
+
+def is_tool_name(name: str) -> bool:
+    """Return whether a tool may have this name: 1 to 128 letters, digits or any of ``_ . : / -``."""
+    return _TOOL_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
