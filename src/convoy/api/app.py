@@ -50,7 +50,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     intake, dropped = Intake(options), DroppedHistory()
     shared = (service, options, life, intake, Repeats())
-    chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_chat, ChatAnswer)
+    read_turns = partial(read_chat, dropped=dropped)
+    chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_turns, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)
     completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
     read = partial(read_messages, dropped=dropped)
@@ -61,6 +62,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     answer = partial(read_response, store=store, dropped=dropped)
     generate = Generate(*shared, "responses", decode_responses, answer, partial(ResponsesAnswer, store=store))
     stored = StoredResponses(store)
+    count = partial(tokenize, dropped=dropped)
     about = _About(service, life)
     counts, failed = HttpCounts(), FailedKeys()
     sources = (*service.metrics, counts.families, failed.families, dropped.families)
@@ -73,7 +75,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         Route("/", about.root, methods=["HEAD"]),
-        Route("/tokenize", Tokenize(service, options, life, intake, tokenize), methods=["POST"]),
+        Route("/tokenize", Tokenize(service, options, life, intake, count), methods=["POST"]),
         Route("/detokenize", Tokenize(service, options, life, intake, detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),

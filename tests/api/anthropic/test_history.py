@@ -63,6 +63,18 @@ def test_a_call_and_its_result_are_replayed() -> None:
     ]
 
 
+def test_a_turn_of_reasoning_alone_is_dropped_unless_it_is_continued() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    for role in ("user", "system"):
+        history = read(("user", "a"), ("assistant", [thinking]), (role, "b"), ("user", "c"))
+        assert [turn.role for turn in history.turns] == ["user"]
+        assert history.dropped == ["thinking"]
+    history = read(("user", "a"), ("assistant", [thinking]), ("assistant", "so"), ("user", "b"))
+    assert history.turns[1] == Turn("assistant", "so", "hm")
+    history = read(("user", "a"), ("assistant", [thinking]))
+    assert (history.turns[-1], history.dropped) == (Turn("assistant", "", "hm"), [])
+
+
 def test_unknown_blocks_are_dropped_and_reported() -> None:
     history = read(
         ("user", [text("hi"), {"type": "search_result", "source": "x"}]),

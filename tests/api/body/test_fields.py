@@ -20,6 +20,7 @@ from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.refusals import UnknownModel
 from convoy.api.service import ServedModel, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import RequestError
 from support.fake_service import EOS, ByteTokenizer, FakeEngine, Running, serving
@@ -318,7 +319,7 @@ SERVICE = service_of(ByteTokenizer())
 def read(data: bytes) -> None:
     """Both endpoints. Anything but a refusal fails the test."""
     with suppress(RequestError, UnknownModel):
-        read_chat(decode_body(data, ChatBody), SERVICE, ServeOptions(), b"")
+        read_chat(decode_body(data, ChatBody), SERVICE, ServeOptions(), b"", dropped=DroppedHistory())
     with suppress(RequestError, UnknownModel):
         read_completion(decode_body(data, CompletionBody), SERVICE, ServeOptions(), b"")
 

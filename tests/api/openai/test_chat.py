@@ -73,6 +73,21 @@ def test_developer_is_a_name_for_system(server: Running, http: httpx.Client) -> 
     assert bytes(server.engine.handles[-1].request.prompt_ids).startswith(b"<system>be brief<user>")
 
 
+def test_system_messages_stay_at_the_start_and_users_take_turns(server: Running, http: httpx.Client) -> None:
+    roles = ["system", "developer", "user", "user", "assistant", "system", "user"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "abcdefg", strict=True)]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    prompt = bytes(server.engine.handles[-1].request.prompt_ids).decode()
+    assert prompt == "<system>a\n\nb<user>c\n\nd<assistant>e<user>f\n\ng<assistant>"
+
+
+def test_users_with_names_keep_turns_of_their_own(server: Running, http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": name, "name": name} for name in ("ann", "bob")]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    prompt = bytes(server.engine.handles[-1].request.prompt_ids).decode()
+    assert prompt == "<user>ann<user>bob<assistant>"
+
+
 def test_parameters_reach_the_engine(server: Running, http: httpx.Client) -> None:
     body = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": -5}
     body |= {"presence_penalty": 0.3, "frequency_penalty": -0.2, "max_tokens": 4, "n": 2}

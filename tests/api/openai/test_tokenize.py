@@ -14,6 +14,7 @@ from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.tokenize import detokenize, tokenize
 from convoy.api.service import ServedModel, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.text.tokens import Tokenizer
 from support.fake_service import EOS, MAX_CONTEXT, FakeEngine, Running, serving
@@ -121,7 +122,7 @@ def test_a_bundled_models_control_tokens_come_back_by_name() -> None:
     service = Service((model,), lambda: (True, ""), dict)
     try:
         body = json.dumps({"messages": ASK, "return_token_strs": True}).encode()
-        chat = tokenize(body, service, ServeOptions())
+        chat = tokenize(body, service, ServeOptions(), dropped=DroppedHistory())
         text = detokenize(json.dumps({"tokens": chat.tokens}).encode(), service, ServeOptions()).prompt
     finally:
         tokenizer.close()

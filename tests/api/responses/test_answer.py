@@ -134,3 +134,9 @@ def test_an_error_has_one_of_the_codes_that_clients_know(error: ConvoyError, cod
 
 def test_a_rate_limit_says_when_to_try_again() -> None:
     assert "try again in 7s" in error_of(RateLimited("x", retry_after_s=7.0)).message
+
+
+def test_a_stored_response_counts_for_the_key_also_under_a_cache_salt() -> None:
+    plain, salted = asked(), asked(cache_salt="mine")
+    assert plain.owner == plain.key == salted.key == OWNER
+    assert salted.owner != OWNER

@@ -161,6 +161,23 @@ def test_a_call_that_was_cut_off_is_dropped_with_its_result(arguments: str) -> N
     assert history.dropped == ("function_call", "function_call_output")
 
 
+@pytest.mark.parametrize("arguments", ['{"a":', "[1]", "no json", '{"a":' + "[" * 70 + "]" * 70 + "}"])
+def test_a_stored_call_with_broken_arguments_is_dropped_with_its_result(arguments: str) -> None:
+    whole, broken = ToolCall("call_0", "list", "{}"), ToolCall(RESULT["call_id"], "read", arguments)
+    asked = Turn("user", "a")
+    history = read_items([RESULT], (asked, Turn("assistant", calls=(whole, broken))), max_items=20)
+    assert history.turns == (asked, Turn("assistant", calls=(whole,)))
+    assert history.dropped == ("function_call", "function_call_output")
+    history = read_items("go on", (asked, Turn("assistant", "", "hm", (broken,))), max_items=20)
+    assert history.turns == (asked, Turn("user", "go on"))
+    assert history.dropped == ("function_call", "reasoning")
+
+
+def test_a_stored_call_without_arguments_has_none() -> None:
+    stored = Turn("assistant", calls=(ToolCall("call_0", "list", ""),))
+    assert read_items("go on", (stored,), max_items=20).turns[0].calls[0].arguments == "{}"
+
+
 def test_a_call_without_arguments_has_none() -> None:
     assert read({**CALL, "arguments": ""}).turns[0].calls[0].arguments == "{}"
 

@@ -56,9 +56,9 @@ def test_a_mode_is_taken_as_it_is(mode: Any) -> None:
 
 def test_a_named_function_is_required() -> None:
     found = offered([READ, SPACE], {"type": "function", "name": "read"})
-    assert found.choice == ToolChoice("required", "read")
+    assert found.choice == ToolChoice("required", "read", parallel=False)
     found = offered([READ, SPACE], {"type": "function", "name": "write", "namespace": "mcp__disk"})
-    assert found.choice == ToolChoice("required", "mcp__disk__write")
+    assert found.choice == ToolChoice("required", "mcp__disk__write", parallel=False)
 
 
 def test_allowed_tools_leave_the_others_out() -> None:

@@ -207,6 +207,17 @@ def test_a_line_that_cannot_start_an_agent_is_an_error(
     assert not Path(environment["RECORD"]).exists()
 
 
+@pytest.mark.parametrize("name", ["{env:HOME}", "{file:~/.ssh/id_ed25519}", "a\nb", "a\x1b[2J"])
+def test_a_models_name_that_an_agent_would_expand_is_refused(
+    name: str, server: Running, environment: dict[str, str], tmp_path: Path
+) -> None:
+    line = ["launch", "opencode", "--url", server.url, "--model", name]
+    done = run_convoy(line, tmp_path, environment=environment)
+    assert done.returncode == EXIT_CONFIG
+    assert "agents take none with braces or unprintable characters" in done.stderr
+    assert not Path(environment["RECORD"]).exists()
+
+
 def test_a_small_context_is_told(environment: dict[str, str], tmp_path: Path) -> None:
     with serving(FakeEngine(), max_context=2048) as running:
         done = run_convoy(["launch", "claude", "--url", running.url], tmp_path, environment=environment)

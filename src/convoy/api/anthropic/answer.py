@@ -48,7 +48,7 @@ class MessageAnswer:
         for _, piece in self._reader.read(output):
             if isinstance(piece, Ended):
                 self._ended = piece
-                events += self._blocks.close()
+                events += self._blocks.close(cut=piece.reason == "length")
             else:
                 events += self._blocks.write(piece)
         return events
@@ -63,7 +63,11 @@ class MessageAnswer:
         self.events(index, output)
 
     def whole(self) -> shapes.MessageBody:
-        return self._message(self._blocks.blocks, self._stopped())
+        blocks, stopped = self._blocks.blocks, self._stopped()
+        called = any(isinstance(block, shapes.ToolUseBlock) for block in blocks)
+        if self._blocks.has_malformed and not called and stopped.stop_reason == "tool_use":
+            stopped = shapes.Stopped("end_turn", None)
+        return self._message(blocks, stopped)
 
     def _message(self, blocks: Sequence[shapes.Block], stopped: shapes.Stopped | None) -> shapes.MessageBody:
         return shapes.MessageBody(
@@ -99,6 +103,8 @@ class BlockWriter:
 
     def __init__(self, secret: bytes) -> None:
         self.blocks: list[shapes.Block] = []
+        # Whether a block is the text of a malformed call.
+        self.has_malformed = False
         self._secret = secret
         # The first piece of the open block, and the texts of all its pieces.
         self._first: Piece | None = None
@@ -119,8 +125,12 @@ class BlockWriter:
             events.append(shapes.BlockDelta(len(self.blocks), _delta(piece)))
         return events
 
-    def close(self) -> list[msgspec.Struct]:
-        """Return the events that end the open block, if there is one."""
+    def close(self, *, cut: bool = False) -> list[msgspec.Struct]:
+        """Return the events that end the open block, if there is one.
+
+        ``cut``: the answer reached its length. A call whose arguments are then no object has no input.
+        Another such call was written wrongly, so it becomes text: a client must not run it without its input.
+        """
         if self._first is None:
             return []
         index, text, events = len(self.blocks), "".join(self._texts), list[msgspec.Struct]()
@@ -132,7 +142,12 @@ class BlockWriter:
                 self.blocks.append(shapes.ThinkingBlock(text, signature))
                 events.append(shapes.BlockDelta(index, shapes.SignatureDelta(signature)))
             case CallPiece(id=call_id, name=name):
-                self.blocks.append(shapes.ToolUseBlock(call_id, name, _input(text)))
+                given = _input(text)
+                if given is None and not cut:
+                    self.has_malformed = True
+                    self.blocks.append(shapes.TextBlock(text))
+                else:
+                    self.blocks.append(shapes.ToolUseBlock(call_id, name, given or {}))
         self._first = None
         self._texts.clear()
         return [*events, shapes.BlockStop(index)]
@@ -169,10 +184,10 @@ def _delta(piece: Piece) -> shapes.TextDelta | shapes.ThinkingDelta | shapes.Inp
             return shapes.InputJsonDelta(arguments)
 
 
-def _input(text: str) -> dict[str, Any]:
-    """Return a call's input. A call that the length cut off has none."""
+def _input(text: str) -> dict[str, Any] | None:
+    """Return a call's input, or None for text that is no object."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None

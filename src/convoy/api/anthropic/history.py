@@ -87,6 +87,7 @@ class History:
             )
 
     def _add_user(self, content: str | list[dict[str, Any]], where: str) -> None:
+        self._drop_lone_reasoning()
         for block, place in self._blocks(content, f"{where}.content"):
             match block.get("type"):
                 case "text":
@@ -122,6 +123,13 @@ class History:
         elif turn.content or turn.reasoning or turn.calls:
             self.turns.append(turn)
 
+    def _drop_lone_reasoning(self) -> None:
+        """Drop the last turn if it has only reasoning, because no template has such a turn before another."""
+        last = self.turns[-1] if self.turns else None
+        if last is not None and last.reasoning and not (last.content or last.calls):
+            self.turns.pop()
+            self.dropped.append("thinking")
+
     def _add_text(self, text: str) -> None:
         """Add text of the user. Templates expect roles to alternate, so it joins a turn of the user."""
         if not text:
@@ -141,6 +149,7 @@ class History:
         """
         if not text:
             return
+        self._drop_lone_reasoning()
         if any(turn.role != "system" for turn in self.turns):
             self._add_text(f"<system-reminder>\n{text}\n</system-reminder>")
         elif self.turns:

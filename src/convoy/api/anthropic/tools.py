@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from convoy.api.anthropic.bodies import MessageTool, MessageToolChoice
 from convoy.api.body.body_shape import check_depth
 from convoy.errors import RequestError
-from convoy.model.text.conversation import Tool, ToolChoice
+from convoy.model.text.conversation import MAX_TOOLS, Tool, ToolChoice, is_tool_name
 
-_MAX_TOOLS = 512
 # A tool without a type is the client's own too.
 _OWN_TYPES = (None, "custom")
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def read_tools(
@@ -23,8 +20,8 @@ def read_tools(
 
     Tools of other types would be run by a hosting service, so they are left out. Raises `RequestError`.
     """
-    if given is not None and len(given) > _MAX_TOOLS:
-        raise RequestError(f"tools: {len(given)} tools, and the limit is {_MAX_TOOLS}", param="tools")
+    if given is not None and len(given) > MAX_TOOLS:
+        raise RequestError(f"tools: {len(given)} tools, and the limit is {MAX_TOOLS}", param="tools")
     tools: dict[str, Tool] = {}
     for index, one in enumerate(given or ()):
         if one.type not in _OWN_TYPES:
@@ -37,7 +34,7 @@ def read_tools(
 
 
 def _tool(given: MessageTool, where: str) -> Tool:
-    if given.name is None or not _NAME.fullmatch(given.name):
+    if given.name is None or not is_tool_name(given.name):
         raise RequestError(
             f"{where}.name: expected 1 to 128 letters, digits or any of _ . : / -", param=f"{where}.name"
         )

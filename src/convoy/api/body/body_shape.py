@@ -11,7 +11,7 @@ import re
 from convoy.errors import RequestError
 
 MAX_PARTS = 100_000
-# Lists and objects within one another, in schemas and in the arguments of calls.
+# Lists and objects within one another, in arguments, schemas and template variables.
 MAX_DEPTH = 64
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from convoy.api.body.arguments import read_arguments
+from convoy.api.body.body_shape import check_depth
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, ChatTool, MessageCall, NamedChoice
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.text.conversation import (
+    MAX_TOOLS,
     ROLES,
     Conversation,
     Tool,
@@ -18,26 +21,30 @@ from convoy.model.text.conversation import (
     ToolChoice,
     ToolMode,
     Turn,
+    fold_turns,
+    is_tool_name,
     role_of,
 )
 
-MAX_TOOLS = 512
 MAX_CALLS = 512
-MAX_ARGUMENTS_BYTES = 512 * 1024
-# Lists and objects within one another, in arguments, schemas and template variables.
-MAX_DEPTH = 64
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "required"}
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-def read_conversation(body: ChatBody, options: ServeOptions) -> Conversation:
-    """Return the conversation of a body. Raises `RequestError` naming the field at fault."""
+def read_conversation(body: ChatBody, options: ServeOptions, dropped: DroppedHistory) -> Conversation:
+    """Return the conversation of a body. Raises `RequestError` naming the field at fault.
+
+    ``dropped`` counts the calls that are left out because their arguments are no object, and their results.
+    """
     if not body.messages:
         raise RequestError("messages is empty, expected at least one message", param="messages")
     _check_messages(body.messages, options)
-    calls: dict[str, str] = {}
-    turns = tuple(_turn(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages))
+    calls = _Calls()
+    read = (_turn(message, f"messages[{index}]", calls) for index, message in enumerate(body.messages))
+    turns = tuple(turn for turn in read if turn is not None)
+    if not turns:
+        raise RequestError("messages has no message that this server can read", param="messages")
+    dropped.count("chat", calls.dropped)
     tools = _tools(body.tools or [])
     continues = bool(body.continue_final_message)
     if continues and turns[-1].role != "assistant":
@@ -47,7 +54,7 @@ def read_conversation(body: ChatBody, options: ServeOptions) -> Conversation:
         text = "continue_final_message and add_generation_prompt are both true, expected one of them"
         raise RequestError(text, param="continue_final_message")
     return Conversation(
-        turns,
+        fold_turns(turns),
         tools,
         _choice(body, tools),
         _variables(body),
@@ -65,8 +72,29 @@ def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> N
             )
 
 
-def _turn(message: ChatMessage, where: str, calls: dict[str, str]) -> Turn:
-    """Return one turn. ``calls`` has the name of each earlier call, by id, and gets those of this turn."""
+@dataclass(slots=True)
+class _Calls:
+    """Hold the calls so far: the names of those that are kept, by id, and the ids of broken ones."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+    dropped: list[str] = field(default_factory=list)
+
+    def read(self, call: MessageCall, where: str) -> ToolCall | None:
+        """Return a call, or None for one whose arguments are no object, as a model may write them."""
+        made = _call(call, where)
+        if made is None:
+            self.broken.add(call.id)
+            self.dropped.append("tool_call")
+        else:
+            # A client may use an id again.
+            self.broken.discard(call.id)
+            self.names[call.id] = made.name
+        return made
+
+
+def _turn(message: ChatMessage, where: str, calls: _Calls) -> Turn | None:
+    """Return one turn, or None if a broken call was all it had. ``calls`` gets its calls."""
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:40]!r}, expected one of: {', '.join(ROLES)}",
@@ -80,54 +108,42 @@ def _turn(message: ChatMessage, where: str, calls: dict[str, str]) -> Turn:
     call_id, name = "", message.name or ""
     if role == "tool":
         call_id = _result_id(message, where, calls)
-        name = name or calls[call_id]
-    made = tuple(
-        _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
-    )
-    if len(made) > MAX_CALLS:
+        if call_id in calls.broken:
+            calls.dropped.append("tool")
+            return None
+        name = name or calls.names[call_id]
+    given = message.tool_calls or ()
+    if len(given) > MAX_CALLS:
         raise RequestError(
-            f"{where}.tool_calls has {len(made)} calls, and the limit is {MAX_CALLS}",
+            f"{where}.tool_calls has {len(given)} calls, and the limit is {MAX_CALLS}",
             param=f"{where}.tool_calls",
         )
-    calls.update((call.id, call.name) for call in made)
-    reasoning = message.reasoning_content or message.reasoning or ""
-    return Turn(role, _content(message, where), reasoning if role == "assistant" else "", made, call_id, name)
+    read = (calls.read(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(given))
+    made = tuple(call for call in read if call is not None)
+    content = _content(message, where)
+    if given and not made and not content:
+        return None
+    reasoning = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
+    return Turn(role, content, reasoning, made, call_id, name)
 
 
-def _result_id(message: ChatMessage, where: str, calls: Mapping[str, str]) -> str:
+def _result_id(message: ChatMessage, where: str, calls: _Calls) -> str:
     param = f"{where}.tool_call_id"
     if message.tool_call_id is None:
         raise RequestError(f"{param} is missing, expected the id of an earlier call", param=param)
-    if message.tool_call_id not in calls:
+    if message.tool_call_id not in calls.names and message.tool_call_id not in calls.broken:
         raise RequestError(f"{param} names a call that no earlier message made", param=param)
     return message.tool_call_id
 
 
-def _call(call: MessageCall, where: str) -> ToolCall:
+def _call(call: MessageCall, where: str) -> ToolCall | None:
     if call.type != "function":
         raise RequestError(f"{where}.type is {call.type[:40]!r}, expected 'function'", param=f"{where}.type")
     param = f"{where}.function.arguments"
     if not call.function.name:
         raise RequestError(f"{where}.function.name is empty", param=f"{where}.function.name")
-    num_bytes = len(call.function.arguments.encode(errors="surrogatepass"))
-    if num_bytes > MAX_ARGUMENTS_BYTES:
-        raise RequestError(
-            f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}", param=param
-        )
-    # A call without arguments may have an empty text.
-    text = call.function.arguments.strip() or "{}"
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{param} is not the JSON text of an object", param=param) from None
-    if not isinstance(value, dict):
-        raise RequestError(f"{param} is JSON, but not an object", param=param)
-    _check_depth(value, param)
-    return ToolCall(call.id, call.function.name, text)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
+    text = read_arguments(call.function.arguments, param)
+    return None if text is None else ToolCall(call.id, call.function.name, text)
 
 
 def _content(message: ChatMessage, place: str) -> str:
@@ -164,7 +180,7 @@ def _tools(given: Sequence[ChatTool]) -> tuple[Tool, ...]:
         if one.function is None:
             raise RequestError(f"{where} is missing", param=where)
         name = one.function.name
-        if not _NAME.fullmatch(name):
+        if not is_tool_name(name):
             raise RequestError(
                 f"{where}.name is {name[:40]!r}, expected 1 to 128 letters, digits or any of _ . : / -",
                 param=f"{where}.name",
@@ -172,7 +188,7 @@ def _tools(given: Sequence[ChatTool]) -> tuple[Tool, ...]:
         if name in tools:
             raise RequestError(f"{where}.name is {name!r}, as that of an earlier tool", param=f"{where}.name")
         parameters = one.function.parameters or {}
-        _check_depth(parameters, f"{where}.parameters")
+        check_depth(parameters, f"{where}.parameters")
         tools[name] = Tool(name, one.function.description or "", parameters, bool(one.function.strict))
     return tuple(tools.values())
 
@@ -198,6 +214,9 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
         )
     mode = _MODES[chosen or "auto"]
     if mode == "required" and not tools:
+        if body.tools:
+            # Every tool was left out, so there is nothing that could be required.
+            return ToolChoice(parallel=parallel)
         raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
     return ToolChoice(mode, parallel=parallel)
 
@@ -205,7 +224,7 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
 def _variables(body: ChatBody) -> dict[str, Any]:
     """Return the template's variables. ``reasoning_effort`` sets those by which templates switch thinking."""
     given = dict(body.chat_template_kwargs or {})
-    _check_depth(given, "chat_template_kwargs")
+    check_depth(given, "chat_template_kwargs")
     effort = body.reasoning_effort
     if effort is None:
         return given
@@ -216,17 +235,3 @@ def _variables(body: ChatBody) -> dict[str, Any]:
         )
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
-
-
-def _check_depth(value: object, param: str) -> None:
-    """Raise `RequestError` if lists and objects lie too deep in one another."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
-        raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)

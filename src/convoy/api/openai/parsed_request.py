@@ -18,6 +18,7 @@ from convoy.api.openai.answer_form import read_form
 from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
@@ -35,10 +36,15 @@ _NO_LIMIT = -1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
-    """Translate a chat body. ``salt`` is the caller's key's. Raises `RequestError` or `UnknownModel`."""
+def read_chat(
+    body: ChatBody, service: Service, options: ServeOptions, salt: bytes, *, dropped: DroppedHistory
+) -> ParsedRequest:
+    """Translate a chat body. ``salt`` is the caller's key's; ``dropped`` counts the calls that are left out.
+
+    Raises `RequestError` or `UnknownModel`.
+    """
     model = service.model(body.model)
-    conversation = read_conversation(body, options)
+    conversation = read_conversation(body, options, dropped)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     _check_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)

@@ -20,6 +20,7 @@ from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.openai.token_text import TokenText
 from convoy.api.service import ServedModel, Service
+from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 
 # The fields that change a prompt's tokens. All others ask for an answer, and there is none.
@@ -98,8 +99,10 @@ class Tokenize:
         return self.read(data, self.service, self.options)
 
 
-def tokenize(data: bytes, service: Service, options: ServeOptions) -> Tokens:
+def tokenize(data: bytes, service: Service, options: ServeOptions, *, dropped: DroppedHistory) -> Tokens:
     """Return the tokens that a completion of the body's prompt, or a chat of its messages, begins with.
+
+    ``dropped`` counts the calls that are left out.
 
     Raises `RequestError`, also for more tokens than the context, or `UnknownModel`.
     """
@@ -112,7 +115,7 @@ def tokenize(data: bytes, service: Service, options: ServeOptions) -> Tokens:
     given |= {name: raw[name] for name in ("model", "return_token_strs") if name in raw}
     body: MessagesBody | TextBody = convert_object(given, kind)
     model = service.model(body.model)
-    ids = _encode(body, model, options)
+    ids = _encode(body, model, options, dropped)
     texts = None
     if body.return_token_strs:
         text = TokenText(model.tokenizer)
@@ -142,10 +145,12 @@ def detokenize(data: bytes, service: Service, options: ServeOptions) -> Detokeni
     return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-def _encode(body: TextBody | MessagesBody, model: ServedModel, options: ServeOptions) -> list[int]:
+def _encode(
+    body: TextBody | MessagesBody, model: ServedModel, options: ServeOptions, dropped: DroppedHistory
+) -> list[int]:
     room = model.max_context
     if isinstance(body, MessagesBody):
-        return model.tokenizer.encode_chat(read_conversation(body, options), max_tokens=room)
+        return model.tokenizer.encode_chat(read_conversation(body, options, dropped), max_tokens=room)
     ids = model.tokenizer.encode(body.prompt, max_tokens=room)
     if body.add_special_tokens:
         return ids

@@ -110,7 +110,7 @@ class ResponsesAnswer:
         )
         if self._store is not None and final.store:
             turns = (*self._asked.turns, self._writer.turn)
-            self._store.keep(self._asked.owner, final.id, msgspec.json.encode(final), turns)
+            self._store.keep(self._asked.key, self._asked.owner, final.id, msgspec.json.encode(final), turns)
         return final
 
     def _finish(self, ended: Ended) -> list[Event]:

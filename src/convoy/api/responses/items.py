@@ -13,10 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
-from convoy.api.body.body_shape import check_depth
-from convoy.api.openai.conversation import MAX_ARGUMENTS_BYTES
+from convoy.api.body.arguments import read_arguments
 from convoy.api.responses.tools import flat_name
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Role, ToolCall, Turn
@@ -47,14 +44,16 @@ def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_
     Raises `RequestError` with the field's name for a wrong role, a missing field, an image or a document, a
     result of a call that was never made, and more than ``max_items`` items or parts.
     """
+    reader = _Reader(max_items)
+    for turn in earlier:
+        reader.resume(turn)
     if isinstance(given, str):
-        return History((*earlier, Turn("user", given)))
+        return History((*reader.end(), Turn("user", given)), tuple(reader.dropped))
     if not given:
         raise RequestError("input is empty, expected text or at least one item", param="input")
-    reader = _Reader(earlier, max_items)
     for index, item in enumerate(given):
         reader.read(item, f"input[{index}]")
-    turns = (*earlier, *reader.end())
+    turns = tuple(reader.end())
     if not turns:
         raise RequestError("input has no item that this server can read", param="input")
     return History(turns, tuple(reader.dropped))
@@ -72,14 +71,22 @@ def encode_reasoning(text: str) -> str:
 class _Reader:
     """Collect turns. An assistant's reasoning, text and calls become one turn, as they were generated."""
 
-    def __init__(self, earlier: Sequence[Turn], max_items: int) -> None:
+    def __init__(self, max_items: int) -> None:
         self.dropped: list[str] = []
         self._turns: list[Turn] = []
-        self._names = {call.id: call.name for turn in earlier for call in turn.calls}
+        self._names: dict[str, str] = {}
         self._cut_calls: set[str] = set()
         self._open: Turn | None = None
         self._left = max_items
         self._max_items = max_items
+
+    def resume(self, turn: Turn) -> None:
+        """Add a turn of a stored response, without the calls and the reasoning that `read` would drop."""
+        calls = tuple(call for given in turn.calls if (call := self._kept_call(given)) is not None)
+        if turn.content or calls or not (turn.calls or turn.reasoning):
+            self._turns.append(replace(turn, calls=calls))
+        elif turn.reasoning:
+            self.dropped.append("reasoning")
 
     def read(self, item: Any, where: str) -> None:
         """Read one item. Raises `RequestError`."""
@@ -123,15 +130,30 @@ class _Reader:
         namespace = _text(item, "namespace", where) if item.get("namespace") else ""
         name = flat_name(namespace, _text(item, "name", where))
         call_id, arguments = _text(item, "call_id", where), _text(item, "arguments", where)
-        if not _is_object(arguments, f"{where}.arguments"):
+        call = self._add_call(call_id, name, read_arguments(arguments, f"{where}.arguments"))
+        if call is not None:
+            turn = self._open or Turn("assistant")
+            self._open = replace(turn, calls=(*turn.calls, call))
+
+    def _kept_call(self, given: ToolCall) -> ToolCall | None:
+        """Return a call of a stored response, or None if a client could not send it back either."""
+        try:
+            arguments = read_arguments(given.arguments, "arguments")
+        except RequestError:
+            arguments = None
+        return self._add_call(given.id, given.name, arguments)
+
+    def _add_call(self, call_id: str, name: str, arguments: str | None) -> ToolCall | None:
+        """Return a call whose result may follow, or None for one without valid arguments."""
+        if arguments is None:
             # The call was cut off. Its result says no more than that, and is dropped with it.
             self._cut_calls.add(call_id)
             self.dropped.append("function_call")
-            return
-        call = ToolCall(call_id, name, arguments.strip() or "{}")
-        self._names[call.id] = name
-        turn = self._open or Turn("assistant")
-        self._open = replace(turn, calls=(*turn.calls, call))
+            return None
+        # A client may use an id again.
+        self._cut_calls.discard(call_id)
+        self._names[call_id] = name
+        return ToolCall(call_id, name, arguments)
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _text(item, "call_id", where)
@@ -218,25 +240,6 @@ def _text(item: Mapping[str, Any], field: str, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"{param}: expected text", param=param, code="invalid_type")
     return value
-
-
-def _is_object(arguments: str, param: str) -> bool:
-    """Return whether arguments are the JSON text of an object, or empty.
-
-    Raises `RequestError` for arguments that are too long or too deep.
-    """
-    num_bytes = len(arguments.encode(errors="surrogatepass"))
-    if num_bytes > MAX_ARGUMENTS_BYTES:
-        text = f"{param} has {num_bytes} bytes, and the limit is {MAX_ARGUMENTS_BYTES}"
-        raise RequestError(text, param=param)
-    if not arguments.strip():
-        return True
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return False
-    check_depth(value, param)
-    return isinstance(value, dict)
 
 
 def _decode_reasoning(given: Any) -> str:

@@ -21,6 +21,7 @@ _ENTRY_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    key: bytes
     owner: bytes
     # The response object as JSON.
     body: bytes
@@ -36,6 +37,7 @@ class _Entry:
 class ResponseStore:
     """Hold the latest responses of all keys within bounds of bytes and age. Several threads may use it.
 
+    An entry belongs to an owner, which alone may read it, and counts for a key. A key may have many owners.
     When the store is full, the key with the most bytes loses its oldest response. So no key can push out the
     responses of another one that holds less.
     """
@@ -53,25 +55,34 @@ class ResponseStore:
         self._lock = threading.Lock()
         # Oldest first.
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        # The ids of each key, oldest first.
+        self._ids_of: dict[bytes, OrderedDict[str, None]] = {}
         self._bytes_of: Counter[bytes] = Counter()
+        self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes that all entries hold."""
         with self._lock:
-            return self._bytes_of.total()
+            return self._num_bytes
 
-    def keep(self, owner: bytes, response_id: str, body: bytes, turns: Sequence[Turn]) -> None:
-        """Keep a response and its conversation for ``owner``. One over the store's size is not kept."""
-        entry = _Entry(owner, body, msgspec.json.encode(turns), self._clock())
+    def keep(self, key: bytes, owner: bytes, response_id: str, body: bytes, turns: Sequence[Turn]) -> None:
+        """Keep a response and its conversation for ``owner``. One over the store's size is not kept.
+
+        ``key`` is the salt of the caller's key, whose share of the store it takes.
+        """
+        entry = _Entry(key, owner, body, msgspec.json.encode(turns), self._clock())
         if entry.num_bytes > self._max_bytes:
             return
         with self._lock:
             self._expire()
             self._entries[response_id] = entry
-            self._bytes_of[owner] += entry.num_bytes
-            while self._bytes_of.total() > self._max_bytes:
-                self._drop_oldest_of(max(self._bytes_of, key=self._bytes_of.__getitem__))
+            self._ids_of.setdefault(key, OrderedDict())[response_id] = None
+            self._bytes_of[key] += entry.num_bytes
+            self._num_bytes += entry.num_bytes
+            while self._num_bytes > self._max_bytes:
+                largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
+                self._drop(next(iter(self._ids_of[largest])))
 
     def body(self, owner: bytes, response_id: str) -> bytes:
         """Return a response as JSON. Raises `UnknownResponse`, also for the response of another owner."""
@@ -104,13 +115,12 @@ class ResponseStore:
                 return
             self._drop(response_id)
 
-    def _drop_oldest_of(self, owner: bytes) -> None:
-        self._drop(next(key for key, entry in self._entries.items() if entry.owner == owner))
-
     def _drop(self, response_id: str) -> None:
         entry = self._entries.pop(response_id, None)
         if entry is None:
             return
-        self._bytes_of[entry.owner] -= entry.num_bytes
-        if not self._bytes_of[entry.owner]:
-            del self._bytes_of[entry.owner]
+        self._num_bytes -= entry.num_bytes
+        self._bytes_of[entry.key] -= entry.num_bytes
+        del self._ids_of[entry.key][response_id]
+        if not self._ids_of[entry.key]:
+            del self._ids_of[entry.key], self._bytes_of[entry.key]

@@ -6,18 +6,16 @@ namespace and the function's own name again. Tools that a hosting service would 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from convoy.api.body.body_shape import check_depth
 from convoy.errors import RequestError
-from convoy.model.text.conversation import Tool, ToolChoice, ToolMode
+from convoy.model.text.conversation import Tool, ToolChoice, ToolMode, is_tool_name
 
 _MODES: Mapping[str, ToolMode] = {"auto": "auto", "none": "none", "required": "required"}
 _JOINT = "__"
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class _Reader:
             raise RequestError(f"{param}: expected an object", param=param, code="invalid_type")
         check_depth(parameters, f"{where}.parameters")
         flat, strict = flat_name(namespace, name), given.get("strict") is True
-        if not _NAME.fullmatch(flat):
+        if not is_tool_name(flat):
             text = f"{where}.name: expected 1 to 128 letters, digits or any of _ . : / -"
             raise RequestError(text, param=f"{where}.name")
         if flat in self.sources:
@@ -132,7 +130,7 @@ def _choice(choice: Any, names: set[str], *, parallel: bool) -> tuple[ToolChoice
     flat = flat_name(_namespace_of(choice), name)
     if flat not in names:
         raise RequestError("tool_choice.name is no function of tools", param="tool_choice.name")
-    return ToolChoice("required", flat, parallel), {"type": "function", "name": name}
+    return ToolChoice("required", flat, parallel=False), {"type": "function", "name": name}
 
 
 def _allowed(choice: Mapping[str, Any]) -> set[str]:

@@ -13,7 +13,7 @@ from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
-from convoy.api.openai.conversation import EFFORTS, MAX_TOOLS
+from convoy.api.openai.conversation import EFFORTS
 from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.bodies import ResponsesBody, TextFormat
 from convoy.api.responses.items import read_items
@@ -24,7 +24,7 @@ from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.text.conversation import Conversation, Turn
+from convoy.model.text.conversation import MAX_TOOLS, Conversation, Turn, fold_turns
 from convoy.model.text.grammar import Grammar
 
 SUMMARIES = ("auto", "concise", "detailed")
@@ -45,6 +45,8 @@ class ResponsesRequest(ParsedRequest):
     turns: tuple[Turn, ...]
     # The salt of the caller's key and of ``cache_salt``, which names the owner of a stored answer.
     owner: bytes
+    # The salt of the caller's key, whose share of the store the answer takes.
+    key: bytes
     sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Whether the answer gives a reasoning as its own summary, and whether it adds the encoded text.
     summarise: bool = False
@@ -76,7 +78,7 @@ def read_response(
     context raises `ContextFailed`.
     """
     _check_elsewhere(body)
-    salt = cache_salt_of(salt, body.cache_salt)
+    key, salt = salt, cache_salt_of(salt, body.cache_salt)
     model = service.model(body.model)
     earlier = _earlier(body, store, salt)
     history = read_items(body.input, earlier, max_items=options.max_messages)
@@ -101,6 +103,7 @@ def read_response(
         shown=shown,
         turns=history.turns,
         owner=salt,
+        key=key,
         sources=offered.sources,
         summarise=shown.reasoning.summary is not None,
         encode=_ENCODED_REASONING in (body.include or ()),
@@ -161,23 +164,6 @@ def _chat_request(body: ResponsesBody, turns: tuple[Turn, ...], offered: Offered
         stream=bool(body.stream),
         grammar=_grammar(body),
     )
-
-
-def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return turns with one system turn at most, at the start, and without two turns of the user in a row.
-
-    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
-    because a prompt that changes at its start finds nothing in the prefix cache.
-    """
-    folded: list[Turn] = []
-    for turn in turns:
-        late = turn.role == "system" and any(one.role != "system" for one in folded)
-        given = replace(turn, role="user") if late else turn
-        if folded and given.role in ("system", "user") and folded[-1].role == given.role:
-            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
-        else:
-            folded.append(given)
-    return tuple(folded)
 
 
 def _variables(effort: str | None) -> dict[str, Any]:

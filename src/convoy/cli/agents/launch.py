@@ -52,6 +52,7 @@ def launch(
     key = client_key(api_key_file)
     endpoint = Endpoint.of(url, key, ca)
     named = model or only_model(endpoint, "--model")
+    _check_name(named)
     server = AgentServer(
         endpoint.url, named, _context_of(endpoint, named), key or NO_KEY, ca and ca.resolve()
     )
@@ -71,6 +72,19 @@ def launch(
     with _folder() as folder:
         code = _run(program, row.settings(server, folder), folder, arguments or [])
     raise typer.Exit(code)
+
+
+def _check_name(model: str) -> None:
+    """Raise `ConfigError` for a name that an agent's configuration may read as more than a name.
+
+    opencode replaces ``{env:NAME}`` and ``{file:PATH}`` in its settings. A server chooses the name, and gets
+    it back in every request.
+    """
+    if not model.isprintable() or set("{}") & set(model):
+        raise ConfigError(
+            f"the model's name is {model[:80]!r}, and agents take none with braces or unprintable characters",
+            hint="serve the model under another name",
+        )
 
 
 def _context_of(endpoint: Endpoint, model: str) -> int | None:

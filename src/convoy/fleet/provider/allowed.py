@@ -270,9 +270,13 @@ def _message_body(wanted: ConsumerRequest, *, shares_cache: bool) -> bytes:
         for name, kind in _OF_MESSAGES.items()
         if name in given and bytes(given[name]) != b"null"
     }
-    own = [tool for tool in fields.pop("tools", ()) if tool.type in (None, "custom")]
+    tools = fields.pop("tools", ())
+    own = [tool for tool in tools if tool.type in (None, "custom")]
     if own:
         fields["tools"] = own
+    elif tools and "tool_choice" in fields and fields["tool_choice"].type == "any":
+        # Every tool was left out, so there is nothing that could be required.
+        del fields["tool_choice"]
     output: AllowedOutput = fields.get("output_config", AllowedOutput())
     schemas: list[tuple[str, Any]] = [("tools", tool.input_schema) for tool in own]
     _check_references([*schemas, ("output_config", output.format.schema if output.format else None)])

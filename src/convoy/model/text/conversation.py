@@ -6,19 +6,28 @@ caller's: no part of it may become a control token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 ToolMode = Literal["auto", "none", "required"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of one request.
+MAX_TOOLS = 512
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def role_of(given: str) -> Role:
     """Return the role that templates know: "developer" is OpenAI's newer name for "system"."""
     roles: dict[str, Role] = {"user": "user", "assistant": "assistant", "tool": "tool"}
     return roles.get(given, "system")
+
+
+def is_tool_name(name: str) -> bool:
+    """Return whether a tool may have this name: 1 to 128 letters, digits or any of ``_ . : / -``."""
+    return _TOOL_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +85,21 @@ class Conversation:
     # Continue the last turn, an assistant's, instead of beginning a new one.
     continues: bool = False
     add_generation_prompt: bool = True
+
+
+def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return turns with one system turn at most, at the start, and without two turns of one user in a row.
+
+    Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
+    because a prompt that changes at its start finds nothing in the prefix cache.
+    """
+    folded: list[Turn] = []
+    for turn in turns:
+        late = turn.role == "system" and any(one.role != "system" for one in folded)
+        given = replace(turn, role="user") if late else turn
+        same = bool(folded) and (folded[-1].role, folded[-1].name) == (given.role, given.name)
+        if same and given.role in ("system", "user"):
+            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
+        else:
+            folded.append(given)
+    return tuple(folded)
