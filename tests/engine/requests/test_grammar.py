@@ -201,7 +201,7 @@ def test_a_stop_string_and_log_probabilities_work_within_a_grammar() -> None:
 def test_rules_that_leave_no_token_fail_that_request_alone() -> None:
     banned = tuple((ord(letter) - ord("0"),) for letter in "ABC")
     for rules in ({"bad_words": banned}, {"allowed_token_ids": (ord("Z") - ord("0"),)}):
-        done = run(replace(ASKED, **rules))  # type: ignore[arg-type]
+        done = run(replace(ASKED, **rules))
         assert isinstance(done.errors[0], RequestError)
         assert "may be sampled" in str(done.errors[0])
 
