@@ -104,13 +104,13 @@ def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(
     sizes = ("--delays", "1", "--tokens", "16", "--rounds", "1", "--speculate", "4", "--threads", "1")
     shown = bench("spec", "demo-mini", *sizes, "--plot", str(plot))
     rows = shown["rows"]
-    assert [(row["delay_ms"], row["speculate"]) for row in rows] == [(1, 0), (1, 4)] * 3
+    assert [(row["delay_ms"], row["speculate"]) for row in rows] == [(1, 0), (1, 4)] * 4
     assert all(row["identical"] is True for row in rows)
     assert all(row["round_trip_ms"] >= 2 * row["delay_ms"] for row in rows)
     assert all(row["drafted"] == 0 for row in rows if row["speculate"] == 0)
-    assert len(shown["ratios"]) == 3
+    assert len(shown["ratios"]) == 4
     drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 6
 
 
 @pytest.mark.slow
