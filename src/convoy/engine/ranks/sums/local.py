@@ -137,30 +137,39 @@ class LocalCollective:
             if self._ranks.error is not None or process_group is None:
                 raise self._ranks.error or CollectiveError("the group is over")
             if x.numel():
-                self._wait(process_group.allgather([parts], [x]), number, what)
+                # Before the library's own deadline begins, so that its timeout never comes before this one.
+                until_s = time.monotonic() + self._ranks.deadline_s
+                self._wait(process_group.allgather([parts], [x]), number, what, until_s)
             return parts
         finally:
             self._busy = False
             if self._ranks.error is not None:
                 self._process_group = None
 
-    def _wait(self, work: Any, number: int, what: str) -> None:
-        ranks, until_s = self._ranks, time.monotonic() + self._ranks.deadline_s
+    def _wait(self, work: Any, number: int, what: str, until_s: float) -> None:
+        ranks = self._ranks
         where = f"operation {number}, {what} of {ranks.backend}"
         while not _is_done(work, min(_SLICE_S, max(0.001, until_s - time.monotonic()))):
             if ranks.error is not None:
                 raise ranks.error
             if time.monotonic() >= until_s:
-                late = next(iter(ranks.behind(number)), None)
-                text = f"rank {late} did not come to {where}, within {ranks.deadline_s:g} s"
-                raise ranks.abort(CollectiveError(text, rank=late))
+                raise ranks.abort(self._late(number, where))
         try:
             work.wait()
         except RuntimeError as error:
             if ranks.error is not None:
                 raise ranks.error from error
+            # The library's timeout only says which of its operations waited.
+            if time.monotonic() >= until_s and ranks.behind(number):
+                raise ranks.abort(self._late(number, where)) from error
             text = f"{where}, failed at rank {self.rank}: {_first_line(error)}"
             raise ranks.abort(CollectiveError(text)) from error
+
+    def _late(self, number: int, where: str) -> CollectiveError:
+        """Return the error that names the first rank that did not come to operation ``number``."""
+        late = next(iter(self._ranks.behind(number)), None)
+        text = f"rank {late} did not come to {where}, within {self._ranks.deadline_s:g} s"
+        return CollectiveError(text, rank=late)
 
 
 def check_plain(backend: str, holders: Sequence[str]) -> None:
