@@ -37,7 +37,7 @@ class Cluster:
         self.model = make_odd_llama(folder / "odd")
         self.network, self.members = MemoryNetwork(), make_local_members(("alpha", "beta", "gamma"))
         self.peers = [self.join(1, PeerOptions(MEMBER, model_path=self.model))]
-        options = HeadOptions(MEMBER, wait_s=1, num_blocks=64)
+        options = HeadOptions(MEMBER, wait_s=3, num_blocks=64)
         source = ModelSource.resolve(str(self.model))
         self.running = RunningCluster.start(
             membership_of(self.members[0]), source, options, network=self.network

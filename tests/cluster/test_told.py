@@ -55,7 +55,7 @@ def test_a_loss_and_what_becomes_of_it_are_a_line_each(caplog: pytest.LogCapture
 def test_a_standby_comes_and_goes_with_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     with scene("beta", "gamma") as s:
         s.join("beta")
-        cluster = s.serve(wait_s=1.0)
+        cluster = s.serve(wait_s=3.0)
         assert cluster.status().absent == ["gamma"]
         standby = s.join("gamma", standby=True)
         wait_until(lambda: told(caplog, "joined"))

@@ -78,7 +78,7 @@ def test_a_request_that_does_not_come_ends_its_connection(said: bytes) -> None:
 
 def test_a_scraper_that_reads_nothing_is_given_up() -> None:
     with (
-        listening(ScrapeLimits(request_timeout_s=0.5)) as address,
+        listening(ScrapeLimits(request_timeout_s=2.0)) as address,
         socket.create_connection(address, timeout=60) as sock,
     ):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -37,7 +37,7 @@ from convoy.wire.messages.control import (
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
-HEAD_OPTIONS = HeadOptions(MEMBER, wait_s=0.5, num_blocks=32)
+HEAD_OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_a_head_never_names_a_path(
 def test_a_peer_that_is_not_there_is_named_with_its_address(
     members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
 ) -> None:
-    options = replace(HEAD_OPTIONS, spans={"alpha": "0:1,output", "beta": "2:3"})
+    options = replace(HEAD_OPTIONS, wait_s=0.5, spans={"alpha": "0:1,output", "beta": "2:3"})
     with pytest.raises(PeerUnreachable, match=r"beta at 127\.0\.0\.1:7001 did not answer within 0\.5 s"):
         Head(membership_of(members[0]), source, options, network).bring_up()
 

@@ -322,7 +322,7 @@ class Slow:
 
 
 def test_a_full_queue_that_moves_is_no_stall_and_loses_nothing() -> None:
-    options = LinkOptions(max_queued_frames=1, stall_timeout_s=0.3)
+    options = LinkOptions(max_queued_frames=1, stall_timeout_s=0.5)
     links = memory_link_pair(ALPHA, BETA, options=options)
     replace_sending_stream(links[0], Slow(sending_stream(links[0]), 0.03))
     here, there = End(links[0]).start(), End(links[1]).start()

@@ -79,7 +79,7 @@ def test_a_backend_that_pytorch_lacks_is_named() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_operation() -> None:
-    group = group_of(2, 0.5)
+    group = group_of(2, 2.0)
     on_all(group, [torch.ones(3)] * 2)
     with pytest.raises(CollectiveError, match=r"rank 1 did not come to operation 1, an all-reduce of gloo"):
         group.ends[0].all_reduce(torch.ones(3))
