@@ -20,9 +20,6 @@ from convoy.wire.messages.control import Step
 # Shape [layers, 2 (K, then V), positions, kv_heads, head_dim].
 Kv = npt.NDArray[np.float32]
 
-# The most steps that a stage lets wait, and that a link's inbox holds.
-MAX_IN_FLIGHT = 64
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
