@@ -8,8 +8,9 @@ from pathlib import Path
 
 from convoy.config.kernels import on_device
 from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
+from convoy.engine.kv.limits import MAX_DRAFT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.engine.speculation import MAX_DRAFT, GrammarDrafter, LookupDrafter
+from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.memory.blocks import BlockDemand
