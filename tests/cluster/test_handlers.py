@@ -15,7 +15,8 @@ from convoy.testing.links import memory_link_pair
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.frame import TENSOR_TYPES, frames_from
-from convoy.wire.messages.control import FrameType, Ping, Pong, Sender
+from convoy.wire.messages.control import FrameType, Sender
+from convoy.wire.messages.link import Ping, Pong
 from convoy.wire.messages.ranks import RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
 from convoy.wire.tensor import WireTensor

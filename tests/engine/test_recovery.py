@@ -11,12 +11,12 @@ from typing import cast
 import numpy as np
 import pytest
 
+from convoy.engine.active import MAX_FAILURES
 from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import MAX_FAILURES, NewStages, Replan
-from convoy.engine.run.executor import StepResult
+from convoy.engine.run.executor import NewStages, Replan, StepResult
 from convoy.errors import (
     CapacityError,
     ConvoyError,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convoy.engine.kv.limits import MAX_DRAFT
 from convoy.engine.requests.admission import check_request
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.engine.speculation import MAX_DRAFT
 from convoy.errors import RequestError
 from convoy.model.kv.pools import BlockTables, GroupBlocks
 from convoy.model.sampling.params import SamplingParams

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
+from convoy.engine.run.executor import NewStages
 from convoy.engine.scheduler import Drafter, GroupLimits, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import LookupDrafter

@@ -30,7 +30,8 @@ from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.roster.roster import sign_roster
-from convoy.wire.messages.control import Hello, RosterUpdate
+from convoy.wire.messages.control import Hello
+from convoy.wire.messages.link import RosterUpdate
 from support.link_parts import outgoing_of, stop_writing
 from support.links import WAIT_S, End
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted, with_roster

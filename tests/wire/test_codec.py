@@ -22,20 +22,16 @@ from convoy.wire.messages.control import (
     Activated,
     BlockGrant,
     BlocksDone,
-    Bye,
     FrameType,
     Hello,
     Inquire,
     Message,
-    Ping,
     Plan,
-    Pong,
     Progress,
     Reached,
     ReadBlocks,
     Ready,
     Refuse,
-    RosterUpdate,
     Row,
     SampleReplies,
     SampleReply,
@@ -43,11 +39,11 @@ from convoy.wire.messages.control import (
     StageAssignment,
     Step,
     StepFailed,
-    Switch,
     WriteBlocks,
 )
 from convoy.wire.messages.evidence import Challenge, Evidence, Vouch, Vouched
 from convoy.wire.messages.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
+from convoy.wire.messages.link import Bye, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
 from convoy.wire.tensor import WireTensor

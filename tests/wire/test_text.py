@@ -7,7 +7,8 @@ import pytest
 
 from convoy.errors import FrameError
 from convoy.wire.codec import decode_message, encode_message
-from convoy.wire.messages.control import Bye, Hello, Message, Plan, Refuse, StageAssignment, StepFailed
+from convoy.wire.messages.control import Hello, Message, Plan, Refuse, StageAssignment, StepFailed
+from convoy.wire.messages.link import Bye
 from convoy.wire.text import plain_text
 
 ROGUE = "ok\nERROR forged\r\x1b[2J\x1b]0;title\x07\u202eevil\u2028\x00\x7f\x9b"

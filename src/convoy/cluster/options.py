@@ -8,16 +8,16 @@ from pathlib import Path
 
 from convoy.config.kernels import on_device
 from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
-from convoy.engine.run.executor import MAX_IN_FLIGHT
+from convoy.engine.kv.limits import MAX_DRAFT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.engine.speculation import MAX_DRAFT, GrammarDrafter, LookupDrafter
+from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.memory.blocks import BlockDemand
 from convoy.plan.placement.parallel import ASKED, Asked
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
-from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
+from convoy.wire.messages.control import MAX_BATCH, MAX_IN_FLIGHT, MAX_RANKS, MAX_STEP_TOKENS
 
 _WHERE = "docs/configuration.md has every key of convoy.toml with its flag"
 

@@ -1,4 +1,4 @@
-"""The active sequences, their owners, and the work that waits for a pause between steps.
+"""The active sequences and their owners, those that fail again and again, and the work between steps.
 
 An owner is told of the tokens, the end and the failures of its sequence.
 """
@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
-from convoy.engine.recovery import Replan
 from convoy.engine.requests.near_tie import NEAR_TIE
-from convoy.engine.run.executor import Executor
+from convoy.engine.run.executor import Executor, Replan
 from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence, SequenceOwner
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.constraints.matcher import MaskFiller, Matcher
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
+
+MAX_FAILURES = 8
+MAX_MEMBERS = 2
+# Failures at a member before it counts: a single one may be the fault of the member or of a wire.
+_ENOUGH = 2
 
 # The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed. A result
 # that is a `Replan` asks the engine for other stages.
@@ -207,3 +212,69 @@ def _constrained(scheduled: Scheduled) -> Iterator[tuple[Matcher, tuple[int, ...
         end = row.start + row.num_tokens - len(drafts)
         if sequence.matcher is not None and end == len(sequence.tokens):
             yield sequence.matcher, drafts
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Count the failures of a sequence since it has ``num_tokens``.
+
+    ``at`` counts them by member, for failures where the sequence ran by itself.
+    """
+
+    num_tokens: int
+    count: int = 0
+    at: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def members(self) -> list[str]:
+        return sorted(member for member, count in self.at.items() if count >= _ENOUGH)
+
+
+class RepeatedFailures:
+    """Find the sequences that make stages fail again and again. Not thread-safe: the engine holds a lock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Sequence, _Failures] = {}
+
+    @property
+    def suspects(self) -> list[Sequence]:
+        """Return the sequences that failed more than once since their last token."""
+        return [sequence for sequence, failures in self._seen.items() if failures.count > 1]
+
+    def hopeless(
+        self,
+        live: Mapping[Sequence, SequenceOwner],
+        in_flight: Iterable[Sequence],
+        error: StageLost,
+        member: str | None,
+    ) -> list[tuple[object, ConvoyError]]:
+        """Return the groups to end after one more failure, each with its reason.
+
+        ``member`` is the member where the stage failed, or None if unknown.
+        """
+        sequences = [sequence for sequence in dict.fromkeys(in_flight) if sequence in live]
+        self._seen = {sequence: self._once_more(sequence) for sequence in sequences}
+        if len(sequences) == 1 and member is not None:
+            # Only a sequence that ran alone can be suspected of a failure at one member.
+            self._seen[sequences[0]].at[member] += 1
+        return [
+            (live[sequence].group, _hopeless(failures, error))
+            for sequence, failures in self._seen.items()
+            if failures.count >= MAX_FAILURES or len(failures.members) >= MAX_MEMBERS
+        ]
+
+    def _once_more(self, sequence: Sequence) -> _Failures:
+        failures = self._seen.get(sequence)
+        if failures is None or failures.num_tokens != len(sequence.tokens):
+            failures = _Failures(len(sequence.tokens))
+        failures.count += 1
+        return failures
+
+
+def _hopeless(failures: _Failures, error: StageLost) -> StageLost:
+    public = f"the stages failed at the request {failures.count} times in a row"
+    if len(failures.members) >= MAX_MEMBERS:
+        public += f", at {' and at '.join(failures.members)}"
+    return StageLost(
+        f"{public}: {error.message}", hint="the log of the member that failed says more", public=public
+    )

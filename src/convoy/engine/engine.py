@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy.config.table import ENGINE
-from convoy.engine.active import ActiveSequences, Between, PausedWork
+from convoy.engine.active import ActiveSequences, Between, PausedWork, RepeatedFailures
 from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
-from convoy.engine.recovery import NewStages, Recovery, RepeatedFailures, Replan
 from convoy.engine.requests.admission import check_request, check_tokens, fitted, room_for, unfit
 from convoy.engine.requests.choice import Choice, make_choices
 from convoy.engine.requests.request import GenerationRequest
-from convoy.engine.run.executor import Executor, StepResult
+from convoy.engine.run.executor import Executor, NewStages, Recovery, Replan, StepResult
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import SequenceOwner, SequenceState
 from convoy.engine.stats import EngineProgress, EngineStats

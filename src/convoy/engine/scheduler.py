@@ -34,8 +34,7 @@ from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.kv.prefix_cache import PrefixCache
-from convoy.engine.sequence import Sequence, SequenceState
-from convoy.engine.speculation import Drafter
+from convoy.engine.sequence import Drafter, Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
 from convoy.plan.cost import TILE
 from convoy.wire.messages.control import BlockGrant, Row, Step

@@ -1,6 +1,7 @@
-"""A sequence: one continuation of one prompt, as the scheduler tracks it, and the Protocol of its owner.
+"""A sequence: one continuation of one prompt, as the scheduler tracks it, with its owner and its drafter.
 
-An owner is a choice of a request, or a session. The engine knows owners by this Protocol alone.
+An owner is a choice of a request, or a session. A drafter guesses tokens. The engine knows both by their
+Protocols alone.
 """
 
 from __future__ import annotations
@@ -121,3 +122,16 @@ class SequenceOwner(Protocol):
 
     def fail(self, error: ConvoyError | None) -> None:
         """End the sequence and report ``error`` to the client; with None, another owner of the group does."""
+
+
+class Drafter(Protocol):
+    """Guess the next tokens of a sequence."""
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Return at most ``max_tokens`` guesses, or none."""
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Record how many of the last guesses were accepted."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a sequence that is over."""

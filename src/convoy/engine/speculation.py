@@ -12,25 +12,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from convoy.engine.sequence import Sequence
+from convoy.engine.kv.limits import MAX_DRAFT
+from convoy.engine.sequence import Drafter, Sequence
 
-
-class Drafter(Protocol):
-    """Guess the next tokens of a sequence."""
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """Return at most ``max_tokens`` guesses, or none."""
-
-    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Record how many of the last guesses were accepted."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a sequence that is over."""
-
-
-MAX_DRAFT = 64
 # Tokens that must match before a place is looked at.
 _PAIR = 2
 # Matching tokens are counted up to this number: more do not make a place better.

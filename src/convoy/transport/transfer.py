@@ -14,7 +14,8 @@ from convoy.transport.link.link import Link
 from convoy.transport.link.outgoing import message_frame
 from convoy.transport.link.replacement import Connections
 from convoy.transport.membership import Membership
-from convoy.wire.messages.control import Bye, Message, RosterUpdate
+from convoy.wire.messages.control import Message
+from convoy.wire.messages.link import Bye, RosterUpdate
 
 ADOPTED = "adopted"
 _REFUSED = "refused"

@@ -14,8 +14,8 @@ import pytest
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.executor import NewStages
 from convoy.engine.scheduler import Drafter
 from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter

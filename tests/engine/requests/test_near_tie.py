@@ -10,8 +10,8 @@ import pytest
 
 from convoy.engine.completion import generate
 from convoy.engine.outputs import Output, TokenOutput
-from convoy.engine.recovery import NewStages
 from convoy.engine.requests.near_tie import NEAR_TIE, is_near_tie
+from convoy.engine.run.executor import NewStages
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled

@@ -12,9 +12,9 @@ import pytest
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import Restrictions
+from convoy.engine.run.executor import NewStages
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer

@@ -22,7 +22,8 @@ from convoy.transport.link.link import Link, LinkOptions, ReceivedMessage, Recei
 from convoy.transport.link.outgoing import OutgoingFrame, message_frame
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.listen.listener import Listener
-from convoy.wire.messages.control import FrameType, Row, Step, Switch
+from convoy.wire.messages.control import FrameType, Row, Step
+from convoy.wire.messages.link import Switch
 from convoy.wire.tensor import WireTensor
 from support.links import WAIT_S, End
 from support.members import make_local_members, membership_of

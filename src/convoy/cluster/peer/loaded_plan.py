@@ -15,9 +15,8 @@ from convoy.cluster.peer.ranks import RankPeers, Reach
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.ranks.follower import FollowerLoop, Order
 from convoy.engine.ranks.load import load_member_stage
-from convoy.engine.run.device_sender import Failed
 from convoy.engine.run.kv_server import MAX_REASON, KvServer
-from convoy.engine.run.stage_worker import StageRoute, StageWorker
+from convoy.engine.run.stage_worker import Failed, StageRoute, StageWorker
 from convoy.engine.stats import Histogram
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatible, StepError
 from convoy.model.device import stage_device
@@ -134,7 +133,8 @@ class LoadedPlan:
             overlaps=stage.overlaps,
         )
         self.successor = successor
-        self.loop = StageWorker(stage, route, successor, failed, self.step_s)
+        observe_s = self.step_s.observe if self.step_s is not None else (lambda _seconds: None)
+        self.loop = StageWorker(stage, route, successor, failed, observe_s)
         return self.loop
 
     def _make_pools(self, activate: Activate, head: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.engine.active import Between
-from convoy.engine.recovery import Replan
+from convoy.engine.run.executor import Replan
 from convoy.errors import ConvoyError
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from convoy.cluster.presence.backoff import Backoff
 from convoy.cluster.presence.slow_members import LateMembers
 from convoy.cluster.recovery.fault import FaultTracker, find_holder
 from convoy.cluster.recovery.outage import OutageLog
-from convoy.engine.recovery import NewStages, Replan
+from convoy.engine.run.executor import NewStages, Replan
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import (
     CapacityError,
@@ -90,9 +90,9 @@ class StageRecovery:
         self.on_plan: Callable[[set[str]], None] = lambda _tried: None
 
     def recover(self, error: StageLost) -> NewStages | None:
-        """Return new stages, or None if the late step is to be waited for; see `engine.recovery.Recovery`.
+        """Return new stages, or None if the late step is to be waited for.
 
-        Raises `StageLost` naming the missing layers.
+        See `engine.run.executor.Recovery`. Raises `StageLost` naming the missing layers.
         """
         began_s = time.monotonic()
         # The last search ended without a plan, and the engine still asks.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convoy.config.table import ENGINE, HOST_CHUNK, SERVE
-from convoy.engine.speculation import MAX_DRAFT
 from convoy.plan.cost import TokenCost
+
+# The most guesses in one step.
+MAX_DRAFT = 64
 
 
 @dataclass(frozen=True, slots=True)

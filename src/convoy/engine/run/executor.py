@@ -1,6 +1,6 @@
-"""The Protocol that runs steps: `submit` starts one, `collect` brings back the oldest.
+"""The two seams below the engine: an `Executor` runs steps, and a `Recovery` brings another after a loss.
 
-The engine does not know where a step runs.
+`submit` starts a step, `collect` brings back the oldest. The engine does not know where a step runs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from convoy.errors import ConvoyError
+from convoy.engine.kv.limits import SchedulerLimits
+from convoy.errors import ConvoyError, StageLost
 from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
 
 # Shape [layers, 2 (K, then V), positions, kv_heads, head_dim].
 Kv = npt.NDArray[np.float32]
-
-# The most steps that a stage lets wait, and that a link's inbox holds.
-MAX_IN_FLIGHT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +79,58 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End the executor; a `collect` that waits on another thread raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewStages:
+    """Hold the stages that replace lost ones; they know no sequence yet.
+
+    With ``without_loss``, the stages failed although no member was lost, so a request in flight may be the
+    cause.
+    ``failed_at`` is the member of the failed stage; it is None if unknown, or if one of two may have failed.
+    With ``same_bits``, they compute the same bits as the previous stages.
+    """
+
+    executor: Executor
+    limits: SchedulerLimits
+    max_context: int
+    without_loss: bool = False
+    failed_at: str | None = None
+    same_bits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Ask for new stages although nothing is lost: nothing runs, and there may be better stages now.
+
+    ``why`` is the reason. Clients may read it.
+    """
+
+    why: str
+
+
+class Recovery(Protocol):
+    """Find other stages. The engine calls it on its own thread, without its lock."""
+
+    def recover(self, error: StageLost) -> NewStages | None:
+        """Return other stages, or None if nothing was lost and the steps in flight may still come back.
+
+        The call may take as long as members may be waited for. Raises `StageLost` if no stages were found in
+        that time; the engine then asks again at once with that error, and the next call pauses before it
+        answers. Any other `ConvoyError` is final.
+        """
+
+    def replan(self, request: Replan) -> NewStages | None:
+        """Return better stages, or None if there are none; the present ones go on then.
+
+        Raises as `recover` does, once the present stages are given up.
+        """
+
+    def state(self) -> str:
+        """Return the progress in a few words, from any thread.
+
+        Clients read them, so no peer may write any.
+        """
+
+    def cancel(self) -> None:
+        """Make `recover` raise soon, now and from now on; from any thread."""

@@ -24,12 +24,12 @@ import torch
 
 from convoy.config.table import ENGINE, MODEL
 from convoy.engine.run.deadline import StepClock
-from convoy.engine.run.device_sender import DeviceSender
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.own_stage import own_stage
 from convoy.engine.run.sampling import outcome_of, request_of
 from convoy.engine.run.send_guard import SendGuard
+from convoy.engine.run.stage_worker import DeviceSender
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.stage import PendingSamples, Stage

@@ -12,7 +12,7 @@ from convoy.model.constraints.matcher import mask_bytes
 from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
-from convoy.wire.messages.control import SampleReply, SampleRequest
+from convoy.wire.messages.control import SampleReplies, SampleReply, SampleRequest, Step
 
 
 def request_of(job: SampleJob) -> SampleRequest:
@@ -81,6 +81,11 @@ def job_of(request: SampleRequest, vocab_size: int) -> SampleJob:
     )
 
 
+def jobs_of(step: Step, vocab_size: int) -> list[SampleJob]:
+    """Return the sampling jobs of a step, at the peer. Raises `StepError` for an invalid request."""
+    return [job_of(request, vocab_size) for request in step.samples]
+
+
 def answer_of(outcome: SampleResult) -> SampleReply:
     """Return the reply to the head."""
     if outcome.error is not None:
@@ -88,6 +93,11 @@ def answer_of(outcome: SampleResult) -> SampleReply:
     sampled = outcome.sampled
     logits = b"" if outcome.logits is None else outcome.logits.astype("<f4", copy=False).tobytes()
     return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
+
+
+def replies_of(step: Step, outcomes: Sequence[SampleResult]) -> SampleReplies:
+    """Return the replies of a step to the head, in the order of its jobs."""
+    return SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
 
 
 def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleResult:

@@ -6,23 +6,25 @@ other. Steps run in the order of their numbers, which is the order in which the 
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from convoy.engine.run.device_sender import DeviceSender, Failed
-from convoy.engine.run.executor import MAX_IN_FLIGHT
-from convoy.engine.run.sampling import answer_of, job_of
-from convoy.engine.stats import Histogram
-from convoy.errors import HiddenError, StepError
-from convoy.model.sampling.output_rows import SampleJob, SampleResult
-from convoy.model.stage import Stage
+from convoy.engine.run.sampling import jobs_of, replies_of
+from convoy.errors import ConvoyError, HiddenError, StepError
+from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
-from convoy.transport.link.inbox import weight_of_message
 from convoy.transport.link.link import Link, ReceivedTensor
-from convoy.wire.messages.control import SampleReplies, StageAssignment, Step
+from convoy.wire.messages.control import MAX_IN_FLIGHT, StageAssignment, Step
+
+Failed = Callable[[int, ConvoyError], None]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,16 @@ class StageWorker:
         route: StageRoute,
         successor: Link,
         failed: Failed = lambda _step, _error: None,
-        step_s: Histogram | None = None,
+        observe_s: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         """Prepare the worker.
 
-        ``failed`` is called, on another thread, with a step that could not be sent from a device. ``step_s``
-        records each step's time here in seconds, from having all its inputs to being sent.
+        ``failed`` is called, on another thread, with a step that could not be sent from a device.
+        ``observe_s`` is called with the time of each step here, from having all its inputs to being sent.
         """
         self._stage = stage
         self._route = route
-        self._step_s = step_s
+        self._observe_s = observe_s
         self.successor = successor
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
@@ -92,7 +94,7 @@ class StageWorker:
             raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
         if step.number < self._next_step + len(self._steps):
             raise StepError(f"step {step.number} came after step {self._next_step + len(self._steps) - 1}")
-        weight = weight_of_message(step)
+        weight = step.weight()
         if self._steps and self._steps_bytes + weight > self._route.max_waiting_bytes:
             raise StepError(f"{len(self._steps)} steps wait here, and another would take too much memory")
         self._steps.append(step)
@@ -139,7 +141,7 @@ class StageWorker:
             if self._route.predecessor is not None and step.number not in self._hidden:
                 return
             self._steps.popleft()
-            self._steps_bytes -= weight_of_message(step)
+            self._steps_bytes -= step.weight()
             self._next_step = step.number + 1
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
@@ -156,8 +158,8 @@ class StageWorker:
     def _run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
         out = self._stage.run(step, hidden=hidden, tokens=tokens)
         if self._route.assignment.output:
-            samples = self._stage.sample(self._stage.select(step, out), self._jobs(step))
-            self._send_samples(step, samples.outcomes())
+            jobs = jobs_of(step, self._stage.vocab_size)
+            self._send_samples(step, self._stage.sample(self._stage.select(step, out), jobs))
             return
         self._send(step, self._stage.select(step, out) if self._route.last else out)
 
@@ -167,8 +169,8 @@ class StageWorker:
         """Run a step as `_run` does, but wait for the device on another thread."""
         if self._route.assignment.output:
             out = self._stage.start(step, hidden, tokens, selects=True).wait()
-            samples = self._stage.sample(out, self._jobs(step))
-            leaves.put(step.number, lambda: self._send_samples(step, samples.outcomes()))
+            samples = self._stage.sample(out, jobs_of(step, self._stage.vocab_size))
+            leaves.put(step.number, lambda: self._send_samples(step, samples))
         else:
             pending = self._stage.start(step, hidden, tokens, selects=self._route.last)
             leaves.put(step.number, lambda: self._send(step, pending.wait()))
@@ -182,16 +184,61 @@ class StageWorker:
         )
         self._finished(step)
 
-    def _jobs(self, step: Step) -> list[SampleJob]:
-        return [job_of(request, self._stage.vocab_size) for request in step.samples]
-
-    def _send_samples(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
-        replies = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
+    def _send_samples(self, step: Step, samples: PendingSamples) -> None:
+        replies = replies_of(step, samples.outcomes())
         self.successor.send(replies, plan_id=self._route.plan_id, step=step.number)
         self._finished(step)
 
     def _finished(self, step: Step) -> None:
         began_s = self._began_s.pop(step.number)
-        if step.rows and self._step_s is not None:
-            self._step_s.observe(time.monotonic() - began_s)
+        if step.rows:
+            self._observe_s(time.monotonic() - began_s)
         self.finished_step = step.number
+
+
+class DeviceSender:
+    """Wait for a device's results, seal and send them on a thread of its own, while the next step starts.
+
+    Steps are sent in the order in which they were put. A stage on the host gains nothing from it: there, the
+    thread that runs steps computes them itself.
+
+    ``failed`` is called, on this thread, with the first step that could not be sent; nothing is sent after
+    it.
+    """
+
+    def __init__(self, name: str, failed: Failed) -> None:
+        self._failed = failed
+        self._waiting: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._over = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, step: int, leave: Callable[[], None]) -> None:
+        """Queue ``leave``, which waits for the step's result and sends it.
+
+        Never blocks: steps in flight are bounded.
+        """
+        self._waiting.put((step, leave))
+
+    def close(self) -> None:
+        """Drop the steps that were not sent; the thread ends as soon as its link lets it."""
+        self._over = True
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if self._over:
+                continue
+            step, leave = item
+            try:
+                leave()
+            except ConvoyError as error:
+                self._fail(step, error)
+            except Exception as error:  # noqa: BLE001 - logged whole, and told
+                # The driver raises errors of many types, and the waiting side must hear of each.
+                _log.exception("a step could not leave")
+                self._fail(step, StepError(f"internal error: {type(error).__name__}"))
+
+    def _fail(self, step: int, error: ConvoyError) -> None:
+        if not self._over:
+            self._over = True
+            self._failed(step, error)

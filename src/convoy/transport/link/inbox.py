@@ -13,15 +13,9 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.link.incoming import Received, ReceivedTensor
-from convoy.wire.messages.control import Message, Plan, ReadBlocks, SampleReplies, Step, WriteBlocks
-from convoy.wire.messages.fetch import Held, Piece, Prepare
-from convoy.wire.messages.ranks import RankStep
+from convoy.wire.messages.control import OBJECT_BYTES
 
 T = TypeVar("T")
-
-# Sizes in CPython, with the overhead of the lists and objects around them.
-_OBJECT_BYTES = 256
-_NUMBER_BYTES = 40
 
 
 class Inbox(Generic[T]):
@@ -112,33 +106,5 @@ def weight_of(received: Received) -> int:
     Objects weigh many times their bytes on the wire.
     """
     if isinstance(received, ReceivedTensor):
-        return received.tensor.nbytes + _OBJECT_BYTES
-    return weight_of_message(received.message)
-
-
-def weight_of_message(message: Message) -> int:
-    """Estimate the bytes of memory that ``message`` holds."""
-    match message:
-        case RankStep(step=step) | (Step() as step):
-            num_objects = 1 + len(step.rows) + len(step.grants)
-            num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
-            num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
-            num_bytes += len(step.tokens)
-            for sample in step.samples:
-                num_objects += 1 + len(sample.logit_bias)
-                num_bytes += (
-                    len(sample.prompt) + len(sample.generated) + len(sample.allowed) + len(sample.banned)
-                )
-                num_bytes += len(sample.mask)
-            return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
-        case SampleReplies(answers=answers):
-            num_objects = 1 + sum(1 + len(answer.top) for answer in answers)
-            return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
-        case ReadBlocks(blocks=blocks) | WriteBlocks(blocks=blocks):
-            return 16 * _OBJECT_BYTES + len(blocks) * _NUMBER_BYTES
-        case Piece(data=data) | Held(tensors=data):
-            return _OBJECT_BYTES + len(data)
-        case Prepare(plan=Plan(stages=stages)) | Plan(stages=stages):
-            return (1 + len(stages) + sum(len(stage.ranks) for stage in stages)) * _OBJECT_BYTES
-        case _:
-            return 16 * _OBJECT_BYTES
+        return received.tensor.nbytes + OBJECT_BYTES
+    return received.message.weight()

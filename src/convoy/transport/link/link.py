@@ -31,15 +31,8 @@ from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
 from convoy.wire.frame import TENSOR_TYPES, cluster_tag
-from convoy.wire.messages.control import (
-    Bye,
-    FrameType,
-    Message,
-    Ping,
-    Pong,
-    RosterUpdate,
-    Switch,
-)
+from convoy.wire.messages.control import FrameType, Message
+from convoy.wire.messages.link import Bye, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.tensor import WireTensor
 
 __all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]

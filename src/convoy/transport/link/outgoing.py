@@ -29,7 +29,8 @@ from convoy.wire.frame import (
     encode_header_into,
     encode_size,
 )
-from convoy.wire.messages.control import FrameType, Message, Pong, RosterUpdate
+from convoy.wire.messages.control import FrameType, Message
+from convoy.wire.messages.link import Pong, RosterUpdate
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, encode_descriptor
 
 _FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES

@@ -8,7 +8,7 @@ import time
 
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_frame
-from convoy.wire.messages.control import Ping, Pong
+from convoy.wire.messages.link import Ping, Pong
 
 # The token of a PONG that answers no ping.
 _ASKED_BY_NOBODY = -1

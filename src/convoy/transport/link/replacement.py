@@ -26,7 +26,7 @@ from convoy.transport.link.incoming import Incoming, ReceivedMessage
 from convoy.transport.link.outgoing import Outgoing
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
-from convoy.wire.messages.control import Switch
+from convoy.wire.messages.link import Switch
 
 _log = logging.getLogger(__name__)
 

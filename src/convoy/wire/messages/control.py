@@ -81,6 +81,8 @@ MAX_OFFER_BYTES = 16 << 40
 MAX_STEP_TOKENS = 16 * 1024
 # Sequences in one step.
 MAX_BATCH = 256
+# The most steps that a stage lets wait, and that a link's inbox holds.
+MAX_IN_FLIGHT = 64
 # In all sample requests of a step: MAX_BATCH sequences and 64 guesses, with 1,024 biases each.
 MAX_STEP_BIASES = 320 * 1024
 # In all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16.
@@ -130,6 +132,11 @@ class FrameRow(NamedTuple):
     prose: Mapping[str, int] = MappingProxyType({})
 
 
+# What an object and a number take in CPython, with the lists around them.
+OBJECT_BYTES = 256
+NUMBER_BYTES = 40
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Serve as the base of all messages. A message is encoded as a msgpack array in field order.
 
@@ -141,6 +148,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     def names(self) -> list[str]:
         """Return the names in this message, each of which must be printable; see `wire.text`."""
         return []
+
+    def weight(self) -> int:
+        """Estimate the bytes of memory that this message holds: many times its bytes on the wire."""
+        return 16 * OBJECT_BYTES
 
 
 class Hello(Message, frozen=True):
@@ -234,6 +245,9 @@ class Plan(Message, frozen=True):
     def names(self) -> list[str]:
         stages = [name for stage in self.stages for name in (stage.member, *stage.ranks)]
         return [self.model, self.model_digest, self.kernel, self.activation_dtype, *self.kernels, *stages]
+
+    def weight(self) -> int:
+        return (1 + len(self.stages) + sum(len(stage.ranks) for stage in self.stages)) * OBJECT_BYTES
 
 
 class Progress(Message, frozen=True):
@@ -356,6 +370,11 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     # Only tokens with a 1 may be sampled; empty allows all.
     mask: TokenMask = b""
 
+    def weight(self) -> int:
+        """Estimate the bytes of memory that this request holds."""
+        num_bytes = len(self.prompt) + len(self.generated) + len(self.allowed) + len(self.banned)
+        return (1 + len(self.logit_bias)) * OBJECT_BYTES + num_bytes + len(self.mask)
+
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
         return f"SampleRequest(position={self.position}, {len(self.logit_bias)} biases)"
@@ -402,6 +421,13 @@ class Step(Message, frozen=True):
     tokens: bytes
     samples: Annotated[list[SampleRequest], Entries] = []
 
+    def weight(self) -> int:
+        num_objects = 1 + len(self.rows) + len(self.grants)
+        num_numbers = len(self.released) + sum(len(grant.blocks) for grant in self.grants)
+        num_bytes = sum(len(row.tags) for row in self.rows) + sum(len(one.shared) for one in self.grants)
+        num_bytes += len(self.tokens) + sum(sample.weight() for sample in self.samples)
+        return num_objects * OBJECT_BYTES + num_numbers * NUMBER_BYTES + num_bytes
+
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
         return (
@@ -421,6 +447,10 @@ class SampleReplies(Message, frozen=True):
 
     number: int
     answers: Annotated[list[SampleReply], Entries]
+
+    def weight(self) -> int:
+        num_objects = 1 + sum(1 + len(answer.top) for answer in self.answers)
+        return num_objects * OBJECT_BYTES + sum(len(answer.logits) for answer in self.answers)
 
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
@@ -445,6 +475,9 @@ class ReadBlocks(Message, frozen=True):
     end: int
     blocks: Blocks
 
+    def weight(self) -> int:
+        return 16 * OBJECT_BYTES + len(self.blocks) * NUMBER_BYTES
+
 
 class WriteBlocks(Message, frozen=True):
     """Announce a BLOCKS tensor with the K/V of these blocks in layers from its boundary on (head to
@@ -460,6 +493,9 @@ class WriteBlocks(Message, frozen=True):
     model_digest: str
     blocks: Blocks
     tags: Annotated[bytes, msgspec.Meta(max_length=1024 * 16)]
+
+    def weight(self) -> int:
+        return 16 * OBJECT_BYTES + len(self.blocks) * NUMBER_BYTES
 
 
 class BlocksDone(Message, frozen=True):
@@ -506,49 +542,3 @@ class Reached(Message, frozen=True):
 
     plan_id: int
     step: int
-
-
-class RosterUpdate(Message, frozen=True):
-    """Send the peer a newer roster: the operator's file, byte for byte. It is verified before it is
-    parsed.
-    """
-
-    frame = FrameRow(FrameType.ROSTER, MAX_ROSTER_BYTES + 64, Sender.LINK)
-
-    signed: bytes
-
-
-class Ping(Message, frozen=True):
-    """Ask for a `Pong` with the same token, at once."""
-
-    frame = FrameRow(FrameType.PING, 64, Sender.LINK)
-
-    token: int
-
-
-class Pong(Message, frozen=True):
-    """Answer a `Ping`."""
-
-    frame = FrameRow(FrameType.PONG, 64, Sender.LINK)
-
-    token: int
-
-
-class Switch(Message, frozen=True):
-    """End a connection: all later frames of this direction take the connection of ``link_id``.
-
-    It is also the first frame of a listener on new connections: it keeps them for the link that they are
-    to carry.
-    """
-
-    frame = FrameRow(FrameType.SWITCH, 64, Sender.LINK)
-
-    link_id: bytes
-
-
-class Bye(Message, frozen=True):
-    """Announce that the sender is about to end the link on purpose."""
-
-    frame = FrameRow(FrameType.BYE, 1024, Sender.LINK, prose={"reason": 200})
-
-    reason: str

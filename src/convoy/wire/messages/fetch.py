@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from convoy.wire.messages.control import FrameRow, FrameType, Message, Plan, Sender
+from convoy.wire.messages.control import OBJECT_BYTES, FrameRow, FrameType, Message, Plan, Sender
 
 MAX_PIECE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024
@@ -60,6 +60,9 @@ class Piece(Message, frozen=True):
     error: str
     source: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
+    def weight(self) -> int:
+        return OBJECT_BYTES + len(self.data)
+
     def __repr__(self) -> str:
         return f"Piece(number={self.number}, {len(self.data)} of {self.total_bytes} bytes)"
 
@@ -88,6 +91,9 @@ class Held(Message, frozen=True):
     tensors: Annotated[bytes, msgspec.Meta(max_length=MAX_HELD_BYTES)]
     error: str
 
+    def weight(self) -> int:
+        return OBJECT_BYTES + len(self.tensors)
+
     def __repr__(self) -> str:
         return f"Held({self.manifest[:12]}, {len(self.tensors)} bytes)"
 
@@ -104,6 +110,9 @@ class Prepare(Message, frozen=True):
 
     def names(self) -> list[str]:
         return self.plan.names()
+
+    def weight(self) -> int:
+        return self.plan.weight()
 
 
 class Prepared(Message, frozen=True):

@@ -53,6 +53,9 @@ class RankStep(Message, frozen=True):
     hidden: bool
     output: bool
 
+    def weight(self) -> int:
+        return self.step.weight()
+
 
 class RankOutput(Message, frozen=True):
     """Tell the other ranks of a stage that owns the output to run their part of it on these rows (from

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from convoy.wire.messages import control, evidence, fetch, ranks
+from convoy.wire.messages import control, evidence, fetch, link, ranks
 from convoy.wire.messages.control import FrameType, Message
 
 
 def _messages() -> Iterator[type[Message]]:
-    for module in (control, evidence, fetch, ranks):
+    for module in (control, evidence, fetch, link, ranks):
         for value in vars(module).values():
             is_message = isinstance(value, type) and issubclass(value, Message) and "frame" in vars(value)
             if is_message and value.__module__ == module.__name__:
