@@ -63,6 +63,10 @@ $(STAMP): pyproject.toml $(LOCKS) Makefile
 demo: setup
 	@$(BIN)/convoy demo
 
+# Some systems forbid Python to keep what it compiles. Then every process that a test starts compiles Convoy anew, and
+# pytest rewrites the assertions of every file for each worker.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Three at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are
 # made once. Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
 # one worker would wait for the other. A worker that is killed is not replaced: its test has failed by name, and with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unit"):
         config.pluginmanager.register(Guard())
     bound_memory(config)
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish() -> None:
+    """Keep the modules and tests, which stay until the end, out of every later search for garbage.
+
+    They are millions of objects, and each search of all of them takes a second.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
-from support.fake_service import Running, serving
+# Every test process imports this file. The clients take seconds, and few files need them.
+if TYPE_CHECKING:
+    from anthropic import Anthropic
+    from openai import OpenAI
+
+    from support.fake_service import Running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
+    from support.fake_service import serving
+
     with serving() as running:
         yield running
 
@@ -32,11 +38,15 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def openai(server: Running) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20.0) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def anthropic(server: Running) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     with Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=20.0) as client:
         yield client

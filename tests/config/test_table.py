@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,17 @@ def defaults(path: Path) -> Iterator[tuple[str, Any, int]]:
                 yield name, value.value, value.lineno
 
 
+@functools.cache
+def all_defaults() -> list[tuple[str, str, Any, int]]:
+    """Return file, name, value and line of each default of the source, which is read once."""
+    return [(path.relative_to(SOURCE).as_posix(), *default) for path in SOURCES for default in defaults(path)]
+
+
 def places(row: SettingRow) -> list[str]:
     names = (row.key, *OTHER_NAMES.get(row.key, ()))
     return [
-        f"{path.relative_to(SOURCE)}:{line}"
-        for path in SOURCES
-        for name, value, line in defaults(path)
+        f"{path}:{line}"
+        for path, name, value, line in all_defaults()
         if name in names and type(value) is type(row.default) and value == row.default
     ]
 
@@ -72,9 +78,8 @@ def test_the_search_for_defaults_finds_a_second_one(tmp_path: Path) -> None:
 def test_no_other_module_writes_the_sizes_of_a_chunk() -> None:
     assert (HOST_CHUNK, DEVICE_CHUNK) == (256, 2048)
     found = [
-        path.relative_to(SOURCE).as_posix()
-        for path in SOURCES
-        for name, value, _ in defaults(path)
+        path
+        for path, name, value, _ in all_defaults()
         if name in {"prefill_chunk", "chunk"} and value in {HOST_CHUNK, DEVICE_CHUNK}
     ]
     assert found == []

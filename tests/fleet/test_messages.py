@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 
 from convoy.errors import StageLost
 from convoy.fleet.books.price import Price
@@ -67,6 +66,8 @@ WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
 
 @WAYS
 def test_the_anthropic_client_streams_a_call_through_a_fleet(fleet: Fleet, way: str) -> None:
+    from anthropic import Anthropic
+
     with (
         Anthropic(base_url=fleet.urls[way], api_key=fleet.fleet.key, max_retries=0) as client,
         client.messages.stream(**ASK) as stream,

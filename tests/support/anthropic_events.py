@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+# Every test process imports this file. The package takes seconds, and few tests need it.
+if TYPE_CHECKING:
+    from anthropic.types import Message
+
 # The package's own client reads these two without a type.
 UNTYPED = ("ping", "error")
+
+
+@functools.cache
+def _any_event() -> TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def parse_event(name: str, data: str) -> dict[str, Any]:
@@ -18,7 +28,7 @@ def parse_event(name: str, data: str) -> dict[str, Any]:
     event: dict[str, Any] = json.loads(data)
     assert event["type"] == name
     if name not in UNTYPED:
-        _refuse_extra(_EVENT.validate_json(data, strict=True))
+        _refuse_extra(_any_event().validate_json(data, strict=True))
     return event
 
 
@@ -35,6 +45,8 @@ def parse_stream(text: str) -> list[dict[str, Any]]:
 
 def parse_message(text: str) -> Message:
     """Return a whole answer."""
+    from anthropic.types import Message
+
     message = Message.model_validate_json(text, strict=True)
     _refuse_extra(message)
     return message

@@ -12,12 +12,13 @@ from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from support.fake_hub import FakeHub
-from support.odd_models import make_odd_llama
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the model's directory, which no test changes."""
+    from support.odd_models import make_odd_llama
+
     return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
 
 

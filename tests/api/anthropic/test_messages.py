@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from anthropic import Anthropic, BadRequestError, NotFoundError
-from anthropic.types import ModelInfo
 
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.errors import Draining, QueueFull, RequestError, StageLost
 from support.anthropic_events import blocks_of, parse_message, parse_stream
 from support.fake_service import EOS, REPLY, FakeEngine, serving
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 ASK: dict[str, Any] = {"max_tokens": 100, "messages": [{"role": "user", "content": "What is it?"}]}
 PROMPT = len("<user>What is it?<assistant>")
@@ -171,6 +172,8 @@ def test_a_key_comes_as_x_api_key_or_as_a_bearer_token() -> None:
 
 
 def test_models_have_anthropics_form_for_its_clients(anthropic: Anthropic, http: httpx.Client) -> None:
+    from anthropic.types import ModelInfo
+
     (model,) = anthropic.models.list().data
     assert (model.id, model.type) == ("fake", "model")
     raw = http.get("/v1/models/fake", headers={"anthropic-version": "2023-06-01"})
@@ -179,6 +182,8 @@ def test_models_have_anthropics_form_for_its_clients(anthropic: Anthropic, http:
 
 
 def test_errors_have_anthropics_form_for_its_clients(anthropic: Anthropic, http: httpx.Client) -> None:
+    from anthropic import BadRequestError, NotFoundError
+
     with pytest.raises(NotFoundError) as missing:
         anthropic.models.retrieve("other")
     assert missing.value.response.json()["error"]["type"] == "not_found_error"
@@ -246,6 +251,8 @@ CALLING = (
 
 
 def test_the_anthropic_client_runs_a_tool_and_reads_the_answer() -> None:
+    from anthropic import Anthropic
+
     engine = FakeEngine(CALLING)
     asked: Any = list(ASK["messages"])
     with (
