@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
+.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-postgres test-sdk test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm        install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-postgres   install PostgreSQL (apt-get), then run the coordinator's tests on it too"
+	@echo "make test-sdk        install the AI SDK (npm), then ask a split model through its three providers"
 	@echo "make test-chaos      kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make test-wheel      install the wheel in an empty environment and run the demo from it"
 	@echo "make test-verify     cut a tiny model of every family, and the bundled ones, in every allowed way"
@@ -75,12 +76,15 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker
 
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
+RUN_UNIT := $(BIN)/python -m pytest --unit -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
 test-unit: setup
-	@$(BIN)/python -m pytest --unit -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
+	@$(RUN_UNIT)
 
-# The unit tests, then the others. `make check` runs the tests of the architecture.
-test: test-unit
-	@$(BIN)/python -m pytest -m 'not long' --after-unit '$(UNIT)' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
+# The unit tests, then the others, also after a failed unit test. `make check` runs the tests of the architecture.
+test: setup
+	@trap 'exit 130' INT; code=0; $(RUN_UNIT) || code=$$?; \
+	$(BIN)/python -m pytest -m 'not long' --after-unit '$(UNIT)' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL) || code=$$?; \
+	exit $$code
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
@@ -115,6 +119,11 @@ test-tpm: setup
 # A server of its own in a folder that goes with it. Exit 3 of the script: it cannot be installed here, and it has said why.
 test-postgres: setup
 	@sh tests/fleet/postgres.sh $(BIN)/python -m pytest tests/fleet; code=$$?; exit $$((code == 3 ? 0 : code))
+
+# Exit 3 of the script: the packages cannot be installed here, and it has said why.
+test-sdk: setup
+	@sh tests/sdk/ai/install.sh; code=$$?; \
+	if [ $$code -eq 0 ]; then $(BIN)/python -m pytest -o 'python_files=npm_*.py' tests/sdk; else exit $$((code == 3 ? 0 : code)); fi
 
 # Not part of the set-up: both need what the set-up installs.
 lock: setup

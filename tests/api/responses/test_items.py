@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.items import History, encode_reasoning, read_items
 from convoy.errors import RequestError
 from convoy.model.text.conversation import ToolCall, Turn
@@ -93,7 +94,6 @@ def test_a_reasoning_comes_back_from_its_fullest_form(reasoning: dict[str, Any])
     [
         [{"type": "compaction", "encrypted_content": "x"}],
         [{"type": "web_search_call", "id": "ws_1", "status": "completed"}],
-        [{"type": "item_reference", "id": "msg_1"}],
         [{"no": "type"}],
         [{"type": 5}],
         [{"type": "reasoning", "summary": [], "encrypted_content": "of another server"}],
@@ -105,6 +105,16 @@ def test_unknown_items_are_dropped_and_counted(items: list[Any]) -> None:
     history = read({"role": "user", "content": "a"}, *items, {"role": "user", "content": "b"})
     assert [turn.content for turn in history.turns] == ["a", "b"]
     assert len(history.dropped) == 1
+
+
+@pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+def test_a_reference_stands_for_the_stored_item(item: dict[str, str]) -> None:
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "content": "moon"}
+    history = read_items([item], max_items=20, stored=lambda found, _: {said["id"]: said}[found])
+    assert history.turns == (Turn("assistant", "moon"),)
+    with pytest.raises(UnknownResponse) as raised:
+        read(item)
+    assert (raised.value.param, raised.value.code) == ("input[0].id", "item_not_found")
 
 
 def test_a_part_whose_type_is_no_text_is_dropped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter
 from convoy.api.responses.items import read_items
 from convoy.api.responses.output import OutputWriter
 from convoy.api.responses.shapes import Event
+from convoy.api.responses.store import item_id
 from convoy.model.text.conversation import ToolCall, Turn
 from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
 
@@ -37,7 +39,13 @@ def written(
     *pieces: Piece, summarise: bool = False, encode: bool = False, cut: bool = False
 ) -> tuple[OutputWriter, list[Event]]:
     count = itertools.count()
-    writer = OutputWriter(lambda: next(count), SOURCES, summarise=summarise, encode=encode)
+    writer = OutputWriter(
+        lambda: next(count),
+        SOURCES,
+        item_id=partial(item_id, "resp_1"),
+        summarise=summarise,
+        encode=encode,
+    )
     events = [event for piece in pieces for event in writer.write(piece)]
     events += writer.close("incomplete" if cut else "completed")
     return writer, events

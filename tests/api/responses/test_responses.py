@@ -556,6 +556,18 @@ def test_a_stored_response_is_read_and_deleted_by_its_key_alone(storing: Running
             ann.responses.retrieve(made.id)
 
 
+def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running) -> None:
+    with client_of(storing, ANN) as ann, client_of(storing, BOB) as bob:
+        (item,) = ann.responses.create(model="fake", input="hi").output
+        given: Any = [{"type": "item_reference", "id": item.id}, {"role": "user", "content": "again"}]
+        ann.responses.create(model="fake", input=given)
+        assert prompt(storing) == f"<assistant>{REPLY}<user>again<assistant>"
+        for client, name in ((bob, item.id), (ann, f"{item.id}9"), (ann, "msg_1")):
+            with pytest.raises(sdk.NotFoundError) as caught:
+                client.responses.create(model="fake", input=[{"type": "item_reference", "id": name}])
+            assert (caught.value.param, caught.value.code) == ("input[0].id", "item_not_found")
+
+
 def test_callers_that_share_a_key_are_kept_apart_by_their_cache_salt(storing: Running) -> None:
     headers = {"authorization": f"Bearer {ANN}"}
     with httpx.Client(base_url=storing.url, timeout=20.0, headers=headers) as http:

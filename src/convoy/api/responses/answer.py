@@ -6,6 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -28,7 +29,7 @@ from convoy.api.responses.shapes import (
     ResponseObject,
     ResponseUsage,
 )
-from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.store import RESPONSE_PREFIX, ResponseStore, item_id
 from convoy.api.responses.translate import ContextFailed, ResponsesRequest
 from convoy.engine.outputs import Output, TokenOutput
 from convoy.model.text.pieces import ReasoningPiece, TextPiece
@@ -42,14 +43,18 @@ class ResponsesAnswer:
 
     def __init__(self, asked: ResponsesRequest, store: ResponseStore | None = None) -> None:
         """Begin the answer to ``asked``. ``store`` keeps it if the request says so."""
-        self.counter = UsageCounter(asked, "resp_")
+        self.counter = UsageCounter(asked, RESPONSE_PREFIX)
         self.end = b"data: [DONE]\n\n"
         self._asked = asked
         self._store = store
         self._reader = ReplyReader(asked)
         self._numbers = itertools.count()
         self._writer = OutputWriter(
-            self._number, asked.sources, summarise=asked.summarise, encode=asked.encode
+            self._number,
+            asked.sources,
+            item_id=partial(item_id, self.counter.id),
+            summarise=asked.summarise,
+            encode=asked.encode,
         )
         self._shown = msgspec.structs.replace(
             asked.shown, id=self.counter.id, created_at=self.counter.created
@@ -135,7 +140,7 @@ class ResponsesAnswer:
 
 def refusal_events(error: ContextFailed) -> list[Event]:
     """Return the whole stream of a request that is refused."""
-    new_id = f"resp_{secrets.token_hex(12)}"
+    new_id = f"{RESPONSE_PREFIX}{secrets.token_hex(12)}"
     shown = msgspec.structs.replace(error.shown, id=new_id, created_at=int(time.time()))
     failed = msgspec.structs.replace(shown, status="failed", error=error_of(error))
     return [

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from convoy.api.body.arguments import read_arguments
+from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.tools import flat_name
 from convoy.errors import RequestError
 from convoy.model.text.conversation import Role, ToolCall, Turn
@@ -28,6 +29,9 @@ ROLES: Mapping[str, Role] = {
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "file", "audio"})
 _ENCODED = "convoy."
+UNKNOWN_ITEM = "item_not_found"
+SEND_ITEM = "send the item itself, as clients do with store: false"
+FindItem = Callable[[str, str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,31 @@ class History:
     dropped: tuple[str, ...] = ()
 
 
-def read_items(given: str | Sequence[Any], earlier: Sequence[Turn] = (), *, max_items: int) -> History:
+def nothing_stored(item: str, param: str) -> Mapping[str, Any]:  # noqa: ARG001 - no id names an item
+    """Find no item, because the server stores none. Raises `UnknownResponse`."""
+    raise UnknownResponse(
+        f"this server stores no responses, so {param} names no item",
+        param=param,
+        code=UNKNOWN_ITEM,
+        hint=f"{SEND_ITEM}; --store-responses turns the store on",
+    )
+
+
+def read_items(
+    given: str | Sequence[Any],
+    earlier: Sequence[Turn] = (),
+    *,
+    max_items: int,
+    stored: FindItem = nothing_stored,
+) -> History:
     """Return the turns of ``given``, which follow those of ``earlier``. Text is one turn of the user.
+
+    ``stored`` returns the item that a reference names, by its id; its second argument is the field at fault.
 
     Raises `RequestError` with the field's name for a wrong role, a missing field, an image or a document, a
     result of a call that was never made, and more than ``max_items`` items or parts.
     """
-    reader = _Reader(max_items)
+    reader = _Reader(max_items, stored)
     for turn in earlier:
         reader.resume(turn)
     if isinstance(given, str):
@@ -71,8 +93,9 @@ def encode_reasoning(text: str) -> str:
 class _Reader:
     """Collect turns. An assistant's reasoning, text and calls become one turn, as they were generated."""
 
-    def __init__(self, max_items: int) -> None:
+    def __init__(self, max_items: int, stored: FindItem) -> None:
         self.dropped: list[str] = []
+        self._stored = stored
         self._turns: list[Turn] = []
         self._names: dict[str, str] = {}
         self._cut_calls: set[str] = set()
@@ -93,7 +116,13 @@ class _Reader:
         self._count(where)
         if not isinstance(item, dict):
             raise RequestError(f"{where} is not an object", param=where, code="invalid_type")
-        match item.get("type", "message" if "role" in item else None):
+        # A reference may come without its type.
+        untyped = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
+        kind = item.get("type", untyped)
+        if kind == "item_reference":
+            item = self._stored(_text(item, "id", where), f"{where}.id")
+            kind = item["type"]
+        match kind:
             case "message":
                 self._message(item, where)
             case "function_call":
@@ -102,7 +131,7 @@ class _Reader:
                 self._result(item, where)
             case "reasoning":
                 self._reasoning(item, where)
-            case kind:
+            case _:
                 self.dropped.append(str(kind))
 
     def end(self) -> list[Turn]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -45,8 +44,9 @@ class OutputWriter:
     """Collect pieces as items, and return the events of each piece. Items never interleave.
 
     ``number`` returns the number of the next event. ``sources`` maps a tool's name to its namespace and its
-    name there. With ``summarise`` a reasoning is given as its own summary. With ``encode`` it also has an
-    ``encrypted_content``, for clients that send back nothing else.
+    name there. ``item_id`` makes an item's id from its prefix and its place. With ``summarise`` a reasoning
+    is given as its own summary. With ``encode`` it also has an ``encrypted_content``, for clients that send
+    back nothing else.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class OutputWriter:
         number: Number,
         sources: Mapping[str, tuple[str, str]],
         *,
+        item_id: Callable[[str, int], str],
         summarise: bool = False,
         encode: bool = False,
     ) -> None:
@@ -61,6 +62,7 @@ class OutputWriter:
         # The same output as a turn of the conversation.
         self.turn = Turn("assistant")
         self._number = number
+        self._item_id = item_id
         self._sources = sources
         self._summarise = summarise
         self._encode = encode
@@ -97,16 +99,28 @@ class OutputWriter:
         return events
 
     def _begin(self, piece: Piece) -> _OpenItem:
-        index = len(self.items)
+        place = _Place(self._number, len(self.items), self._item_id)
         match piece:
             case TextPiece():
-                return _TextItem(self._number, index)
+                return _TextItem(place)
             case ReasoningPiece() if self._summarise:
-                return _Summary(self._number, index, encode=self._encode)
+                return _Summary(place, encode=self._encode)
             case ReasoningPiece():
-                return _Reasoning(self._number, index, encode=self._encode)
+                return _Reasoning(place, encode=self._encode)
             case CallPiece():
-                return _Call(self._number, index, piece, self._sources.get(piece.name, ("", piece.name)))
+                return _Call(place, piece, self._sources.get(piece.name, ("", piece.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Hold an item's index in the output, and the makers of event numbers and of item ids."""
+
+    number: Number
+    index: int
+    item_id: Callable[[str, int], str]
+
+    def new_id(self, prefix: str) -> str:
+        return self.item_id(prefix, self.index)
 
 
 class _OpenItem(Protocol):
@@ -160,8 +174,8 @@ class _TextItem:
     _piece: type[Piece] = TextPiece
     _prefix = "msg_"
 
-    def __init__(self, number: Number, index: int) -> None:
-        self._number, self._index, self._id = number, index, _new_id(self._prefix)
+    def __init__(self, place: _Place) -> None:
+        self._number, self._index, self._id = place.number, place.index, place.new_id(self._prefix)
         self._texts: list[str] = []
 
     def accepts(self, piece: Piece) -> bool:
@@ -199,8 +213,8 @@ class _Reasoning(_TextItem):
     _piece = ReasoningPiece
     _prefix = "rs_"
 
-    def __init__(self, number: Number, index: int, *, encode: bool) -> None:
-        super().__init__(number, index)
+    def __init__(self, place: _Place, *, encode: bool) -> None:
+        super().__init__(place)
         self._encode = encode
 
     def item(self, status: ItemStatus) -> Item:
@@ -225,9 +239,9 @@ class _Summary(_Reasoning):
 
 
 class _Call:
-    def __init__(self, number: Number, index: int, first: CallPiece, source: tuple[str, str]) -> None:
+    def __init__(self, place: _Place, first: CallPiece, source: tuple[str, str]) -> None:
         """Begin the call of ``first``; ``source`` is its namespace and its name there."""
-        self._number, self._index, self._id = number, index, _new_id("fc_")
+        self._number, self._index, self._id = place.number, place.index, place.new_id("fc_")
         self._first = first
         self._namespace, self._name = source
         self._texts: list[str] = []
@@ -264,7 +278,3 @@ class _Call:
     def join(self, turn: Turn) -> Turn:
         call = ToolCall(self._first.id, self._first.name, "".join(self._texts))
         return replace(turn, calls=(*turn.calls, call))
-
-
-def _new_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(12)

@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -15,8 +16,19 @@ from convoy.model.text.conversation import Turn
 
 MAX_STORE_BYTES = 64 * 1024 * 1024
 MAX_STORE_AGE_S = 3600.0
+RESPONSE_PREFIX = "resp_"
 # For the entry itself, its id, its owner and its place in the table.
 _ENTRY_BYTES = 1024
+
+
+def item_id(response_id: str, prefix: str, index: int) -> str:
+    """Return the id of the output's item at ``index``, which names the response too."""
+    return f"{prefix}{response_id.removeprefix(RESPONSE_PREFIX)}_{index}"
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response that an item's id names."""
+    return RESPONSE_PREFIX + item.partition("_")[2].partition("_")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,11 @@ class ResponseStore:
     def turns(self, owner: bytes, response_id: str) -> tuple[Turn, ...]:
         """Return a response's conversation. Raises `UnknownResponse` as `body` does."""
         return msgspec.json.decode(self._find(owner, response_id).turns, type=tuple[Turn, ...])
+
+    def output(self, owner: bytes, response_id: str) -> dict[str, dict[str, Any]]:
+        """Return a response's items by their ids. Raises `UnknownResponse` as `body` does."""
+        output = msgspec.json.decode(self.body(owner, response_id))["output"]
+        return {item["id"]: item for item in output}
 
     def delete(self, owner: bytes, response_id: str) -> None:
         """Forget a response. Raises `UnknownResponse` as `body` does."""

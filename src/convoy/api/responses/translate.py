@@ -16,9 +16,9 @@ from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.conversation import EFFORTS
 from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.bodies import ResponsesBody, TextFormat
-from convoy.api.responses.items import read_items
+from convoy.api.responses.items import SEND_ITEM, UNKNOWN_ITEM, nothing_stored, read_items
 from convoy.api.responses.shapes import ReasoningShown, ResponseObject
-from convoy.api.responses.store import ResponseStore
+from convoy.api.responses.store import ResponseStore, response_of
 from convoy.api.responses.tools import OfferedTools, read_tools
 from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
@@ -80,8 +80,9 @@ def read_response(
     _check_elsewhere(body)
     key, salt = salt, cache_salt_of(salt, body.cache_salt)
     model = service.model(body.model)
+    stored = nothing_stored if store is None else _StoredItems(store, salt).find
     earlier = _earlier(body, store, salt)
-    history = read_items(body.input, earlier, max_items=options.max_messages)
+    history = read_items(body.input, earlier, max_items=options.max_messages, stored=stored)
     dropped.count("responses", history.dropped)
     offered = read_tools(
         body.tools,
@@ -138,6 +139,26 @@ def _earlier(body: ResponsesBody, store: ResponseStore | None, salt: bytes) -> t
         raise UnknownResponse(
             error.message, param=param, code=code, hint="send the whole conversation as input"
         ) from None
+
+
+class _StoredItems:
+    """Find the items that a request refers to. Each response is decoded once."""
+
+    def __init__(self, store: ResponseStore, owner: bytes) -> None:
+        self._store = store
+        self._owner = owner
+        self._outputs: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+
+    def find(self, item: str, param: str) -> Mapping[str, Any]:
+        """Return the item with that id. Raises `UnknownResponse` with the field's name."""
+        response_id = response_of(item)
+        try:
+            if response_id not in self._outputs:
+                self._outputs[response_id] = self._store.output(self._owner, response_id)
+            return self._outputs[response_id][item]
+        except (UnknownResponse, KeyError):
+            text = f"{param} names no item that is stored for this key"
+            raise UnknownResponse(text, param=param, code=UNKNOWN_ITEM, hint=SEND_ITEM) from None
 
 
 def _chat_request(body: ResponsesBody, turns: tuple[Turn, ...], offered: OfferedTools) -> ChatRequest:
