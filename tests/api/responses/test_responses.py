@@ -563,8 +563,9 @@ def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running
         ann.responses.create(model="fake", input=given)
         assert prompt(storing) == f"<assistant>{REPLY}<user>again<assistant>"
         for client, name in ((bob, item.id), (ann, f"{item.id}9"), (ann, "msg_1")):
+            given = [{"type": "item_reference", "id": name}]
             with pytest.raises(sdk.NotFoundError) as caught:
-                client.responses.create(model="fake", input=[{"type": "item_reference", "id": name}])
+                client.responses.create(model="fake", input=given)
             assert (caught.value.param, caught.value.code) == ("input[0].id", "item_not_found")
 
 
