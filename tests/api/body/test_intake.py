@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -188,6 +191,34 @@ def test_a_body_that_was_read_is_not_kept() -> None:
         upload.leave()
 
     asyncio.run(scene())
+
+
+class Decoded:
+    """Values that a body holds."""
+
+
+def test_a_body_that_is_refused_is_freed_at_once_and_not_by_the_collector() -> None:
+    refs: list[weakref.ref[Decoded]] = []
+
+    def refuse(_data: bytes) -> None:
+        decoded = Decoded()
+        refs.append(weakref.ref(decoded))
+        raise RequestError("wrong")
+
+    async def scene() -> None:
+        threads = Threads(1)
+        for _ in range(3):
+            with contextlib.suppress(RequestError):
+                await threads.run(refuse, b"data")
+        # One call runs at a time, so the threads of the earlier ones have ended.
+        assert await threads.run(len, b"data") == 4
+        assert [ref() for ref in refs] == [None] * 3
+
+    gc.disable()
+    try:
+        asyncio.run(scene())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
+from traceback import clear_frames
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -73,24 +74,30 @@ class Threads:
             self._free.release()
             ended()
 
-        def work() -> None:
+        def work(call: Callable[..., T], *args: Any) -> None:
             # A closed loop means that the server has ended, and nothing waits for this call.
             with suppress(RuntimeError):
                 try:
                     result = call(*args)
                 except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                    # An error keeps the frames of the call, and they what was decoded. Callers refer to the
+                    # error in circles, so hundreds of MiB would stay until the collector comes.
+                    clear_frames(error.__traceback__)
                     loop.call_soon_threadsafe(_fail, answer, error)
                 else:
                     loop.call_soon_threadsafe(_finish, answer, result)
                     del result
+                del call, args
                 self._after()
                 loop.call_soon_threadsafe(release)
 
         try:
-            threading.Thread(target=work, name="intake", daemon=True).start()
+            threading.Thread(target=work, args=(call, *args), name="intake", daemon=True).start()
         except BaseException:
             release()
             raise
+        # The frame of this call stays with an error too.
+        del call, args
         return await answer
 
 
