@@ -18,6 +18,8 @@ MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 # Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core
 # spin at each other's barriers, and a test takes ten times as long. Tests of threads ask for a number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where such a test has more threads than cores, a thread that waits leaves its core to the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7

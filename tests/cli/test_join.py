@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.transcript import run_here
+from convoy.config.settings import load_config
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import load_member
 
 
 @pytest.fixture
@@ -56,17 +60,9 @@ def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
 
 
 def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:
-    process = start(config)
-    second = subprocess.run(
-        [sys.executable, "-m", "convoy", "join", "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    process.kill()
-    process.communicate()
-    assert second.returncode == 75
-    said, hint = second.stderr.splitlines()[1:]
+    with socket.create_server(load_member(load_config(config)).member.address):
+        done = run_here(["join", "--config", str(config)], config.parent)
+    assert done.returncode == 75
+    said, hint = done.stderr.splitlines()[-2:]
     assert re.fullmatch(r"error: port \d+ on 127\.0\.0\.1 is taken", said)
     assert "running already?" in hint

@@ -62,16 +62,27 @@ def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
     return said
 
 
-def test_a_port_that_was_asked_for_listens_and_both_are_said(config: Path, port: str) -> None:
-    listed = load_member(load_config(config)).member.address[1]
-    with joining(config, "--port", port) as process:
-        assert lines(process, "listening") == [
+def test_a_port_and_metrics_that_were_asked_for_are_said_and_listen_until_it_ends(
+    config: Path, port: str
+) -> None:
+    listed, metrics = load_member(load_config(config)).member.address[1], free_port()
+    with joining(config, "--port", port, "--metrics", f"127.0.0.1:{metrics}") as process:
+        said = lines(process, "listening")
+        said.remove(f"metrics: http://127.0.0.1:{metrics}/metrics")
+        assert said == [
             f"note: beta listens on port {port}, and the roster sends the others to 127.0.0.1:{listed}: it "
             f"must lead here",
             f"listening: beta listens on 127.0.0.1:{port}",
         ]
         with socket.create_connection(("127.0.0.1", int(port)), timeout=30):
             pass
+        found = scrape(f"http://127.0.0.1:{metrics}/metrics")
+        assert (found("convoy_head_up"), found("convoy_stage_layers")) == (0, 0)
+        assert found("convoy_build_info", part="peer") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    with socket.create_server(("127.0.0.1", metrics)):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -87,18 +98,6 @@ def test_what_only_an_invitation_can_use_is_refused_with_both_values(
     done = run_here(["join", "--config", str(config), *flags], config.parent)
     assert done.returncode == 2
     assert done.stderr.startswith(error.format(config=config))
-
-
-def test_metrics_are_served_where_it_was_asked_until_it_ends(config: Path, port: str) -> None:
-    with joining(config, "--metrics", f"127.0.0.1:{port}") as process:
-        assert f"metrics: http://127.0.0.1:{port}/metrics" in lines(process, "listening")
-        found = scrape(f"http://127.0.0.1:{port}/metrics")
-        assert (found("convoy_head_up"), found("convoy_stage_layers")) == (0, 0)
-        assert found("convoy_build_info", part="peer") == 1
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    with socket.create_server(("127.0.0.1", int(port))):
-        pass
 
 
 def test_an_address_for_metrics_that_is_none_is_said_before_anything_starts(config: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,20 @@ BREAKS = {
 }
 
 
+BrokenSplit = Callable[[str], Certificate]
+
+
+@pytest.fixture(scope="module")
+def broken_split(models: Models) -> BrokenSplit:
+    """broken_split(what): the certificate of the odd model with this break, which is made once."""
+
+    @functools.cache
+    def make(what: str) -> Certificate:
+        return certify(models.source("odd"), 1, load=broken.split_only(BREAKS[what][0]))
+
+    return make
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -168,9 +183,9 @@ BREAKS = {
         for what in BREAKS
     ],
 )
-def test_a_split_that_is_broken_fails(models: Models, what: str) -> None:
-    change, expected = BREAKS[what]
-    found = certify(models.source("odd"), 1, load=broken.split_only(change))
+def test_a_split_that_is_broken_fails(broken_split: BrokenSplit, what: str) -> None:
+    _, expected = BREAKS[what]
+    found = broken_split(what)
     assert found.results[0].passed, "the whole is as it was"
     assert found.num_failed == len(found.results) - 1, "each cut has a stage with that layer"
     assert all(any(expected in failure for failure in result.failures) for result in found.results[1:])
@@ -195,7 +210,7 @@ def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_chec
         kind = Refusing if assignment.start == 2 else HostStage
         return kind.load(source, assignment, options, before=before)
 
-    found = certify(models.source("odd"), load=load)
+    found = certify(models.source("odd"), 2, load=load)
     assert found.results[0].passed
     refused = [result for result in found.results if "no" in result.failures]
     assert refused
@@ -300,9 +315,9 @@ def test_the_verb_prints_a_table_or_one_json_value(
 
 
 def test_the_verb_exits_with_1_where_anything_failed(
-    models: Models, capsys: pytest.CaptureFixture[str]
+    broken_split: BrokenSplit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = certify(models.source("odd"), 1, load=broken.split_only(broken.skip))
+    found = broken_split("a layer skipped")
     with pytest.raises(typer.Exit) as ended:
         report(found, as_json=False)
     assert ended.value.exit_code == 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,24 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
         module = sys.modules.get(name)
         for function in functions if module is not None else ():
             patch.setattr(module, function, functools.cache(getattr(module, function)))
+    # A third of the load of a tiny stage.
+    for name, function in (
+        ("convoy.model.backends.host.stage", "check_heads"),
+        ("convoy.model.backends.host.stage_kv", "least_tile_rows"),
+    ):
+        if (module := sys.modules.get(name)) is not None:
+            patch.setattr(module, function, _once_with_these_threads(getattr(module, function)))
+
+
+def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, whose results are kept for equal arguments and PyTorch's number of threads."""
+    import torch
+
+    @functools.cache
+    def kept(_num_threads: int, *given: Any) -> Any:
+        return function(*given)
+
+    return lambda *given: kept(torch.get_num_threads(), *given)
 
 
 def measure_once(patch: pytest.MonkeyPatch) -> None:

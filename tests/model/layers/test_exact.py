@@ -63,9 +63,9 @@ def test_chunks_do_not_change_a_prompts_logits(
     chain = models.chain(kind)
     # few steps on two threads: where cores are shared, every small parallel region waits for its turn
     few = [[64], [149, 1], [40, 1, 60]]
-    for sequence, sizes in enumerate(
-        [[1], [3], [7], [16], [150], [15, 2, 17], *few] if num_threads == 1 else few
-    ):
+    # steps of one row, which are the most, for each kind of attention: plain, within a window, normalised
+    many = [[1], [3], [7], [16], [150]] if kind in {"odd", "mistral", "qwen3"} else []
+    for sequence, sizes in enumerate([[15, 2, 17], *many, *few] if num_threads == 1 else few):
         assert torch.equal(in_chunks(chain, sequence, tokens, sizes), whole), f"chunks of {sizes}"
         chain.release(sequence)
 
@@ -99,8 +99,8 @@ def test_no_cut_changes_the_logits(models: Models, prompt: Prompt, kind: str) ->
     (whole,) = models.chain(kind).run((0, tokens))
     (beside,) = models.chain(kind).run((0, other))
     num_layers = models.source(kind).spec.num_layers
-    cuts = [(i,) for i in range(num_layers + 1)] + [(1, 2), (1, 4), (2, 3), (0, num_layers)]
-    for cut in cuts:
+    # `make test-verify` makes every cut. Here: each end alone, both alone, one in the middle, one of three
+    for cut in {"odd": [(0,), (num_layers,), (1, 2)], "even": [(0, num_layers), (3,), (1, 4)]}[kind]:
         chain = models.chain(kind, *cut)
         first = chain.run((1, tokens[:20]), (2, other[:32]))
         second = chain.run((2, other[32:]), (1, tokens[20:]))

@@ -98,6 +98,10 @@ def _portions(source: ModelSource, part: TensorPart, portion_bytes: int) -> Iter
         # the inputs by layer are made for all layers at once
         yield part
         return
+    if _num_bytes(source, part) <= portion_bytes:
+        # the library builds all layers of the model for each portion
+        yield part
+        return
     if part.output and part.embed and not source.spec.tied_embeddings:
         # the output may shrink to a quarter of its stored size: load it first, while memory is empty
         yield TensorPart(frozenset(), embed=False, output=True)
@@ -112,6 +116,13 @@ def _portions(source: ModelSource, part: TensorPart, portion_bytes: int) -> Iter
             layers = set()
     if layers:
         yield TensorPart(frozenset(layers), embed=False, output=False)
+
+
+def _num_bytes(source: ModelSource, part: TensorPart) -> int:
+    """Return the bytes of a part in float32."""
+    spec, dtype = source.spec, "float32"
+    ends = part.embed * spec.embed_bytes(dtype) + part.output * spec.output_bytes(dtype)
+    return ends + sum(spec.layer_bytes(layer, dtype) for layer in part.layers)
 
 
 def _load_portion(source: ModelSource, part: TensorPart, reading: Reading, *, packed: bool) -> LoadedModules:
