@@ -78,8 +78,16 @@ def test_prefill_is_the_time_to_the_first_token(tmp_path: Path) -> None:
     with engine_of(tmp_path, 64) as engine:
         options = PrefillOptions(num_tokens=200, chunk=64, window=1, num_rounds=3)
         row = measure_prefill(engine, 301, 1, options, deadline=Deadline(60), say=lambda _text: None)
-        assert engine.stats().prompt_tokens == 600
+        assert engine.stats().prompt_tokens == 3 * (200 + 264)
     assert row.tokens_per_s == pytest.approx(200 / row.seconds, rel=0.05)
+
+
+def test_the_next_turn_of_a_prompt_runs_only_what_is_new(tmp_path: Path) -> None:
+    with engine_of(tmp_path, 64) as engine:
+        options = PrefillOptions(num_tokens=200, chunk=64, window=1, num_rounds=2)
+        row = measure_prefill(engine, 301, 1, options, deadline=Deadline(60), say=lambda _text: None)
+    assert row.next_turn_cached == round(192 / 264, 4)
+    assert row.next_turn_s > 0
 
 
 def test_a_bench_ends_with_its_deadline_and_says_so(tmp_path: Path) -> None:
@@ -117,7 +125,7 @@ def test_ratios_are_those_of_the_rows_that_are_there() -> None:
 
 def test_the_best_chunk_and_window_of_two_members_is_compared_with_the_best_chunk_of_one() -> None:
     found = ((1, 1, 1, 10.0), (1, 2, 1, 8.0), (2, 1, 2, 9.0), (2, 2, 2, 12.0), (2, 2, 3, 17.0))
-    rows = [PrefillRow(m, 100, chunk, window, 1.0, rate) for m, chunk, window, rate in found]
+    rows = [PrefillRow(m, 100, chunk, window, 1.0, rate, 0.1, 0.9) for m, chunk, window, rate in found]
     assert prefill_ratios(rows) == {"two_members_over_one_prefill": 1.7}
     assert prefill_ratios(rows[:2]) == {}
 

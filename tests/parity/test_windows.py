@@ -105,13 +105,13 @@ def test_requests_and_sessions_over_a_split_say_what_the_whole_says(
                 fork.eval(longest.tokens[1])
                 assert np.array_equal(fork.logits(), longest.logits[2])
             session.rewind(2)
-            assert session.sync(longest.prompt) == len(longest.prompt), "no ring has what was before it"
+            assert session.sync(longest.prompt) == 9, "the ring has the end of the prompt"
             assert np.array_equal(session.logits(), longest.logits[0])
         with cluster.session() as session:
             assert session.load(tmp_path / "chat") == 0
             assert np.array_equal(session.logits(), longest.logits[1])
         stats = engine.stats()
-        assert stats.cached_tokens == 0
+        assert stats.cached_tokens > 0
         assert stats.drafted_tokens > 0
 
 

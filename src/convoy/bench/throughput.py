@@ -24,6 +24,8 @@ from convoy.model.sampling.params import SamplingParams
 
 Say = Callable[[str], None]
 _SPARE_TOKENS = 64
+# The tokens by which a prompt is longer in its next turn.
+TURN_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -95,22 +97,47 @@ def measure_decode(
 def measure_prefill(
     engine: Engine, vocab_size: int, members: int, options: PrefillOptions, *, deadline: Deadline, say: Say
 ) -> PrefillRow:
-    """Return the median of some prompts, one after the other. No prompt begins like another."""
+    """Return the median of some prompts, one after the other, each with its next turn behind it.
+
+    No prompt begins like another.
+    """
     prompts = Prompts(vocab_size)
-    seconds = []
+    cold: list[_Wait] = []
+    warm: list[_Wait] = []
     for number in range(options.num_rounds):
-        deadline.left_s()
-        request = GenerationRequest(prompts.next(options.num_tokens), GREEDY, max_tokens=1, ignore_eos=True)
-        seconds.append(generate(engine, request).time_to_first_token_s)
+        prompt = prompts.next(options.num_tokens)
+        for waits, asked in ((cold, prompt), (warm, (*prompt, *prompts.next(TURN_TOKENS)))):
+            deadline.left_s()
+            waits.append(_wait(engine, asked))
         say(
             f"members {members}: prompt {number + 1} of {options.num_rounds} in chunks of {options.chunk}, "
-            f"{options.window} in flight: {seconds[-1]:.2f} s"
+            f"{options.window} in flight: {cold[-1].seconds:.2f} s, its next turn {warm[-1].seconds:.2f} s"
         )
-    median = statistics.median(seconds)
-    rate = options.num_tokens / median
+    median = statistics.median(wait.seconds for wait in cold)
     return PrefillRow(
-        members, options.num_tokens, options.chunk, options.window, round(median, 4), round(rate, 2)
+        members,
+        options.num_tokens,
+        options.chunk,
+        options.window,
+        round(median, 4),
+        round(options.num_tokens / median, 2),
+        round(statistics.median(wait.seconds for wait in warm), 4),
+        round(min(wait.cached for wait in warm), 4),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Hold the seconds to the first token of a prompt, and the share of it that was cached."""
+
+    seconds: float
+    cached: float
+
+
+def _wait(engine: Engine, prompt: tuple[int, ...]) -> _Wait:
+    before = engine.stats().hit_tokens
+    answer = generate(engine, GenerationRequest(prompt, GREEDY, max_tokens=1, ignore_eos=True))
+    return _Wait(answer.time_to_first_token_s, (engine.stats().hit_tokens - before) / len(prompt))
 
 
 class Prompts:

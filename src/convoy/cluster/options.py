@@ -207,7 +207,9 @@ class HeadOptions:
         """Return the scheduler's limits, once a plan is known."""
         return SchedulerLimits(
             groups=tuple(
-                GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens), group.stride)
+                GroupLimits(
+                    count, group.ring_blocks(block_size, self.max_row_tokens), group.stride, group.window
+                )
                 for group, count in zip(spec.cache_groups, num_blocks, strict=True)
             ),
             block_size=block_size,

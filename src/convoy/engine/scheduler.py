@@ -279,7 +279,7 @@ class Scheduler:
     def _make_pools(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.pools = BlockPools(limits.groups, limits.block_size)
-        self._prefixes = PrefixCache(self.pools.first, self._tags, enabled=limits.shares_prefixes)
+        self._prefixes = PrefixCache(self.pools, limits, self._tags)
 
     def _wake(self) -> None:
         for sequence in [s for s in self.idle if s.num_pending]:
@@ -324,6 +324,7 @@ class Scheduler:
             sequence.wall - len(sequence.tokens) - 1,
             self.pools.num_writable(sequence, others) - len(sequence.tokens),
         )
+        most = self._prefixes.num_unshared(sequence, most + 1) - 1
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
 
     def _plan_prefills(self, plan: StepBuilder) -> None:
@@ -347,12 +348,11 @@ class Scheduler:
                 return
             # Otherwise it would be admitted and preempted for ever, within this very call.
             assert len(sequence.tokens) <= self.pools.max_tokens, "a sequence outgrew the whole pool"
-            shared = self._prefixes.find(sequence)
+            hit = self._prefixes.find(sequence)
             # Plus one token to continue with, if the pool can hold it: a session may fill the pool to the
             # last place.
             needed = self.pools.needed(min(len(sequence.tokens) + 1, self.pools.max_tokens))
-            needed[0] -= len(shared)
-            while not self.pools.have_room(needed, shared):
+            while not self.pools.have_room(self._prefixes.missing(hit, needed), hit.blocks):
                 if not self._drop_idle():
                     return
             self.waiting.popleft()
@@ -360,13 +360,11 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
-            self.num_cached_tokens += len(shared) * self.limits.block_size
+            self.num_cached_tokens += hit.num_tokens
             if sequence.num_cached is None and self._prefixes.may_share(sequence):
                 self.num_queried_tokens += len(sequence.tokens)
-                self.num_hit_tokens += len(shared) * self.limits.block_size
-            grant = self._prefixes.share(sequence, shared)
-            if grant is not None:
-                plan.grants.append(grant)
+                self.num_hit_tokens += hit.num_tokens
+            plan.grants.extend(self._prefixes.share(sequence, hit))
             self._plan_chunk(sequence, plan)
 
     def _is_one_tried(self) -> bool:
@@ -384,6 +382,7 @@ class Scheduler:
             # A chunk far into a prompt attends to more keys, so it gets fewer tokens for the same time.
             most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
         num_tokens = min(self._num_overlapping(sequence), most, self._budget(plan))
+        num_tokens = self._prefixes.cut(sequence, num_tokens)
         if num_tokens > 0:
             self._plan_row(sequence, num_tokens, plan)
 
@@ -407,8 +406,9 @@ class Scheduler:
         if sequence.state is not SequenceState.RUNNING:
             return
         num_tokens += len(drafts)
-        missing = self.pools.missing(sequence, sequence.num_scheduled + num_tokens)
-        while missing and not self.pools.have_room(missing):
+        end = sequence.num_scheduled + num_tokens
+        missing = self.pools.missing(sequence, end)
+        while not self._have_room(sequence, end, missing):
             if self._drop_idle():
                 continue
             # The last admitted sequence loses the least work. One with a row in this step must keep its
@@ -419,7 +419,15 @@ class Scheduler:
                 return
         if missing:
             plan.grants.extend(self.pools.grow(sequence, missing))
+        plan.grants.extend(self._prefixes.replace(sequence, end))
         plan.add(sequence, num_tokens, drafts)
+
+    def _have_room(self, sequence: Sequence, end: int, missing: SequenceOf[int]) -> bool:
+        """Return whether a row up to ``end`` finds blocks, also in place of those that others share."""
+        shared = self._prefixes.num_shared(sequence, end)
+        if missing and shared:
+            missing = [one + other for one, other in zip(missing, shared, strict=True)]
+        return not (missing or shared) or self.pools.have_room(missing or shared)
 
     def _budget(self, plan: StepBuilder) -> int:
         return self.limits.max_step_tokens - plan.num_tokens

@@ -59,6 +59,10 @@ class Sequence:
     table_id: int = field(init=False, default=-1)
     # T at 0 and at the ends of its first blocks.
     tags: list[bytes] = field(init=False, default_factory=list)
+    # Where it keeps the state of its prefix for later sequences, in groups that do not keep every token.
+    marks: frozenset[int] = field(init=False, default=frozenset())
+    # The tag of its last state between marks.
+    passing: bytes | None = field(init=False, default=None)
     # Prompt tokens that its first admission found in the prefix cache.
     num_cached: int | None = field(init=False, default=None)
 

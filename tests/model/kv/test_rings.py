@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[list[BlockGrant], list[Row], str]] = {
     "a prefix that is shared": (
         [BlockGrant(2, 0, [9], bytes(16))],
         [],
-        "a prefix can be shared only if all layers keep all of it",
+        "shares block 9, which holds another prefix",
     ),
     "a sequence without a ring": (
         [BlockGrant(2, 0, [9]), BlockGrant(2, 2, [0])],

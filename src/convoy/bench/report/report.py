@@ -49,7 +49,8 @@ class StepRow:
 class PrefillRow:
     """Hold one prompt in chunks, from its submission to its first token: the median of all rounds.
 
-    ``window`` is the number of its chunks that may be in flight.
+    ``window`` is the number of its chunks that may be in flight. ``next_turn_s`` is the same time for a
+    prompt that goes on where this one ends, with ``next_turn_cached`` of its tokens from the prefix cache.
     """
 
     members: int
@@ -58,6 +59,8 @@ class PrefillRow:
     window: int
     seconds: float
     tokens_per_s: float
+    next_turn_s: float
+    next_turn_cached: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,13 +109,14 @@ def prefill(
     rounds: Annotated[int, typer.Option(min=1, help="Prompts for each size and window.")] = 3,
 ) -> None:
     """Measure a long prompt in chunks of several sizes. On one member, and on two with several chunks in
-    flight.
+    flight. Also shows the next turn of the same chat, which finds the prompt in the prefix cache.
     """
     from convoy.bench.report.report import prefill_ratios
+    from convoy.bench.throughput import TURN_TOKENS
 
     sizes = counts("--chunks", chunks, _MAX_CHUNK)
     in_flight = counts("--windows", windows, 64, least=0)
-    run.check_context(prompt_tokens + 1)
+    run.check_context(prompt_tokens + TURN_TOKENS + 1)
     # One member runs one step at a time, whatever the window.
     plans = [(1, size, 0) for size in sizes] + [(2, size, window) for size in sizes for window in in_flight]
     rows = [_prefill(run, *one, prompt_tokens, rounds) for one in plans]
@@ -140,14 +141,14 @@ def _prefill(
     run: BenchRun, members: int, size: int, window: int, prompt_tokens: int, rounds: int
 ) -> PrefillRow:
     from convoy.bench.bare import BLOCK_SIZE
-    from convoy.bench.throughput import PrefillOptions, measure_prefill
+    from convoy.bench.throughput import TURN_TOKENS, PrefillOptions, measure_prefill
 
     options = PrefillOptions(prompt_tokens, size, _window(members, window), rounds)
     limits = {
         "prefill_chunk": size,
         "prefill_window": window,
         "max_step_tokens": size,
-        "num_blocks": -(-(prompt_tokens + 1) // BLOCK_SIZE) + 1,
+        "num_blocks": -(-(prompt_tokens + TURN_TOKENS + 1) // BLOCK_SIZE) + 1,
     }
     with run.cluster(members, limits) as cluster:
         vocab_size = cluster.tokenizer.vocab_size

@@ -51,6 +51,18 @@ class BlockPool:
             found.append(block)
         return found
 
+    def has(self, tag: bytes) -> bool:
+        """Return whether a block with this tag is in the pool."""
+        return tag in self._block_of
+
+    def is_labelled(self, block: int) -> bool:
+        """Return whether the block may be found by a tag."""
+        return block in self._tag_of
+
+    def num_owners(self, block: int) -> int:
+        """Return how many sequences own the block."""
+        return self._owners.get(block, 0)
+
     def num_unowned(self, blocks: Sequence[int]) -> int:
         """Return how many of ``blocks`` count as free until they are shared."""
         return sum(block in self._kept for block in blocks)
@@ -70,8 +82,8 @@ class BlockPool:
         self._changed.update(blocks)
         return blocks
 
-    def label(self, block: int, tag: bytes) -> None:
-        """Mark an owned block as full, with this tag at its end.
+    def label(self, block: int, tag: bytes) -> bool:
+        """Mark an owned block as full, with this tag at its end; return whether it has the tag now.
 
         Of two blocks with the same tag, the first is findable.
         """
@@ -80,6 +92,20 @@ class BlockPool:
             self._tag_of[block] = tag
             self._block_of[tag] = block
             self._changed.add(block)
+        return self._tag_of.get(block) == tag
+
+    def unlabel(self, block: int) -> None:
+        """Forget the tag of a block that its only owner is about to write over."""
+        assert self._owners.get(block) == 1, "a block of other owners is written over"
+        self._forget(block)
+
+    def drop(self, tag: bytes) -> None:
+        """Free the block with this tag, if there is one that no sequence owns."""
+        block = self._block_of.get(tag)
+        if block in self._kept:
+            del self._kept[block]
+            self._forget(block)
+            self._free[block] = None
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give a sequence's blocks back, in its order: the end of a chain is evicted before its start."""
@@ -129,5 +155,10 @@ class BlockPool:
     def _evict(self) -> int:
         block = next(iter(self._kept))
         del self._kept[block]
-        del self._block_of[self._tag_of.pop(block)]
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        if block in self._tag_of:
+            del self._block_of[self._tag_of.pop(block)]
+            self._changed.add(block)

@@ -16,12 +16,19 @@ class GroupLimits:
     """Hold the limits of one cache group.
 
     A table has at most ``ring`` blocks; with None, as many as its tokens need. A block has one place for
-    every ``stride`` tokens.
+    every ``stride`` tokens. In a ring, a row looks back on ``window`` tokens, its first own one included. A
+    ring of one block holds a state.
     """
 
     num_blocks: int
     ring: int | None = None
     stride: int = 1
+    window: int | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """Return whether a block holds the whole state of a sequence."""
+        return self.ring == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,7 @@ class SchedulerLimits:
     2.82 for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of the time of one chunk, 256 take
     0.76.)
 
-    Without ``prefix_cache`` no sequence shares a block. Neither does any with several groups or a ring, where
-    one block does not hold all the state of a prefix.
+    Without ``prefix_cache`` no sequence shares a block. Neither does any with a ring of unknown window.
 
     ``max_drafts`` bounds the guesses in one step; its decodes share them. It is `MAX_DRAFT`, so that a lone
     sequence may guess whatever ``speculate`` allows. It is not more, because behind 64 rows another row costs
@@ -63,8 +69,8 @@ class SchedulerLimits:
     @property
     def shares_prefixes(self) -> bool:
         """Return whether sequences may share blocks."""
-        first = self.groups[0]
-        return self.prefix_cache and len(self.groups) == 1 and first.ring is None and first.stride == 1
+        known = all(group.ring is None or group.is_state or group.window for group in self.groups)
+        return self.prefix_cache and known
 
     @property
     def max_chunks(self) -> int:

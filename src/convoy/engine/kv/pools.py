@@ -26,6 +26,10 @@ class BlockPools:
         self._spans = [block_size * group.stride for group in groups]
         self._pools = [BlockPool(group.num_blocks, block_size) for group in groups]
 
+    def __getitem__(self, group: int) -> BlockPool:
+        """Return a group's pool."""
+        return self._pools[group]
+
     @property
     def first(self) -> BlockPool:
         """Return the first group's pool; where there is one group, it is the only pool."""
@@ -79,10 +83,11 @@ class BlockPools:
             max(0, most - len(table)) for most, table in zip(self.needed(num_tokens), tables, strict=True)
         ]
 
-    def have_room(self, counts: SequenceOf[int], kept: SequenceOf[int] = ()) -> bool:
-        """Return whether ``counts`` blocks of each group are free, less the first group's ``kept`` ones."""
+    def have_room(self, counts: SequenceOf[int], kept: SequenceOf[SequenceOf[int]] = ()) -> bool:
+        """Return whether ``counts`` blocks of each group are free, less the group's ``kept`` ones."""
         free = [pool.num_free for pool in self._pools]
-        free[0] -= self.first.num_unowned(kept)
+        for group, blocks in enumerate(kept):
+            free[group] -= self._pools[group].num_unowned(blocks)
         return all(count <= 0 or count <= room for count, room in zip(counts, free, strict=True))
 
     def grow(self, sequence: Sequence, counts: SequenceOf[int]) -> list[BlockGrant]:

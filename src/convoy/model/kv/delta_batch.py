@@ -67,6 +67,13 @@ class DeltaPool:
         self.past = _zeros(num_slots * (shape.num_taps - 1), shape.mixed_width)
         self.kept = _zeros(num_slots * STATE_TILE, shape.kept_width)
         self.states = _zeros(num_slots, shape.num_heads, shape.key_dim, shape.value_dim)
+        self._num_slots = num_slots
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy all that one slot holds to another."""
+        for numbers in (self.past, self.kept, self.states):
+            slots = numbers.view(self._num_slots, -1)
+            slots[target].copy_(slots[source])
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,11 @@ class DeltaSlots:
     def forget(self) -> None:
         """Free the slots."""
         self.pools = {}
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Copy the state in one slot of a cache group to another slot, for every layer here."""
+        for layer in self._layers.get(group, ()):
+            self.pools[layer].copy(source, target)
 
     def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, DeltaLayer]:
         """Return the inputs of each layer with a state, for checked, non-empty ``rows``."""

@@ -6,6 +6,11 @@ By the head's prefix tags it also checks that the K/V under a row is that of the
 
 A table of a group with a window is a ring: run ``i`` of positions lies in ``blocks[i % len(blocks)]``. A
 sequence may therefore be longer than its table, as long as no row looks back on overwritten positions.
+
+A full block keeps the tag of the prefix that ends with it, also when no table holds it any more. So another
+sequence may begin behind that prefix: with all blocks of a group that keeps every position, with those of the
+last window of a ring, and with a copy of a recurrent state. Before a row would write over such a block, the
+head replaces it in the table by another.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
 # the number of a cache group, and of a block in it
 _Block = tuple[int, int]
+# the end of a shared prefix, and its tag
+_End = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,9 @@ class BlockTable:
     """Hold a sequence's blocks, one list per cache group, and how many of its positions hold K/V.
 
     ``written`` is the end of the furthest row. Positions that this row overwrote in a ring stay lost, also
-    after a rewind. ``ends`` holds the tags at 0 and at the ends of the full blocks; ``last`` holds those at
-    other positions of the last row. Both are empty where rows are not tagged.
+    after a rewind. ``ends`` holds the tags at 0 and at the ends of the full blocks, empty where they are not
+    known; ``last`` holds those at other positions of the last row. Both are empty where rows are not tagged.
+    ``lost`` has, for a ring that does not hold its first blocks, the first position that it does hold.
     """
 
     blocks: list[list[int]]
@@ -52,6 +60,7 @@ class BlockTable:
     ends: list[bytes] = field(default_factory=list)
     last: dict[int, bytes] = field(default_factory=dict)
     written: int = 0
+    lost: dict[int, int] = field(default_factory=dict)
 
     def tag_at(self, position: int, block_size: int) -> bytes | None:
         """Return the tag of the prefix before ``position``, or None if it is not known."""
@@ -69,6 +78,10 @@ class StagedStep:
     holders: Counter[_Block]
     # blocks granted without a shared prefix; new K/V will overwrite them
     fresh: set[_Block]
+    # (group, from, to): the blocks with states that are copied before the rows run, in order
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    # for each new sequence with a shared prefix, its end in each group
+    adopted: dict[int, dict[int, _End]] = field(default_factory=dict)
 
 
 class BlockTables:
@@ -84,7 +97,7 @@ class BlockTables:
     ) -> None:
         self._groups = tuple(groups)
         self._require_tags = require_tags
-        # prefixes are shared only if one full group exists: with several groups, or a ring, no single block
+        # blocks are carried only if one full group exists: with several groups, or a ring, no single block
         # holds all that a sequence builds on
         self._one_full = len(self._groups) == 1 and self._groups[0].is_full
         self._block_size = block_size
@@ -107,7 +120,7 @@ class BlockTables:
         """Check releases, then grants, then rows, in that order, and change nothing. Raises StepError.
 
         A full block may be in several tables (shared prefixes), but only once in each. A shared block is
-        never written to.
+        never written to. A new table with a shared prefix shares it in every group.
         """
         staged = StagedStep({}, [], Counter(), set())
         tables = staged.tables
@@ -120,6 +133,9 @@ class BlockTables:
             staged.holders.subtract((g, block) for g, blocks in enumerate(table.blocks) for block in blocks)
         for grant in step.grants:
             self._grant(grant, staged)
+        for sequence, ends in staged.adopted.items():
+            if len(ends) != len(self._groups) or len(set(ends.values())) > 1:
+                raise StepError(f"sequence {sequence} does not share one prefix in every cache group")
         seen: set[int] = set()
         for row in step.rows:
             table = tables[row.sequence] if row.sequence in tables else self._tables.get(row.sequence)
@@ -190,10 +206,10 @@ class BlockTables:
         """Store a row's tags, and remove the tags of the positions that it overwrote."""
         size, end = self._block_size, row.start + row.num_tokens
         first, num_ends = row.start // size, end // size - row.start // size
-        if self._one_full:
-            # every block that the row wrote to loses its tag; the full ones get the new tags below
-            for block in table.blocks[0][first : -(-end // size)]:
-                self._full.pop((0, block), None)
+        # every block that the row wrote to loses its tag; the full ones get the new tags below
+        for index in range(len(self._groups)):
+            for block in self._written(index, row, table):
+                self._full.pop((index, block), None)
         table.last = {}
         if not row.tag:
             return
@@ -208,9 +224,21 @@ class BlockTables:
             table.ends.append(row.tag)
         table.ends.extend(tags[:num_ends])
         table.last = dict(enumerate(tags[num_ends:], end - (len(tags) - num_ends) + 1))
-        if self._one_full:
-            for index, tag in enumerate(tags[:num_ends], first):
-                self._full[0, table.blocks[0][index]] = tag
+        for index, group in enumerate(self._groups):
+            blocks, span = table.blocks[index], self._span(index)
+            if not group.recurrent:
+                for run in range(row.start // span, end // span):
+                    self._full[index, blocks[run % len(blocks)]] = table.ends[(run + 1) * group.stride]
+            elif end % size == 0:
+                self._full[index, blocks[0]] = table.ends[end // size]
+
+    def _written(self, group: int, row: Row, table: BlockTable) -> list[int]:
+        """Return the blocks of a group that a checked row writes to."""
+        blocks, span = table.blocks[group], self._span(group)
+        if self._groups[group].recurrent:
+            return blocks[:1]
+        runs = range(row.start // span, -(-(row.start + row.num_tokens) // span))
+        return [blocks[run % len(blocks)] for run in runs]
 
     def _grant(self, grant: BlockGrant, staged: StagedStep) -> None:
         tables = staged.tables
@@ -225,24 +253,58 @@ class BlockTables:
             if not 0 <= block < num_blocks:
                 raise StepError(f"a grant names block {block}, but the pool has {num_blocks}")
         blocks = table.blocks[grant.group]
-        if table.written > len(blocks) * self._span(grant.group) and grant.blocks:
-            raise StepError(f"sequence {grant.sequence} wrapped around its ring, which cannot grow any more")
-        num_shared = self._adopt(grant, table, staged)
-        blocks.extend(grant.blocks)
+        fresh = list(grant.blocks)
+        if grant.first >= 0 and not grant.shared:
+            self._replace(grant, table, staged)
+        else:
+            if not grant.shared and table.written > len(blocks) * self._span(grant.group) and grant.blocks:
+                raise StepError(
+                    f"sequence {grant.sequence} wrapped around its ring, which cannot grow any more"
+                )
+            fresh = grant.blocks[self._adopt(grant, table, staged) :]
+            turn = max(0, grant.first) % max(1, len(grant.blocks))
+            blocks.extend(grant.blocks[len(grant.blocks) - turn :])
+            blocks.extend(grant.blocks[: len(grant.blocks) - turn])
         if len(set(blocks)) != len(blocks):
             raise StepError(f"sequence {grant.sequence} is granted a block that it has already")
-        for block in grant.blocks[num_shared:]:
+        for block in fresh:
             if self._num_holders((grant.group, block), staged):
                 raise StepError(f"a grant gives away block {block}, which a sequence holds")
             staged.fresh.add((grant.group, block))
         staged.holders.update((grant.group, block) for block in grant.blocks)
+
+    def _replace(self, grant: BlockGrant, table: BlockTable, staged: StagedStep) -> None:
+        """Put the grant's blocks in place of those of runs that the sequence needs no more.
+
+        A block with a state is copied to the one that replaces it. Raises StepError if rows may still look
+        back on such a run.
+        """
+        number, kind = grant.group, self._groups[grant.group]
+        blocks, span = table.blocks[number], self._span(number)
+        if kind.recurrent:
+            if len(blocks) != 1 or len(grant.blocks) != 1:
+                raise StepError(f"sequence {grant.sequence} has no one block to copy its state from")
+            staged.copies.append((number, blocks[0], grant.blocks[0]))
+        elif (
+            kind.window is None
+            or grant.first < len(blocks)
+            or grant.first * span < table.written
+            or not blocks
+        ):
+            raise StepError(f"sequence {grant.sequence} replaces a block that it may still need")
+        for run, block in enumerate(grant.blocks, 0 if kind.recurrent else grant.first):
+            place = run % len(blocks)
+            staged.holders.subtract([(number, blocks[place])])
+            blocks[place] = block
+            if not kind.recurrent:
+                table.lost[number] = max(table.lost.get(number, 0), (run - len(blocks) + 1) * span)
 
     def _copy(self, known: BlockTable | None) -> BlockTable:
         """Copy a table, because the step may still be refused."""
         if known is None:
             return BlockTable([[] for _ in self._groups])
         blocks = [list(blocks) for blocks in known.blocks]
-        return BlockTable(blocks, known.length, list(known.ends), known.last, known.written)
+        return BlockTable(blocks, known.length, list(known.ends), known.last, known.written, dict(known.lost))
 
     def _adopt(self, grant: BlockGrant, table: BlockTable, staged: StagedStep) -> int:
         """Start a table with the full blocks that the grant claims by their tags; return their number.
@@ -256,20 +318,41 @@ class BlockTables:
             )
         if not num_shared:
             return 0
-        if table.length or any(table.blocks):
+        end = (max(0, grant.first) + num_shared) * self._span(grant.group)
+        known = staged.adopted.setdefault(grant.sequence, {})
+        if table.blocks[grant.group] or (table.length and not known):
             raise StepError(f"sequence {grant.sequence} has blocks, and only a new one may share a prefix")
-        if not self._one_full:
-            raise StepError(
-                "a prefix can be shared only if all layers keep all of it, and in this model they do not"
-            )
         tags = [grant.shared[i * PREFIX_TAG_BYTES :][:PREFIX_TAG_BYTES] for i in range(num_shared)]
         for block, tag in zip(grant.blocks, tags, strict=False):
             found = (grant.group, block)
             if found in staged.fresh or self._full.get(found) != tag:
                 raise StepError(f"sequence {grant.sequence} shares block {block}, which holds another prefix")
-        table.ends = [b"", *tags]
-        table.length = table.written = num_shared * self._block_size
+        self._check_adopted(grant, num_shared, end)
+        known[grant.group] = (end, tags[-1])
+        if grant.first > 0:
+            table.lost[grant.group] = grant.first * self._block_size
+        missing = end // self._block_size + 1 - len(table.ends)
+        table.ends.extend([b""] * missing)
+        stride = self._groups[grant.group].stride
+        for run, tag in enumerate(tags, max(0, grant.first) + 1):
+            table.ends[run * stride] = tag
+        table.length = table.written = end
         return num_shared
+
+    def _check_adopted(self, grant: BlockGrant, num_shared: int, end: int) -> None:
+        """Raise StepError unless the shared blocks hold all that a row at their ``end`` looks back on."""
+        group, first = self._groups[grant.group], max(0, grant.first)
+        if end > self._max_context:
+            raise StepError(f"a prefix ends at position {end}, beyond the context of {self._max_context}")
+        if group.recurrent:
+            enough = num_shared == 1 == len(grant.blocks)
+        else:
+            seen = 0 if group.window is None else max(0, end - group.window + 1)
+            enough = first * self._span(grant.group) <= seen
+            # a table that begins within the sequence is a ring, and holds all its runs in one turn
+            enough = enough and (not first or group.window is not None)
+        if not enough:
+            raise StepError(f"sequence {grant.sequence} shares too little of a prefix in group {grant.group}")
 
     def _num_holders(self, block: _Block, staged: StagedStep) -> int:
         # `get` is cheaper than indexing: a Counter calls `__missing__` for an absent key
@@ -292,6 +375,12 @@ class BlockTables:
             raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
         for index, (group, blocks) in enumerate(zip(self._groups, table.blocks, strict=True)):
             self._check_room(row, table, group, len(blocks) * self._span(index))
+            begin = table.lost.get(index, 0)
+            if group.window is not None and max(0, row.start - group.window + 1) < begin:
+                raise StepError(
+                    f"a row of sequence {row.sequence} at {row.start} looks back behind {begin}, where its "
+                    "ring begins"
+                )
 
     def _span(self, group: int) -> int:
         """Return the number of positions in one block."""
@@ -344,11 +433,9 @@ class BlockTables:
             )
 
     def _check_unshared(self, row: Row, table: BlockTable, staged: StagedStep) -> None:
-        if not self._one_full:
-            return
-        size, end = self._block_size, row.start + row.num_tokens
-        for block in table.blocks[0][row.start // size : -(-end // size)]:
-            if self._num_holders((0, block), staged) > 1:
-                raise StepError(
-                    f"a row of sequence {row.sequence} writes to block {block}, which another shares"
-                )
+        for group in range(len(self._groups)):
+            for block in self._written(group, row, table):
+                if self._num_holders((group, block), staged) > 1:
+                    raise StepError(
+                        f"a row of sequence {row.sequence} writes to block {block}, which another shares"
+                    )

@@ -328,16 +328,22 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Append blocks to a sequence's table of one cache group.
+    """Append blocks to a sequence's table of one cache group, or replace some of them.
 
     The first blocks of a new table may be full already. Then ``shared`` has the tags of their ends, 16
     bytes each.
+
+    ``first`` is the number of the run of positions that ``blocks`` begins with, in a table that is a ring or
+    holds a state. A new table then begins there, with the ``shared`` blocks before its first row. Without
+    ``shared``, the blocks replace those of the runs that left the ring, or hold a copy of the state. With -1
+    the blocks are appended.
     """
 
     sequence: int
     group: int
     blocks: Annotated[list[int], msgspec.Meta(max_length=MAX_STEP_BLOCKS)]
     shared: bytes = b""
+    first: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP_BLOCKS)] = -1
 
 
 class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -215,16 +215,14 @@ class HostStage:
         return self._modules.linears
 
     def apply(self, step: Step) -> None:
-        tables = self._kv.tables
-        tables.commit(tables.stage(step))
+        self._kv.commit(self._kv.tables.stage(step))
 
     @torch.inference_mode()
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        tables = self._kv.tables
         # A thread that has not computed yet adopts the process's thread count only when it is asked for the
         # count.
         torch.get_num_threads()
-        staged = tables.stage(step)
+        staged = self._kv.tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
         if self.takes_tokens:
             check_tokens(tokens, num_tokens, self.vocab_size)
@@ -233,7 +231,7 @@ class HostStage:
         looks_up = self.assignment.embed
         x = self._embed(tokens) if looks_up else take_hidden(hidden, num_tokens, self.hidden_size)
         # Commit only after all checks, so a refused step changes nothing.
-        tables.commit(staged)
+        self._kv.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
         return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]

@@ -12,7 +12,7 @@ from convoy.model.kernels.native.attention import native_group
 from convoy.model.kv.delta_batch import DeltaLayer, DeltaSlots
 from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import ApartPool, KvPool, make_pool
-from convoy.model.kv.pools import BlockTable
+from convoy.model.kv.pools import BlockTable, StagedStep
 from convoy.model.kv.span_kv import KvStore
 from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.compressed.pools import CompressedLayer, CompressedPools
@@ -60,6 +60,12 @@ class HostKvStore(KvStore):
                     self._pools[layer] = make_pool(shape)
         self._slots.make(num_blocks)
         self._compressed.make(num_blocks, self._least_rows)
+
+    def commit(self, staged: StagedStep) -> None:
+        """Apply a step that `tables` staged, and copy the states of sequences that get another slot."""
+        self.tables.commit(staged)
+        for group, source, target in staged.copies:
+            self._slots.copy(group, source, target)
 
     def describe(
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
