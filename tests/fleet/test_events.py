@@ -16,16 +16,16 @@ COMMENT = b": still here\n\n"
 
 
 def test_tokens_are_counted_and_the_counts_are_kept_back_unless_asked_for() -> None:
-    reader = EventReader(stream=True, keep_usage=False)
+    reader = EventReader("chat", stream=True, keep_usage=False)
     passed = reader.feed(ROLE + COMMENT + TOKEN + TEXT + USAGE + DONE)
     assert passed == ROLE + COMMENT + TOKEN + TEXT + DONE
     assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (2, 7, 2)
     assert reader.ended
-    assert EventReader(stream=True).feed(USAGE) == USAGE
+    assert EventReader("chat", stream=True).feed(USAGE) == USAGE
 
 
 def test_the_role_alone_is_no_token() -> None:
-    reader = EventReader(stream=True)
+    reader = EventReader("chat", stream=True)
     reader.feed(ROLE)
     assert reader.tokens == 0
 
@@ -35,7 +35,7 @@ def test_the_role_alone_is_no_token() -> None:
     ['{"tool_calls":[{"index":0}]}', '{"reasoning":"x"}', '{"reasoning_content":"x"}', '{"refusal":"x"}'],
 )
 def test_whatever_an_event_says_is_a_token(delta: str) -> None:
-    reader = EventReader(stream=True)
+    reader = EventReader("chat", stream=True)
     reader.feed(f'data: {{"error":null,"choices":[{{"index":0,"delta":{delta}}}]}}\n\n'.encode())
     assert reader.tokens == 1
 
@@ -43,7 +43,7 @@ def test_whatever_an_event_says_is_a_token(delta: str) -> None:
 @given(st.lists(st.integers(1, 40), max_size=20))
 def test_events_may_come_in_any_pieces(cuts: list[int]) -> None:
     whole = ROLE + TOKEN.replace(b"\n", b"\r\n") + TOKEN + DONE
-    reader, passed, start = EventReader(stream=True), b"", 0
+    reader, passed, start = EventReader("chat", stream=True), b"", 0
     for cut in [*cuts, len(whole)]:
         passed += reader.feed(whole[start : start + cut])
         start += cut
@@ -62,18 +62,18 @@ def test_events_may_come_in_any_pieces(cuts: list[int]) -> None:
 )
 def test_events_that_make_no_sense_are_refused_without_their_text(data: bytes) -> None:
     with pytest.raises(ProviderError) as caught:
-        EventReader(stream=True).feed(data)
+        EventReader("chat", stream=True).feed(data)
     assert "secret" not in str(caught.value)
 
 
 def test_counts_that_cannot_be_are_not_believed() -> None:
-    reader = EventReader(stream=False)
+    reader = EventReader("chat", stream=False)
     reader.whole(b'{"usage": {"prompt_tokens": -1, "completion_tokens": "many"}}')
     assert (reader.prompt_tokens, reader.completion_tokens, reader.tokens) == (0, 0, 1)
 
 
 def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
-    reader = EventReader(stream=True, keep_usage=False)
+    reader = EventReader("messages", stream=True, keep_usage=False)
     whole = (
         b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":9,'
         b'"cache_read_input_tokens":0,"output_tokens":0}}}\n\n'

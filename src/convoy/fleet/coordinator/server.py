@@ -33,8 +33,9 @@ from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.books.store import Store
-from convoy.fleet.consumer_request import PATHS, ModelOptions
+from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -106,7 +107,7 @@ def make_public_app(
         Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", UseLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
-        *(Route(path, Consume(*shared, kind), methods=["POST"]) for kind, path in PATHS.items()),
+        *(Route(api.path, Consume(*shared, kind), methods=["POST"]) for kind, api in APIS.items()),
         Route("/v1/models", about.models),
         Route("/health", about.health),
     ]

@@ -14,7 +14,7 @@ import msgspec
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
-from convoy.fleet.consumer_request import PATHS, Kind
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.lease import (
     ANSWER_TYPE,
     MAX_LEASED_BYTES,
@@ -25,6 +25,7 @@ from convoy.fleet.lease import (
     read_lease,
 )
 from convoy.fleet.outgoing_tls import verified_tls, why_unreachable
+from convoy.wire.fleet.messages import Kind
 from convoy.wire.text import plain_text
 
 _CONNECT_S, _READ_S = 10.0, 600.0
@@ -131,7 +132,7 @@ class CoordinatorClient:
         headers = {"content-type": "application/json"}
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
-        async with self._ask("POST", PATHS[kind], body, headers) as response:
+        async with self._ask("POST", APIS[kind].path, body, headers) as response:
             yield response
 
     async def models(self) -> tuple[int, bytes]:

@@ -18,7 +18,6 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from convoy.api.anthropic.problem import message_error
 from convoy.api.body.read_body import read_body
 from convoy.api.exchange import Exchange, answer_start
 from convoy.api.lifecycle import Lifecycle
@@ -27,13 +26,15 @@ from convoy.api.traces import NO_TRACES, Traces
 from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead
-from convoy.fleet.consumer_request import ConsumerRequest, Kind, ModelOptions, read_consumer_request
+from convoy.fleet.apis.table import APIS
+from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions, read_consumer_request
 from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
 from convoy.fleet.proxy.client import CoordinatorClient, ProxyRefusal, SealedAnswer, pieces, suspect
 from convoy.fleet.proxy.metrics import ProxyCounts
 from convoy.fleet.proxy.trace_span import ProxySpan, proxied
 from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
+from convoy.wire.fleet.messages import Kind
 
 _log = logging.getLogger(__name__)
 _KEY_S = 24 * 3600
@@ -131,9 +132,7 @@ class Proxy:
         except ProxyRefusal as refusal:
             exchange.outcome = "Refusal"
             headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
-            said: msgspec.Struct = refusal.body
-            if wanted.kind == "messages":
-                said = message_error(refusal.status, refusal.body.error)
+            said = APIS[wanted.kind].problem(refusal.status, refusal.body.error)
             await exchange.send_json(refusal.status, said, headers)
 
     def _wanted(self, data: bytes, kind: Kind) -> ConsumerRequest:

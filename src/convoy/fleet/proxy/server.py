@@ -18,7 +18,7 @@ from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 from convoy.errors import ConfigError
-from convoy.fleet.consumer_request import PATHS
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.proxy.client import CoordinatorClient, check_url
 from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
 
@@ -35,8 +35,8 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
     metrics = Metrics((proxy.counts.families, counts.families), lifecycle)
     routes = [
         *(
-            Route(path, ProxyAsked(proxy, options, lifecycle, kind), methods=["POST"])
-            for kind, path in PATHS.items()
+            Route(api.path, ProxyAsked(proxy, options, lifecycle, kind), methods=["POST"])
+            for kind, api in APIS.items()
         ),
         Route("/v1/models", ProxyModels(proxy)),
         Route("/health", health),

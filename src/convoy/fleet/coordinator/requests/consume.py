@@ -19,7 +19,7 @@ from convoy.api.problem import Problem
 from convoy.api.refusals import UnknownModel
 from convoy.errors import Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
-from convoy.fleet.consumer_request import Kind, read_consumer_request
+from convoy.fleet.consumer_request import read_consumer_request
 from convoy.fleet.coordinator.callers import Consumer
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.requests.attempt import OwnSeal
@@ -34,6 +34,7 @@ from convoy.fleet.coordinator.requests.routed_request import (
 )
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import Timing
+from convoy.wire.fleet.messages import Kind
 
 _BAD_REQUEST = 400
 

@@ -33,9 +33,10 @@ from convoy.errors import (
     Unavailable,
 )
 from convoy.fleet.answer import AnswerHead, is_of_engine
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
-from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions
+from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions, refused_prompt_tokens
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.coordinator.callers import Consumer, caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
@@ -148,12 +149,13 @@ class RoutedRequest:
         self.tries += 1
 
     def _ask(self) -> RouteRequest:
-        now_s = time.monotonic()
+        now_s, wanted = time.monotonic(), self.wanted
+        is_run = APIS[wanted.kind].generates
         return RouteRequest(
             number=self.coordinator.next_number(),
             account=self.account,
-            model=self.wanted.model,
-            prompt_tokens=self.wanted.prompt_tokens,
+            model=wanted.model,
+            prompt_tokens=wanted.prompt_tokens if is_run else refused_prompt_tokens(wanted.prompt_tokens),
             max_tokens=self.wanted.max_tokens,
             arrived_s=now_s,
             deadline_s=now_s + self.coordinator.options.queue.max_wait_s,
@@ -228,8 +230,9 @@ class RoutedRequest:
     def _free(self, attempt: Attempt | None) -> None:
         if self.ask is None:
             return
-        # A refusal tells nothing of the provider's rate.
-        if attempt is None or attempt.outcome is None or not attempt.tokens:
+        # A refusal tells nothing of the provider's rate, and neither does a count.
+        generates = APIS[self.wanted.kind].generates
+        if attempt is None or attempt.outcome is None or not attempt.tokens or not generates:
             self.coordinator.abandon(self.ask.number)
             return
         self.coordinator.finished(
