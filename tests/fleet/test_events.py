@@ -88,3 +88,49 @@ def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
     assert reader.feed(whole) == whole
     assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (1, 9, 1)
     assert reader.ended
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
+WAITS = b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n'
+ADDED = b'event: x\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n'
+ENDED = (
+    b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":9,'
+    b'"input_tokens_details":{"cached_tokens":7},"output_tokens":2}}}\n\n'
+)
+
+
+def test_events_of_the_responses_api_are_counted_by_their_types() -> None:
+    reader = EventReader("responses", stream=True, keep_usage=False)
+    assert reader.feed(CREATED + WAITS + ADDED + ADDED + WAITS) == CREATED + WAITS + ADDED + ADDED + WAITS
+    assert not reader.ended
+    assert reader.feed(ENDED) == ENDED
+    assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (2, 9, 2)
+    assert reader.ended
+
+
+def test_of_the_signs_of_life_before_a_token_one_is_passed_on() -> None:
+    reader = EventReader("responses", stream=True)
+    assert reader.feed(CREATED + WAITS + WAITS + WAITS + ADDED) == CREATED + WAITS + ADDED
+    quiet = TOKEN.replace(b'{"content":"x"}', b"{}")
+    chat = EventReader("chat", stream=True)
+    assert chat.feed(ROLE + quiet + quiet + TOKEN + quiet) == ROLE + quiet + TOKEN + quiet
+
+
+def failed(code: str) -> bytes:
+    error = f'{{"code":"{code}","message":"too long by far"}}'
+    return f'data: {{"type":"response.failed","response":{{"error":{error}}}}}\n\n'.encode()
+
+
+def test_a_full_context_in_a_stream_refuses_the_request_and_no_other_error_does() -> None:
+    reader = EventReader("responses", stream=True)
+    assert reader.feed(CREATED + failed("context_length_exceeded")) == CREATED
+    assert reader.refusal is not None
+    assert (reader.refusal.message, reader.refusal.code) == ("too long by far", "context_length_exceeded")
+    for events in (
+        CREATED + failed("server_error"),
+        CREATED + ADDED + failed("context_length_exceeded"),
+        b'data: {"type":"response.failed"}\n\n',
+        b'data: {"type":"error","code":"x","message":"secret"}\n\n',
+    ):
+        with pytest.raises(ProviderError, match="broke off"):
+            EventReader("responses", stream=True).feed(events)

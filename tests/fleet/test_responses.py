@@ -144,3 +144,13 @@ def test_a_prompt_that_does_not_fit_is_said_in_the_words_of_the_head(fleet: Flee
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "a request may use 4096 with its answer" in error["message"]
+
+
+@WAYS
+def test_a_stream_that_does_not_fit_fails_by_an_event_and_costs_little(fleet: Fleet, way: str) -> None:
+    before = fleet.fleet.ledger.balance("ann")
+    answer = fleet.post(way, input=f"{way}!" * 1000, stream=True)
+    events = parse_response_stream(answer.text)
+    assert [event["type"] for event in events] == ["response.created", "response.failed"]
+    assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+    assert 0 < before - fleet.fleet.ledger.balance("ann") < 1000

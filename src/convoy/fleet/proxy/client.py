@@ -92,7 +92,7 @@ class CoordinatorClient:
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
         async with self._ask("POST", "/v1/leases", msgspec.json.encode(asked), headers) as response:
-            data = await _bounded(response, MAX_LEASED_BYTES)
+            data = await bounded(response, MAX_LEASED_BYTES)
             if response.status_code != 200:
                 raise _refusal(response, data)
             return _lease(data, Lease)
@@ -106,7 +106,7 @@ class CoordinatorClient:
             if response.status_code == 200 and kind == ANSWER_TYPE:
                 yield SealedAnswer(pieces(response), _timing(response))
                 return
-            data = await _bounded(response, MAX_LEASED_BYTES)
+            data = await bounded(response, MAX_LEASED_BYTES)
             if response.status_code == 409:
                 yield _lease(data, Reseal).reseal
                 return
@@ -138,7 +138,7 @@ class CoordinatorClient:
     async def models(self) -> tuple[int, bytes]:
         """Return the status and the JSON of the coordinator's models, as they come."""
         async with self._ask("GET", "/v1/models", b"", {}) as response:
-            return response.status_code, await _bounded(response, _MAX_MODELS_BYTES)
+            return response.status_code, await bounded(response, _MAX_MODELS_BYTES)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -173,7 +173,8 @@ async def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
         raise suspect(f"the coordinator broke off: {why_unreachable(error)}") from None
 
 
-async def _bounded(response: httpx.Response, most: int) -> bytes:
+async def bounded(response: httpx.Response, most: int) -> bytes:
+    """Return a whole body. Raises `ProviderError` as `pieces` does, and for a longer one."""
     data = bytearray()
     async for piece in pieces(response):
         data += piece

@@ -19,7 +19,7 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.websockets import WebSocketDisconnect
 
-from convoy.api.exchange import Exchange, answer_start
+from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
 from convoy.api.traces import NO_SPAN, TraceSpan, Value
 from convoy.crypto.keys import prefixed
@@ -44,6 +44,7 @@ from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.requests.attempt import Attempt, Seal
 from convoy.fleet.coordinator.requests.trace_span import begin_span, end_span
 from convoy.fleet.coordinator.routing.route_request import RouteRequest, Trusted
+from convoy.fleet.event_relay import EventRelay
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.trust.evidence.level import Level
@@ -315,7 +316,9 @@ class BodyForm(Protocol):
         ...
 
 
-async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
+async def pass_on(
+    routed: RoutedRequest, exchange: Exchange, relay: EventRelay, begun: Begun, form: BodyForm
+) -> None:
     """Send the answer to the client, and end the request before the answer's last byte."""
     attempt, head, whole = begun.attempt, begun.head, begun.whole
     if whole is not None:
@@ -326,14 +329,12 @@ async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form:
     if whole is not None:
         body = whole + form.ending(routed, head)
         async with routed.delivering():
-            await exchange.send(answer_start(head.status, {**headers, "content-length": str(len(body))}))
-            await exchange.send({"type": "http.response.body", "body": body})
+            await relay.complete(head.status, headers, body)
         return
-    await exchange.send(answer_start(head.status, headers))
     try:
+        await relay.begin(head.status, headers)
         async for piece in attempt.pieces():
-            if piece:
-                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+            await relay.send(piece)
     except GONE as error:
         _log.warning("an answer broke request=%s provider=%s", routed.id, routed.provider)
         routed.coordinator.counts.provider_failed(routed.provider)
@@ -342,12 +343,12 @@ async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form:
         routed.is_broken = True
         await routed.end(attempt)
         exchange.outcome = type(error).__name__
-        await exchange.send({"type": "http.response.body", "body": form.broken()})
+        await relay.end(form.broken())
         return
     await routed.end(attempt)
     routed.timing.reach("total_e2e")
     async with routed.delivering():
-        await exchange.send({"type": "http.response.body", "body": form.ending(routed, head)})
+        await relay.end(form.ending(routed, head))
     exchange.outcome = "complete"
 
 
