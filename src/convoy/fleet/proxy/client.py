@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
 
+from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
@@ -135,9 +136,14 @@ class CoordinatorClient:
         async with self._ask("POST", APIS[kind].path, body, headers) as response:
             yield response
 
-    async def models(self) -> tuple[int, bytes]:
-        """Return the status and the JSON of the coordinator's models, as they come."""
-        async with self._ask("GET", "/v1/models", b"", {}) as response:
+    async def models(self, name: str = "", *, version: str = "") -> tuple[int, bytes]:
+        """Return the status and the JSON of the coordinator's models or of one of them, as they come.
+
+        ``version`` is the tool's anthropic-version, which asks for another form.
+        """
+        path = f"/v1/models/{quote(name, safe='')}" if name else "/v1/models"
+        headers = {VERSION_HEADER: version} if version.isascii() and version.isprintable() and version else {}
+        async with self._ask("GET", path, b"", headers) as response:
             return response.status_code, await bounded(response, _MAX_MODELS_BYTES)
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.body.read_body import read_body
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
@@ -302,13 +303,14 @@ class ProxyAsked:
 
 @dataclass(frozen=True, slots=True)
 class ProxyModels:
-    """Pass on the coordinator's list of models."""
+    """Pass on the coordinator's list of models, or one of them."""
 
     proxy: Proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
-        status, data = await self.proxy.client.models()
+        name, version = scope["path_params"].get("name", ""), Headers(scope=scope).get(VERSION_HEADER, "")
+        status, data = await self.proxy.client.models(name, version=version)
         try:
             body: object = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
