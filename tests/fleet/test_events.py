@@ -16,16 +16,16 @@ COMMENT = b": still here\n\n"
 
 
 def test_tokens_are_counted_and_the_counts_are_kept_back_unless_asked_for() -> None:
-    reader = EventReader(stream=True, keep_usage=False)
+    reader = EventReader("chat", stream=True, keep_usage=False)
     passed = reader.feed(ROLE + COMMENT + TOKEN + TEXT + USAGE + DONE)
     assert passed == ROLE + COMMENT + TOKEN + TEXT + DONE
     assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (2, 7, 2)
     assert reader.ended
-    assert EventReader(stream=True).feed(USAGE) == USAGE
+    assert EventReader("chat", stream=True).feed(USAGE) == USAGE
 
 
 def test_the_role_alone_is_no_token() -> None:
-    reader = EventReader(stream=True)
+    reader = EventReader("chat", stream=True)
     reader.feed(ROLE)
     assert reader.tokens == 0
 
@@ -35,7 +35,7 @@ def test_the_role_alone_is_no_token() -> None:
     ['{"tool_calls":[{"index":0}]}', '{"reasoning":"x"}', '{"reasoning_content":"x"}', '{"refusal":"x"}'],
 )
 def test_whatever_an_event_says_is_a_token(delta: str) -> None:
-    reader = EventReader(stream=True)
+    reader = EventReader("chat", stream=True)
     reader.feed(f'data: {{"error":null,"choices":[{{"index":0,"delta":{delta}}}]}}\n\n'.encode())
     assert reader.tokens == 1
 
@@ -43,7 +43,7 @@ def test_whatever_an_event_says_is_a_token(delta: str) -> None:
 @given(st.lists(st.integers(1, 40), max_size=20))
 def test_events_may_come_in_any_pieces(cuts: list[int]) -> None:
     whole = ROLE + TOKEN.replace(b"\n", b"\r\n") + TOKEN + DONE
-    reader, passed, start = EventReader(stream=True), b"", 0
+    reader, passed, start = EventReader("chat", stream=True), b"", 0
     for cut in [*cuts, len(whole)]:
         passed += reader.feed(whole[start : start + cut])
         start += cut
@@ -62,18 +62,18 @@ def test_events_may_come_in_any_pieces(cuts: list[int]) -> None:
 )
 def test_events_that_make_no_sense_are_refused_without_their_text(data: bytes) -> None:
     with pytest.raises(ProviderError) as caught:
-        EventReader(stream=True).feed(data)
+        EventReader("chat", stream=True).feed(data)
     assert "secret" not in str(caught.value)
 
 
 def test_counts_that_cannot_be_are_not_believed() -> None:
-    reader = EventReader(stream=False)
+    reader = EventReader("chat", stream=False)
     reader.whole(b'{"usage": {"prompt_tokens": -1, "completion_tokens": "many"}}')
     assert (reader.prompt_tokens, reader.completion_tokens, reader.tokens) == (0, 0, 1)
 
 
 def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
-    reader = EventReader(stream=True, keep_usage=False)
+    reader = EventReader("messages", stream=True, keep_usage=False)
     whole = (
         b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":9,'
         b'"cache_read_input_tokens":0,"output_tokens":0}}}\n\n'
@@ -88,3 +88,49 @@ def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
     assert reader.feed(whole) == whole
     assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (1, 9, 1)
     assert reader.ended
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
+WAITS = b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n'
+ADDED = b'event: x\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n'
+ENDED = (
+    b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":9,'
+    b'"input_tokens_details":{"cached_tokens":7},"output_tokens":2}}}\n\n'
+)
+
+
+def test_events_of_the_responses_api_are_counted_by_their_types() -> None:
+    reader = EventReader("responses", stream=True, keep_usage=False)
+    assert reader.feed(CREATED + WAITS + ADDED + ADDED + WAITS) == CREATED + WAITS + ADDED + ADDED + WAITS
+    assert not reader.ended
+    assert reader.feed(ENDED) == ENDED
+    assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (2, 9, 2)
+    assert reader.ended
+
+
+def test_of_the_signs_of_life_before_a_token_one_is_passed_on() -> None:
+    reader = EventReader("responses", stream=True)
+    assert reader.feed(CREATED + WAITS + WAITS + WAITS + ADDED) == CREATED + WAITS + ADDED
+    quiet = TOKEN.replace(b'{"content":"x"}', b"{}")
+    chat = EventReader("chat", stream=True)
+    assert chat.feed(ROLE + quiet + quiet + TOKEN + quiet) == ROLE + quiet + TOKEN + quiet
+
+
+def failed(code: str) -> bytes:
+    error = f'{{"code":"{code}","message":"too long by far"}}'
+    return f'data: {{"type":"response.failed","response":{{"error":{error}}}}}\n\n'.encode()
+
+
+def test_a_full_context_in_a_stream_refuses_the_request_and_no_other_error_does() -> None:
+    reader = EventReader("responses", stream=True)
+    assert reader.feed(CREATED + failed("context_length_exceeded")) == CREATED
+    assert reader.refusal is not None
+    assert (reader.refusal.message, reader.refusal.code) == ("too long by far", "context_length_exceeded")
+    for events in (
+        CREATED + failed("server_error"),
+        CREATED + ADDED + failed("context_length_exceeded"),
+        b'data: {"type":"response.failed"}\n\n',
+        b'data: {"type":"error","code":"x","message":"secret"}\n\n',
+    ):
+        with pytest.raises(ProviderError, match="broke off"):
+            EventReader("responses", stream=True).feed(events)

@@ -151,7 +151,9 @@ class FleetUnderTest:
         database_url: str = "",
         tls: tuple[str, str] | None = None,
         public_certificate: Path | None = None,
+        heartbeat_s: float = 5.0,
     ) -> None:
+        self.heartbeat_s = heartbeat_s
         self.identity = Identity.generate()
         self.tls, self.public_certificate = tls, public_certificate
         self.options = options
@@ -179,7 +181,9 @@ class FleetUnderTest:
             ready.set()
 
         stop = self.stop = Stop()
-        public = ServeOptions(port=port, allow_unauthenticated=True, drain_s=5.0)
+        public = ServeOptions(
+            port=port, allow_unauthenticated=True, drain_s=5.0, heartbeat_s=self.heartbeat_s
+        )
         store = Store(self.database_url)
 
         def run() -> None:

@@ -35,7 +35,9 @@ Relayed = Callable[[list[Record]], list[Record]]
 
 
 @contextmanager
-def proxy(coordinator: str, key: str, trust: Trust, **changes: Any) -> Iterator[str]:
+def proxy(
+    coordinator: str, key: str, trust: Trust, *, heartbeat_s: float = 5.0, **changes: Any
+) -> Iterator[str]:
     """Run a proxy until the block ends, and yield its URL."""
     ready, urls, stop = threading.Event(), [], Stop()
 
@@ -45,7 +47,8 @@ def proxy(coordinator: str, key: str, trust: Trust, **changes: Any) -> Iterator[
 
     def run() -> None:
         options = ProxyOptions(trust, **changes)
-        run_proxy(coordinator, key, options, ServeOptions(port=0, drain_s=5.0), on_ready=on_ready, stop=stop)
+        served = ServeOptions(port=0, drain_s=5.0, heartbeat_s=heartbeat_s)
+        run_proxy(coordinator, key, options, served, on_ready=on_ready, stop=stop)
 
     running = Running(run, stop.request)
     assert ready.wait(30), running.error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from convoy.fleet.consumer_request import Kind
+from convoy.fleet.apis.table import APIS
+from convoy.wire.fleet.messages import Kind
 
 # A longer line of a stream counts for nothing.
 MAX_LINE_BYTES = 1024 * 1024
 # These are the same in every event, and no token of an answer.
 _NO_TEXT = frozenset({"role", "id", "type", "index", "finish_reason", "signature", "stop_reason"})
-# An event's and a whole message's.
-_MESSAGE_FIELDS = ("delta", "content_block", "content")
 
 
 class AnswerText:
@@ -19,7 +18,7 @@ class AnswerText:
 
     def __init__(self, kind: Kind) -> None:
         """Count from nothing. ``kind`` tells which fields a client shows."""
-        self._kind = kind
+        self._read = APIS[kind].read
         # The last line, which has no end yet.
         self._line = bytearray()
         self.bytes = 0
@@ -47,15 +46,8 @@ class AnswerText:
             found = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
-        if not isinstance(found, dict):
-            return
-        if self._kind == "messages":
-            self.bytes += sum(_text_bytes(found.get(name)) for name in _MESSAGE_FIELDS)
-            return
-        choices = found.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict):
-                self.bytes += sum(_text_bytes(choice.get(name)) for name in ("delta", "message", "text"))
+        if isinstance(found, dict):
+            self.bytes += sum(map(_text_bytes, self._read(found).texts))
 
 
 def _text_bytes(said: object) -> int:

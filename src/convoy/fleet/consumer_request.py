@@ -7,7 +7,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -16,16 +16,11 @@ from convoy.api.refusals import BodyTooLong
 from convoy.crypto.keys import prefixed
 from convoy.crypto.sealed.request import MAX_SEALED_BYTES, sealed_size
 from convoy.errors import RequestError
+from convoy.fleet.apis.api import Fields, FleetApi
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.books.price import Price
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
-
-Kind = Literal["chat", "completion", "messages"]
-# The path of each kind, at engines, coordinators and proxies alike.
-PATHS: Mapping[Kind, str] = {
-    "chat": "/v1/chat/completions",
-    "completion": "/v1/completions",
-    "messages": "/v1/messages",
-}
+from convoy.wire.fleet.messages import Kind
 
 # The limit of one answer.
 MAX_TOKENS = 1 << 20
@@ -35,9 +30,11 @@ _TAGGED_BYTES = 2048
 # The average of text. It is used for routing, and for clients that leave an answer.
 BYTES_PER_TOKEN = 4
 _MAX_MODEL_CHARS = 255
-# Other names of engines for max_tokens, which some engines prefer to that one. They are refused rather than
-# left out, because a shorter answer than was asked for is another answer.
-_OTHER_LIMITS = ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
+# All names of a limit. Some engines prefer one of them to another, so they get no more than one.
+_LIMITS = (
+    *("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    *("n_predict", "num_predict", "max_new_tokens"),
+)
 # This value of max_tokens counts as if none was given.
 _NO_LIMIT = -1
 # The divisor of a prompt's price that is charged for tokenizing it.
@@ -97,18 +94,21 @@ def read_consumer_request(
     model = body.get("model")
     if not isinstance(model, str) or not 1 <= len(model) <= _MAX_MODEL_CHARS or not model.isprintable():
         raise RequestError("model: expected the name of a model", param="model")
-    stream = body.get("stream") or False
+    api = APIS[kind]
+    api.check(body)
+    stream = (body.get("stream") or False) and api.generates
     if not isinstance(stream, bool):
         raise RequestError("stream: expected true or false", param="stream")
     options = models.get(model) or ModelOptions()
-    each, choices = _each(body, kind, options.default_max_tokens), _choices(body, kind)
-    fields: dict[str, object] = {**fields_of(data), "max_tokens": each}
-    for name in ("max_completion_tokens", *_OTHER_LIMITS):
-        fields.pop(name, None)
+    each, choices = _each(body, api, options.default_max_tokens), _choices(body, api)
+    fields: dict[str, object] = {
+        name: value for name, value in fields_of(data).items() if name not in _LIMITS
+    }
+    if api.generates:
+        fields[api.limits[-1]] = each
     if cache_key:
         fields["cache_salt"] = _salt(cache_key, account, body.get("cache_salt"))
-    prompt = body.get("prompt" if kind == "completion" else "messages")
-    beginning = msgspec.json.encode(prompt)[:_TAGGED_BYTES]
+    beginning = msgspec.json.encode(body.get(api.prompt))[:_TAGGED_BYTES]
     return ConsumerRequest(
         kind=kind,
         model=model,
@@ -124,13 +124,13 @@ def read_consumer_request(
 
 
 def refused_prompt_tokens(prompt_tokens: int) -> int:
-    """Return the charge for a prompt that an engine refused as too long: the engine only tokenized it."""
+    """Return the charge for a prompt that an engine only tokenized, to count it or to refuse it."""
     return max(1, prompt_tokens // _REFUSED_SHARE)
 
 
-def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
+def fields_of(data: bytes) -> Fields:
     """Return each value of a JSON object as it was written: re-encoded, a number may be far longer."""
-    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return msgspec.json.decode(data, type=Fields)
 
 
 def _bounded(body: bytes) -> bytes:
@@ -146,43 +146,51 @@ def _salt(cache_key: bytes, account: str, own: object) -> str:
     return hmac.digest(cache_key, prefixed(_SALT_LABEL, account.encode(), said), "sha256").hex()
 
 
-def _each(body: dict[str, Any], kind: Kind, default: int) -> int:
-    names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
-    for name in ("max_completion_tokens", *_OTHER_LIMITS):
-        if name not in names and body.get(name) not in (None, _NO_LIMIT):
+def _each(body: dict[str, Any], api: FleetApi, default: int) -> int:
+    """Return the limit of one answer."""
+    if not api.generates:
+        return 0
+    for name in _LIMITS if api.is_strict else ():
+        # Left out, another name would make the answer shorter or longer than was asked for.
+        if name not in api.limits and body.get(name) not in (None, _NO_LIMIT):
             raise RequestError(
                 f"this server does not support {name}",
                 param=name,
                 code="unsupported_parameter",
                 hint="use max_tokens",
             )
-    for name in names:
+    for name in api.limits:
         value = body.get(name)
         if value in (None, _NO_LIMIT):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
             raise RequestError(f"{name}: expected 0 to {MAX_TOKENS}", param=name)
         return value
-    if kind == "messages":
-        raise RequestError("max_tokens: field required", param="max_tokens")
+    if api.needs_limit:
+        raise RequestError(f"{api.limits[-1]}: field required", param=api.limits[-1])
     return default
 
 
-def _choices(body: dict[str, Any], kind: Kind) -> int:
+def _choices(body: dict[str, Any], api: FleetApi) -> int:
+    """Return the number of answers to all prompts together."""
     count = 1
-    if kind == "messages":
-        return count
-    for name in ("n", "best_of"):
+    for name in api.multipliers:
         value = body.get(name)
         if value is None:
+            continue
+        if name == "prompt":
+            count *= _prompts(value)
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CHOICES:
             raise RequestError(f"{name}: expected 1 to {MAX_CHOICES}", param=name)
         count = max(count, value)
-    prompts = body.get("prompt") if kind == "completion" else None
-    many = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
-    if many and prompts is not None:
-        if len(prompts) > MAX_CHOICES:
-            raise RequestError(f"prompt: {len(prompts)} prompts, at most {MAX_CHOICES}", param="prompt")
-        count *= len(prompts)
     return count
+
+
+def _prompts(given: object) -> int:
+    """Return the number of prompts: a list of token ids is one."""
+    if not isinstance(given, list) or not any(isinstance(one, str | list) for one in given):
+        return 1
+    if len(given) > MAX_CHOICES:
+        raise RequestError(f"prompt: {len(given)} prompts, at most {MAX_CHOICES}", param="prompt")
+    return len(given)

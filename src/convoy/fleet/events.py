@@ -6,11 +6,18 @@ from typing import Any
 
 import msgspec
 
-from convoy.errors import ProviderError
+from convoy.api.keys.repeats import CONTEXT_ERROR
+from convoy.errors import ProviderError, RequestError
+from convoy.fleet.answer import is_too_long
+from convoy.fleet.apis.table import APIS
+from convoy.wire.fleet.messages import Kind
 
 MAX_EVENT_BYTES = 1024 * 1024
 _DONE = b"[DONE]"
-# The fields of an answer's usage that make each count: OpenAI's, then those of the Messages API.
+# Characters of an upstream's error that a client may read.
+_MAX_MESSAGE = 1000
+# The fields of an answer's usage that make each count: those of OpenAI's chat, then those of the Messages
+# API, of which the Responses API has some.
 _COUNTS = {
     "prompt_tokens": (
         *("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
@@ -20,30 +27,39 @@ _COUNTS = {
 
 
 class EventReader:
-    """Read an answer as it passes. ``keep_usage``: the client wants the event with the counts."""
+    """Read an answer as it passes.
 
-    def __init__(self, *, stream: bool, keep_usage: bool = True) -> None:
+    ``keep_usage``: the client wants the event with the counts. ``more_bytes`` is how far an event may exceed
+    its limit, because events of some APIs repeat the request.
+    """
+
+    def __init__(self, kind: Kind, *, stream: bool, keep_usage: bool = True, more_bytes: int = 0) -> None:
+        self._read = APIS[kind].read
         self._stream = stream
         self._keep_usage = keep_usage
+        self._max_bytes = MAX_EVENT_BYTES + more_bytes
         self._rest = b""
+        self._was_silent = False
         # The tokens seen so far.
         self.tokens = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
         # The upstream said that the answer is complete.
         self.ended = False
+        # The upstream said in its stream, before any token, that the prompt does not fit.
+        self.refusal: RequestError | None = None
 
     def feed(self, data: bytes) -> bytes:
         """Return the complete events so far, as they are to be passed on. Raises `ProviderError`."""
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise ProviderError(f"an event of the upstream has more than {MAX_EVENT_BYTES} bytes")
+        if len(self._rest) > self._max_bytes:
+            raise ProviderError(f"an event of the upstream has more than {self._max_bytes} bytes")
         kept = [event for event in events if self._event(event)]
         return b"".join(event + b"\n\n" for event in kept)
 
     def whole(self, data: bytes) -> None:
         """Read an answer that is not streamed."""
-        self._count(_object(data))
+        self._count(self._read(_object(data)).usage)
         self.tokens = max(1, self.completion_tokens)
         self.ended = True
 
@@ -56,48 +72,33 @@ class EventReader:
         if data == _DONE:
             self.ended = True
             return True
-        found = _object(data)
-        if found.get("error") is not None:
+        facts = self._read(_object(data))
+        if facts.error is not None:
+            self._break(facts.error)
+            return False
+        self._count(facts.usage)
+        self.tokens += facts.tokens
+        self.ended = self.ended or facts.ended
+        if facts.silent and not self.tokens:
+            # The relays before the client make their own, and hold these back.
+            self._was_silent, again = True, self._was_silent
+            return not again
+        return self._keep_usage or not facts.only_usage
+
+    def _break(self, error: object) -> None:
+        """Keep an error that refuses the request. Raises `ProviderError` for any other one."""
+        if self.tokens or not is_too_long(msgspec.json.encode({"error": error})):
             raise ProviderError("the upstream broke off with an error")
-        self._count(found)
-        if isinstance(found.get("type"), str):
-            self._named(found)
-            return True
-        choices = found.get("choices")
-        if isinstance(choices, list) and choices:
-            self.tokens += sum(_says_something(choice) for choice in choices)
-            return True
-        return self._keep_usage or not found.get("usage")
+        message = error.get("message") if isinstance(error, dict) else None
+        text = message if isinstance(message, str) else "the prompt does not fit the context"
+        self.refusal = RequestError(text[:_MAX_MESSAGE], code=CONTEXT_ERROR)
 
-    def _named(self, found: dict[str, Any]) -> None:
-        """Count an event of the Messages API, each of which has a type."""
-        match found["type"]:
-            case "message_start" if isinstance(found.get("message"), dict):
-                self._count(found["message"])
-            case "content_block_delta":
-                delta = found.get("delta")
-                kind = delta.get("type") if isinstance(delta, dict) else None
-                self.tokens += kind != "signature_delta"
-            case "message_stop":
-                self.ended = True
-
-    def _count(self, found: dict[str, Any]) -> None:
-        usage = found.get("usage")
+    def _count(self, usage: object) -> None:
         if isinstance(usage, dict):
             for name, parts in _COUNTS.items():
                 values = [value for part in parts if (value := usage.get(part)) is not None]
                 if values and all(isinstance(value, int) and 0 <= value <= 1 << 40 for value in values):
                     setattr(self, name, sum(values))
-
-
-def _says_something(choice: object) -> bool:
-    if not isinstance(choice, dict):
-        return False
-    delta = choice.get("delta")
-    # Tool calls, refusals and reasoning under any name are all tokens.
-    if isinstance(delta, dict):
-        return any(value for name, value in delta.items() if name != "role")
-    return bool(choice.get("text"))
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from convoy.crypto.sealed.request import (
     sealed_size,
 )
 from convoy.errors import FrameError, RequestError
-from convoy.fleet.consumer_request import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, ConsumerRequest, Kind
+from convoy.fleet.consumer_request import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, ConsumerRequest
 from convoy.wire.fleet.messages import (
     MAX_EVIDENCE_BYTES,
     Bytes32,
     Count,
     EvidenceBytes,
+    Kind,
     Name,
     PublicKey,
     RequestId,

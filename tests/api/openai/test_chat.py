@@ -6,6 +6,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from convoy.api.listen.options import ServeOptions
+from support.chat_events import parse_chat_stream
 from support.fake_service import MAX_CONTEXT, REPLY, FakeEngine, Running, events, serving
 
 ASK = [{"role": "user", "content": "What is it?"}]
@@ -188,3 +190,23 @@ def test_an_answer_without_max_tokens_may_fill_what_the_engine_has_room_for_now(
         running.engine.room = 8
         answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_silent_chat_is_kept_alive_by_chunks_without_text() -> None:
+    engine, sign = FakeEngine(), '"delta":{},"logprobs":null,"finish_reason":null'
+    engine.pause_after = 0
+    with (
+        serving(engine, ServeOptions(port=0, drain_s=5.0, heartbeat_s=0.05)) as running,
+        httpx.stream(
+            "POST", f"{running.url}/v1/chat/completions", json={"messages": ASK, "stream": True}, timeout=20
+        ) as answer,
+    ):
+        text = ""
+        for part in answer.iter_text():
+            text += part
+            if text.count(sign) >= 2:
+                engine.go.set()
+    chunks = parse_chat_stream(text)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == REPLY
+    assert "still here" not in text

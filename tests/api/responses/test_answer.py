@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 
 from convoy.api.listen.options import ServeOptions
 from convoy.api.refusals import NoBalance, RateLimited
-from convoy.api.responses.answer import ResponsesAnswer, error_of
+from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
+from convoy.api.responses.problem import error_of
 from convoy.api.responses.store import ResponseStore
 from convoy.api.responses.translate import ResponsesRequest, read_response
 from convoy.api.service import ServedModel, Service

@@ -11,9 +11,10 @@ import pytest
 
 from convoy.api.body.fields import HARMLESS
 from convoy.errors import RequestError
-from convoy.fleet.consumer_request import Kind, read_consumer_request
+from convoy.fleet.consumer_request import read_consumer_request
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.provider.allowed import for_engine
+from convoy.wire.fleet.messages import Kind
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 
 Body = dict[str, Any]
@@ -66,7 +67,12 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "a number of no sense": ({"top_k": 1 << 63}, "top_k"),
     "no adapter, where others may be the engine's default": ({"lora": []}, "lora"),
     "sound as an answer": ({"modalities": ["text", "audio"]}, "modalities"),
-    "a tool that is no function": ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    "a function that fetches": (
+        {"tools": [{"type": "function", "function": {"name": "f", "url": "http://x"}}]},
+        "tools[0].function",
+    ),
+    "a schema elsewhere, as text": ({"guided_json": '{"$ref": "http://x"}'}, "guided_json"),
+    "a form's schema elsewhere": ({"structured_outputs": {"json": {"$ref": "x"}}}, "structured_outputs"),
     "a schema elsewhere": (tool({"$ref": "http://169.254.169.254/"}), "tools"),
     "a schema elsewhere, within": (tool({"properties": [{"a": {"$ref": "file:///etc"}}]}), "tools"),
     "a format's schema elsewhere": (
@@ -99,6 +105,7 @@ def test_what_an_answer_is_made_of_is_passed_on_as_it_is() -> None:
             {
                 "role": "assistant",
                 "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                "reasoning_content": "I add.",
             },
             {"role": "tool", "content": "3", "tool_call_id": "1"},
         ],
@@ -117,9 +124,121 @@ def test_what_an_answer_is_made_of_is_passed_on_as_it_is() -> None:
         "cache_salt": "x",
         "ignore_eos": True,
         "chat_template_kwargs": {"enable_thinking": False},
-        "reasoning_effort": "low",
+        "reasoning_effort": "max",
+        "continue_final_message": False,
+        "add_generation_prompt": True,
     }
     assert passed_on(body) == {**body, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"regex": "a+"}},
+        {"guided_json": {"type": "object"}},
+        {"guided_json": '{"type": "object"}'},
+        {"guided_choice": ["a", "b"]},
+        {"grammar": 'root ::= "a"'},
+        {"json_schema": {"type": "object"}},
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_the_form_of_an_answer_is_passed_on(form: Body, kind: Kind) -> None:
+    prompt = CHAT if kind == "chat" else {"model": MODEL, "prompt": "x", "max_tokens": 8}
+    assert passed_on({**prompt, **form}, kind) == {**prompt, **form}
+
+
+def test_of_the_tools_of_a_chat_only_functions_are_passed_on() -> None:
+    own, other = tool({"type": "object"})["tools"][0], {"type": "web_search", "url": "http://x"}
+    assert passed_on({**CHAT, "tools": [other, own]})["tools"] == [own]
+    assert passed_on({**CHAT, "tools": [other], "tool_choice": "required"}) == CHAT
+
+
+def test_of_a_responses_request_only_text_and_own_tools_are_passed_on() -> None:
+    image = {"type": "input_image", "image_url": "http://169.254.169.254/"}
+    own = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Add."}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "convoy.eA=="},
+        {"type": "function_call", "call_id": "1", "name": "f", "namespace": "n", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "3"},
+    ]
+    body = {
+        "model": MODEL,
+        "input": [*items, {"type": "message", "role": "user", "content": [image]}, {"type": "compaction"}],
+        "instructions": "Be brief.",
+        "max_output_tokens": 8,
+        "tools": [
+            own,
+            {"type": "namespace", "name": "n", "tools": [own, {"type": "mcp", "server_url": "http://x"}]},
+            {"type": "mcp", "server_url": "http://169.254.169.254/"},
+        ],
+        "tool_choice": {"type": "function", "name": "f", "namespace": "n"},
+        "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content", "file_search_call.results"],
+        "client_metadata": {"a": "b"},
+        "metadata": {"a": "b"},
+        "user": "ann",
+        "background": True,
+        "store": True,
+        "cache_salt": "x",
+    }
+    passed = passed_on(body, "responses")
+    assert "169.254" not in msgspec.json.encode(passed).decode()
+    assert passed == {
+        "model": MODEL,
+        "input": [
+            *items,
+            {"type": "message", "role": "user", "content": [{"type": "input_image"}]},
+            {"type": "compaction"},
+        ],
+        "instructions": "Be brief.",
+        "max_output_tokens": 8,
+        "tools": [own, {"type": "namespace", "name": "n", "tools": [own]}],
+        "tool_choice": body["tool_choice"],
+        "text": {"format": {"type": "json_object"}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "cache_salt": "x",
+    }
+    assert "cache_salt" not in passed_on(body, "responses", shares_cache=True)
+
+
+def test_an_engine_is_told_a_limit_of_a_responses_request_that_names_none() -> None:
+    body = {"model": MODEL, "input": "hi", "max_tokens": 3, "tools": [{"type": "mcp"}]}
+    passed = passed_on({**body, "tool_choice": "required"}, "responses")
+    assert passed == {"model": MODEL, "input": "hi", "max_output_tokens": 1024, "store": False}
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "https://x"}, {"properties": {"a": {"$ref": "file:///etc"}}}])
+def test_no_schema_of_a_responses_request_refers_elsewhere(schema: Body) -> None:
+    function = {"type": "function", "name": "f", "parameters": schema}
+    for changes in (
+        {"tools": [function]},
+        {"tools": [{"type": "namespace", "name": "n", "tools": [function]}]},
+        {"text": {"format": {"type": "json_schema", "schema": schema}}},
+    ):
+        with pytest.raises(RequestError, match="does not begin with"):
+            passed_on({"model": MODEL, "input": "hi", **changes}, "responses")
+
+
+def test_the_prompt_of_a_count_is_passed_on_without_what_asks_for_an_answer() -> None:
+    chat = {"model": MODEL, "messages": CHAT["messages"]}
+    asked = {**chat, "max_tokens": 8, "stream": True, "temperature": 1}
+    assert passed_on(asked, "count_tokens") == chat
+    own = tool({"type": "object"})
+    assert passed_on({**asked, **own, "return_token_strs": True}, "tokenize") == {
+        **chat,
+        **own,
+        "return_token_strs": True,
+    }
+    assert passed_on({"model": MODEL, "tokens": [1, 2], "stream": True}, "detokenize") == {
+        "model": MODEL,
+        "tokens": [1, 2],
+    }
 
 
 def test_of_a_messages_request_only_text_and_own_tools_are_passed_on() -> None:

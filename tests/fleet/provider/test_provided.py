@@ -12,11 +12,11 @@ import pytest
 
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, seal_request
 from convoy.errors import ConvoyError, ProviderError, SealError
-from convoy.fleet.consumer_request import Kind, read_consumer_request
+from convoy.fleet.consumer_request import read_consumer_request
 from convoy.fleet.provider import provided as provided_module
 from convoy.fleet.provider.provided import Provided, SeenRequests, Send
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
-from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Kind, Serve
 
 KEY = RequestKey()
 BODY = b'{"model":"m","messages":[],"max_tokens":8}'

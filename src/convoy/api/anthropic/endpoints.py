@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.api.anthropic.bodies import decode_prompt
-from convoy.api.anthropic.shapes import ModelInfo, ModelPage, TokenCount
+from convoy.api.anthropic.shapes import ModelInfo, ModelPage, TokenCount, page_of
 from convoy.api.anthropic.translate import count_tokens
 from convoy.api.body.intake import Intake, most_body_bytes
 from convoy.api.body.read_body import read_body
@@ -59,7 +59,4 @@ def model_info(model: ServedModel) -> ModelInfo:
 
 def model_page(models: Sequence[ServedModel]) -> ModelPage:
     """Return all models."""
-    names = [model.name for model in models]
-    return ModelPage(
-        [model_info(model) for model in models], *((names[0], names[-1]) if names else (None, None))
-    )
+    return page_of([model_info(model) for model in models])

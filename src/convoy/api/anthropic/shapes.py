@@ -163,3 +163,8 @@ class ModelPage(msgspec.Struct, frozen=True):
     first_id: str | None
     last_id: str | None
     has_more: bool = False
+
+
+def page_of(models: Sequence[ModelInfo]) -> ModelPage:
+    """Return all models as one page."""
+    return ModelPage(models, *((models[0].id, models[-1].id) if models else (None, None)))

@@ -129,7 +129,8 @@ class ChatAnswer:
         )
 
     def keep_alive(self) -> list[ChatChunk]:
-        return []
+        """Return a chunk without text: some clients end a stream in which only comments come."""
+        return [self._chunk(0, Delta())]
 
     def closing(self) -> list[ChatChunk]:
         """Return the event with the usage alone, if it was asked for."""

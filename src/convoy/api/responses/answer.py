@@ -12,9 +12,8 @@ import msgspec
 
 from convoy.api.chat.reply import Ended, ReplyReader
 from convoy.api.chat.usage import UsageCounter
-from convoy.api.keys.repeats import CONTEXT_ERROR
-from convoy.api.problem import answer_for, body_for, headers_for
 from convoy.api.responses.output import OutputWriter
+from convoy.api.responses.problem import error_of
 from convoy.api.responses.shapes import (
     Event,
     IncompleteDetails,
@@ -22,7 +21,6 @@ from convoy.api.responses.shapes import (
     OutputTokensDetails,
     ResponseCompleted,
     ResponseCreated,
-    ResponseError,
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
@@ -33,9 +31,6 @@ from convoy.api.responses.store import RESPONSE_PREFIX, ResponseStore, item_id
 from convoy.api.responses.translate import ContextFailed, ResponsesRequest
 from convoy.engine.outputs import Output, TokenOutput
 from convoy.model.text.pieces import ReasoningPiece, TextPiece
-
-# Clients do not try again after these codes, and do after a fault of the server.
-_CODES = frozenset({CONTEXT_ERROR, "insufficient_quota"})
 
 
 class ResponsesAnswer:
@@ -147,14 +142,3 @@ def refusal_events(error: ContextFailed) -> list[Event]:
         ResponseCreated(response=shown, sequence_number=0),
         ResponseFailed(response=failed, sequence_number=1),
     ]
-
-
-def error_of(error: BaseException) -> ResponseError:
-    """Return an error as a failed response has it."""
-    detail = body_for(error).error
-    own, message = detail.code or detail.type, detail.message
-    if answer_for(error).status == 429:
-        # Clients read the time from the text.
-        message = f"{message}; try again in {headers_for(error)['retry-after']}s"
-        return ResponseError("rate_limit_exceeded", message, own, detail.param)
-    return ResponseError(own if own in _CODES else "server_error", message, own, detail.param)

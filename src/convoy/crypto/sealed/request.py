@@ -38,8 +38,8 @@ class RequestFacts:
     """Hold the fields that the coordinator reads beside a sealed body.
 
     The provider refuses a body that was sealed with other fields. ``expires_s`` is Unix time in whole
-    seconds. ``kind`` is ``chat`` or ``completion``. It is among the sealed fields, so one kind cannot
-    become the other on the way.
+    seconds. ``kind`` names the API. It is among the sealed fields, so one kind cannot become another on the
+    way.
     """
 
     provider: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convoy.fleet.answer import is_too_long
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.consumer_request import ConsumerRequest, refused_prompt_tokens
 
 # Tokens that show no text: ends of turns, and tokens that are parts of a character.
@@ -38,4 +39,6 @@ def most_billed(
         if not is_too_long(refusal):
             return BilledOutcome(0, 0)
         return BilledOutcome(min(prompt, refused_prompt_tokens(wanted.prompt_tokens)), 0)
+    if not APIS[wanted.kind].generates:
+        return BilledOutcome(refused_prompt_tokens(prompt), 0)
     return BilledOutcome(prompt, min(wanted.max_tokens, text_bytes + text_bytes // 4 + _FREE_TOKENS))

@@ -197,6 +197,11 @@ class Coordinator:
         providers = self._dispatcher.providers(model)
         return 0 if providers is None else len(providers)
 
+    def max_context(self, model: str) -> int:
+        """Return the longest context of a connected provider of ``model``, or 0 without one."""
+        registered = [one.registration for one in self._sockets.values() if one.registration is not None]
+        return max((one.offers[model].max_context for one in registered if model in one.offers), default=0)
+
     def levels(self, model: str) -> dict[str, int]:
         """Return how many providers of ``model`` proved each level."""
         providers = self._dispatcher.providers(model)

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -33,15 +29,15 @@ from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.books.store import Store
-from convoy.fleet.consumer_request import PATHS, ModelOptions
+from convoy.fleet.coordinator.about import CoordinatorAbout
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof, PublicCertificate
 from convoy.fleet.coordinator.requests.consume import Consume
 from convoy.fleet.coordinator.requests.leases import Leases, MakeLease, ReleaseLease, UseLease
-from convoy.fleet.coordinator.requests.routed_request import account_of
 from convoy.wire.fleet.messages import MAX_CHUNK_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
@@ -99,15 +95,18 @@ def make_public_app(
 
     ``counts`` counts requests, and ``failed`` wrong keys.
     """
-    about = _About(coordinator, lifecycle)
+    about = CoordinatorAbout(coordinator, lifecycle)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
     leases = Leases(coordinator)
     routes = [
         Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", UseLease(leases, options, lifecycle), methods=["POST"]),
         Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
-        *(Route(path, Consume(*shared, kind), methods=["POST"]) for kind, path in PATHS.items()),
+        *(Route(api.path, Consume(*shared, kind), methods=["POST"]) for kind, api in APIS.items()),
+        Route("/v1/responses/{id}", about.stored, methods=["GET", "DELETE"]),
+        Route("/", about.root, methods=["HEAD"]),
         Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),
     ]
     consumers = counts.around(
@@ -126,41 +125,6 @@ def make_public_app(
         await coordinator.take_provider(websocket)
 
     return app
-
-
-class _About:
-    """Answer the questions about the coordinator itself."""
-
-    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle) -> None:
-        self._coordinator = coordinator
-        self._lifecycle = lifecycle
-
-    async def models(self, request: Request) -> Response:
-        """List the models with the facts by which a consumer chooses: present providers, and the price."""
-        await account_of(self._coordinator, Headers(scope=request.scope))
-        coordinator = self._coordinator
-        listed = []
-        for name in coordinator.models():
-            price = coordinator.options.models.get(name, ModelOptions()).price
-            listed.append(
-                {
-                    "id": name,
-                    "object": "model",
-                    "created": 0,
-                    "owned_by": "convoy",
-                    "health": "ready" if coordinator.num_providers(name) else "no provider",
-                    "providers": coordinator.num_providers(name),
-                    "levels": coordinator.levels(name),
-                    "waiting": coordinator.waiting(name),
-                    "price": {"prompt_micro": price.prompt_micro, "completion_micro": price.completion_micro},
-                }
-            )
-        return _json({"object": "list", "data": listed})
-
-    async def health(self, request: Request) -> Response:  # noqa: ARG002
-        if self._lifecycle.draining:
-            return _json({"status": "draining", "reason": "the coordinator is shutting down"}, 503)
-        return _json({"status": "ready", "reason": f"{len(self._coordinator.providers())} providers"})
 
 
 def run_coordinator(
@@ -264,7 +228,3 @@ async def _forget_keys(coordinator: Coordinator) -> None:
         except SQLAlchemyError as error:
             _log.warning("old idempotency keys are not forgotten class=%s", type(error).__name__)
         await asyncio.sleep(coordinator.options.forget_every_s)
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

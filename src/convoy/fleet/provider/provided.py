@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import msgspec
 
-from convoy.api.anthropic.problem import problem_of
 from convoy.api.keys.repeats import CONTEXT_ERROR
-from convoy.api.problem import body_for
 from convoy.crypto.sealed.answer import MAX_CHUNK_BYTES, AnswerSealer
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
@@ -24,12 +22,13 @@ from convoy.fleet.answer import (
     is_of_engine,
     is_too_long,
 )
-from convoy.fleet.consumer_request import ConsumerRequest, Kind, read_consumer_request, refused_prompt_tokens
+from convoy.fleet.apis.table import APIS
+from convoy.fleet.consumer_request import ConsumerRequest, read_consumer_request, refused_prompt_tokens
 from convoy.fleet.events import EventReader
 from convoy.fleet.provider.allowed import for_engine, wants_usage
 from convoy.fleet.provider.stream_rates import StreamRates
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
-from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Kind, Serve
 
 # The time between two signs of life while the engine is silent.
 _STILL_HERE_S = 5.0
@@ -38,16 +37,15 @@ _MAX_SEEN = 1 << 17
 _LONG_BYTES = 256 * 1024
 _BAD_REQUEST = 400, "application/json"
 _RATE_LIMITED = 429
+# An engine answers so to a path that it does not have. It has the one by which it was measured.
+_NO_PATH = frozenset({404, 405, 501})
+_MEASURED: Kind = "chat"
+# The limit of the events before a first token.
+_MAX_EARLY_BYTES = 4 * 1024 * 1024
 
 T = TypeVar("T")
 
 Send = Callable[[FleetMessage], Awaitable[None]]
-# Ends a stream of an engine that gives more than was asked.
-_STREAM_ENDS: Mapping[Kind, bytes] = {
-    "chat": b"data: [DONE]\n\n",
-    "completion": b"data: [DONE]\n\n",
-    "messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
-}
 
 
 class SeenRequests:
@@ -114,6 +112,7 @@ class Provided:
     ) -> None:
         self._still_here_s = still_here_s
         self._serve = serve
+        self._api = APIS[serve.kind]
         self._trace = trace
         self._send = send
         self.window = SendWindow(window)
@@ -172,8 +171,13 @@ class Provided:
                 if answer.status != 200:
                     await self._refused(sealer, answer)
                     return
-                reader = EventReader(stream=wanted.stream, keep_usage=wants_usage(wanted))
-                await self._head(sealer, answer.head)
+                reader = EventReader(
+                    wanted.kind,
+                    stream=wanted.stream,
+                    keep_usage=wants_usage(wanted),
+                    # Some events repeat the request's own fields, with every character escaped at worst.
+                    more_bytes=6 * len(wanted.body),
+                )
                 if wanted.stream:
                     await self._stream(sealer, answer, reader, wanted.max_tokens)
                 else:
@@ -183,11 +187,11 @@ class Provided:
         except ConvoyError as error:
             await self.refuse(error.message)
 
-    async def _not_asked(self, sealer: AnswerSealer, error: RequestError) -> None:
-        """Answer a request that this provider does not pass on, and name the field."""
+    async def _not_asked(self, sealer: AnswerSealer, error: RequestError, prompt_tokens: int = 0) -> None:
+        """Answer a request that is wrong. ``prompt_tokens`` are paid for."""
         await self._head(sealer, AnswerHead(*_BAD_REQUEST))
-        await self._chunk(sealer, msgspec.json.encode(_problem(self._serve.kind, error)))
-        await self._end(sealer, 0, 0)
+        await self._chunk(sealer, msgspec.json.encode(self._api.problem_of(error)))
+        await self._end(sealer, prompt_tokens, 0)
 
     async def _refused(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
         """Pass on the engine's refusal, which is either about this request, or about any request.
@@ -195,7 +199,13 @@ class Provided:
         The client may read only a refusal of its own request.
         """
         is_rate = answer.status == _RATE_LIMITED
-        body = await _start_of(answer.body) if is_rate or not is_of_engine(answer.status) else b""
+        may_lack = answer.status in _NO_PATH and self._serve.kind != _MEASURED
+        is_read = is_rate or may_lack or not is_of_engine(answer.status)
+        body = await _start_of(answer.body) if is_read else b""
+        if may_lack and not _names_model(body):
+            # Other requests are answered here, so this is no fault of the provider.
+            text = f"the engine of this provider does not serve {self._api.path}"
+            raise RequestError(text, code="unsupported_endpoint")
         if is_rate and is_too_long(body):
             # A head counts identical requests. It refuses this request, and not its provider.
             raise RequestError("the prompt does not fit the context", code=CONTEXT_ERROR)
@@ -236,16 +246,23 @@ class Provided:
     async def _stream(
         self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader, max_tokens: int
     ) -> None:
+        early = await self._alive(sealer, _to_first_token(answer.body, reader))
+        if reader.refusal is not None:
+            await self._not_asked(sealer, reader.refusal, refused_prompt_tokens(self.prompt_tokens))
+            return
         try:
+            self._count(reader.tokens)
+            await self._head(sealer, answer.head)
+            await self._pieces(sealer, early)
             async for piece in answer.body:
                 passed = reader.feed(piece)
                 self._count(reader.tokens)
-                for start in range(0, len(passed), MAX_CHUNK_BYTES):
-                    await self._chunk(sealer, passed[start : start + MAX_CHUNK_BYTES])
+                await self._pieces(sealer, passed)
                 if not reader.ended and reader.tokens > most_given(max_tokens):
-                    # The engine gives more than was asked. It is paid
-                    # for no more than that, whatever it was asked for.
-                    await self._chunk(sealer, _STREAM_ENDS[self._serve.kind])
+                    if not self._api.stream_end:
+                        raise ProviderError("the engine gives more than was asked")
+                    # It is paid for no more than that, whatever it was asked for.
+                    await self._chunk(sealer, self._api.stream_end)
                     await self._end(sealer, reader.prompt_tokens or self.prompt_tokens, max_tokens)
                     return
         finally:
@@ -266,12 +283,19 @@ class Provided:
         self.rates.given(given)
 
     async def _whole(self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader) -> None:
+        await self._head(sealer, answer.head)
         data = await self._alive(sealer, _join(answer.body))
         reader.whole(data)
         self._tokens = reader.tokens
+        await self._pieces(sealer, data)
+        if self._api.generates:
+            await self._end(sealer, reader.prompt_tokens, reader.completion_tokens)
+        else:
+            await self._end(sealer, refused_prompt_tokens(self.prompt_tokens), 0)
+
+    async def _pieces(self, sealer: AnswerSealer, data: bytes) -> None:
         for start in range(0, len(data), MAX_CHUNK_BYTES):
             await self._chunk(sealer, data[start : start + MAX_CHUNK_BYTES])
-        await self._end(sealer, reader.prompt_tokens, reader.completion_tokens)
 
     async def _chunk(self, sealer: AnswerSealer, data: bytes, *, last: bool = False) -> None:
         if self.window.is_shut and self._decodes:
@@ -289,8 +313,22 @@ class Provided:
         await self._send(Done(self._serve.request_id, prompt_tokens, completion_tokens))
 
 
-def _problem(kind: Kind, error: ConvoyError) -> msgspec.Struct:
-    return problem_of(error) if kind == "messages" else body_for(error)
+async def _to_first_token(pieces: AsyncIterator[bytes], reader: EventReader) -> bytes:
+    """Return the events of a stream up to and with those of its first token, or all of a shorter one."""
+    passed = bytearray()
+    while not (reader.tokens or reader.ended or reader.refusal):
+        piece = await anext(pieces, None)
+        if piece is None:
+            break
+        passed += reader.feed(piece)
+        if len(passed) > _MAX_EARLY_BYTES:
+            raise ProviderError(f"more than {_MAX_EARLY_BYTES} bytes came before a first token")
+    return bytes(passed)
+
+
+def _names_model(refusal: bytes) -> bool:
+    """Return whether a refusal is about the model, and so not about the path."""
+    return b"model" in refusal.lower()
 
 
 async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:

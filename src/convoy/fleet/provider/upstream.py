@@ -18,9 +18,10 @@ import msgspec
 from convoy.crypto.certificate import from_pem
 from convoy.errors import ConfigError, ConvoyError, ProviderError
 from convoy.fleet.answer import AnswerHead
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS, Capacity
-from convoy.fleet.consumer_request import PATHS, Kind
 from convoy.fleet.events import EventReader
+from convoy.wire.fleet.messages import Kind
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Upstream:
         """
         self._look()
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
-        request = self._client.build_request("POST", PATHS[kind], content=body, headers=headers)
+        request = self._client.build_request("POST", APIS[kind].path, content=body, headers=headers)
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
@@ -145,7 +146,7 @@ class Upstream:
             data = b"".join([piece async for piece in answer.body])
         if answer.status != 200:
             raise ProviderError(f"the upstream answers {answer.status} to a request of a few tokens")
-        reader = EventReader(stream=False)
+        reader = EventReader("chat", stream=False)
         reader.whole(data)
         return max(1e-6, time.perf_counter() - began), reader
 

@@ -6,15 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
 
+from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
-from convoy.fleet.consumer_request import PATHS, Kind
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.lease import (
     ANSWER_TYPE,
     MAX_LEASED_BYTES,
@@ -25,6 +26,7 @@ from convoy.fleet.lease import (
     read_lease,
 )
 from convoy.fleet.outgoing_tls import verified_tls, why_unreachable
+from convoy.wire.fleet.messages import Kind
 from convoy.wire.text import plain_text
 
 _CONNECT_S, _READ_S = 10.0, 600.0
@@ -91,7 +93,7 @@ class CoordinatorClient:
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
         async with self._ask("POST", "/v1/leases", msgspec.json.encode(asked), headers) as response:
-            data = await _bounded(response, MAX_LEASED_BYTES)
+            data = await bounded(response, MAX_LEASED_BYTES)
             if response.status_code != 200:
                 raise _refusal(response, data)
             return _lease(data, Lease)
@@ -105,7 +107,7 @@ class CoordinatorClient:
             if response.status_code == 200 and kind == ANSWER_TYPE:
                 yield SealedAnswer(pieces(response), _timing(response))
                 return
-            data = await _bounded(response, MAX_LEASED_BYTES)
+            data = await bounded(response, MAX_LEASED_BYTES)
             if response.status_code == 409:
                 yield _lease(data, Reseal).reseal
                 return
@@ -131,13 +133,18 @@ class CoordinatorClient:
         headers = {"content-type": "application/json"}
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
-        async with self._ask("POST", PATHS[kind], body, headers) as response:
+        async with self._ask("POST", APIS[kind].path, body, headers) as response:
             yield response
 
-    async def models(self) -> tuple[int, bytes]:
-        """Return the status and the JSON of the coordinator's models, as they come."""
-        async with self._ask("GET", "/v1/models", b"", {}) as response:
-            return response.status_code, await _bounded(response, _MAX_MODELS_BYTES)
+    async def models(self, name: str = "", *, version: str = "") -> tuple[int, bytes]:
+        """Return the status and the JSON of the coordinator's models or of one of them, as they come.
+
+        ``version`` is the tool's anthropic-version, which asks for another form.
+        """
+        path = f"/v1/models/{quote(name, safe='')}" if name else "/v1/models"
+        headers = {VERSION_HEADER: version} if version.isascii() and version.isprintable() and version else {}
+        async with self._ask("GET", path, b"", headers) as response:
+            return response.status_code, await bounded(response, _MAX_MODELS_BYTES)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -172,7 +179,8 @@ async def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
         raise suspect(f"the coordinator broke off: {why_unreachable(error)}") from None
 
 
-async def _bounded(response: httpx.Response, most: int) -> bytes:
+async def bounded(response: httpx.Response, most: int) -> bytes:
+    """Return a whole body. Raises `ProviderError` as `pieces` does, and for a longer one."""
     data = bytearray()
     async for piece in pieces(response):
         data += piece

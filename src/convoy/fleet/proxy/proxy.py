@@ -18,25 +18,36 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from convoy.api.anthropic.problem import message_error
+from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.body.read_body import read_body
-from convoy.api.exchange import Exchange, answer_start
+from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.traces import NO_TRACES, Traces
 from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
-from convoy.fleet.answer import SEALED_HEADER, AnswerHead
-from convoy.fleet.consumer_request import ConsumerRequest, Kind, ModelOptions, read_consumer_request
+from convoy.fleet.answer import MAX_WHOLE_BYTES, SEALED_HEADER, AnswerHead
+from convoy.fleet.apis.table import APIS
+from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions, read_consumer_request
+from convoy.fleet.event_relay import EVENT_STREAM, EventRelay
 from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
-from convoy.fleet.proxy.client import CoordinatorClient, ProxyRefusal, SealedAnswer, pieces, suspect
+from convoy.fleet.proxy.client import (
+    CoordinatorClient,
+    ProxyRefusal,
+    SealedAnswer,
+    bounded,
+    pieces,
+    suspect,
+)
 from convoy.fleet.proxy.metrics import ProxyCounts
 from convoy.fleet.proxy.trace_span import ProxySpan, proxied
 from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
+from convoy.wire.fleet.messages import Kind
 
 _log = logging.getLogger(__name__)
 _KEY_S = 24 * 3600
+_NO_STORE = {"cache-control": "no-store", "x-accel-buffering": "no"}
 # Headers that name the provider that answers, and the level that it proved.
 _Who = dict[str, str]
 
@@ -85,18 +96,28 @@ class Proxy:
         self.counts = ProxyCounts()
 
     async def answer(
-        self, data: bytes, kind: Kind, idempotency_key: str | None, exchange: Exchange, parent: str = ""
+        self,
+        data: bytes,
+        kind: Kind,
+        idempotency_key: str | None,
+        exchange: Exchange,
+        *,
+        parent: str = "",
+        heartbeat_s: float = 5.0,
     ) -> None:
         """Answer a request sealed, or not at all.
 
         It is sent plain only if that is allowed and no provider is trusted.
 
-        ``parent`` is a traceparent of the tool.
+        ``parent`` is a traceparent of the tool. A stream is silent for at most ``heartbeat_s``.
         """
         wanted = self._wanted(data, kind)
+        form = APIS[kind].form(wanted.model) if wanted.stream else None
+        relay = EventRelay(exchange, form, heartbeat_s, lambda: dict(_NO_STORE))
         traces = self.options.traces
         with self.counts.answering(exchange), proxied(traces, kind, parent, exchange) as span:
-            await self._answer(data, wanted, idempotency_key, exchange, span)
+            async with relay.kept_alive():
+                await self._answer(data, wanted, idempotency_key, exchange, relay, span=span)
 
     async def _answer(
         self,
@@ -104,6 +125,8 @@ class Proxy:
         wanted: ConsumerRequest,
         idempotency_key: str | None,
         exchange: Exchange,
+        relay: EventRelay,
+        *,
         span: ProxySpan,
     ) -> None:
         hidden = None
@@ -113,28 +136,27 @@ class Proxy:
             lease = await self.client.lease(self._asked(wanted), hidden, span.traceparent)
             span.leased(wanted)
             for _ in range(self.options.max_attempts):
-                again = await self._try(lease, wanted, exchange, span)
+                again = await self._try(lease, wanted, exchange, relay, span)
                 if again is None:
                     return
                 lease = again
                 self.counts.resealed += 1
             raise suspect(f"the coordinator gave {self.options.max_attempts} leases, and none was served")
         except Untrusted as error:
-            if not self.options.allow_plain or exchange.status:
+            if not self.options.allow_plain or relay.has_answer:
                 raise
             _log.warning("sent in plain request=%s: %s", exchange.id, error.message)
             self.counts.plain += 1
             # In clear it is another request than the sealed one, so it gets another key.
             if idempotency_key is not None:
                 hidden = self._tags.of("idempotency in plain", idempotency_key.encode()).hex()
-            await self._plain(data, wanted, hidden, exchange)
+            await self._plain(data, wanted, hidden, relay)
         except ProxyRefusal as refusal:
             exchange.outcome = "Refusal"
             headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
-            said: msgspec.Struct = refusal.body
-            if wanted.kind == "messages":
-                said = message_error(refusal.status, refusal.body.error)
-            await exchange.send_json(refusal.status, said, headers)
+            said = APIS[wanted.kind].problem(refusal.status, refusal.body.error)
+            headers["content-type"] = "application/json"
+            await relay.complete(refusal.status, headers, msgspec.json.encode(said))
 
     def _wanted(self, data: bytes, kind: Kind) -> ConsumerRequest:
         default = ModelOptions(default_max_tokens=self.options.default_max_tokens)
@@ -157,7 +179,7 @@ class Proxy:
         )
 
     async def _try(
-        self, lease: Lease, wanted: ConsumerRequest, exchange: Exchange, span: ProxySpan
+        self, lease: Lease, wanted: ConsumerRequest, exchange: Exchange, relay: EventRelay, span: ProxySpan
     ) -> Lease | None:
         """Return None once the request is answered, or the lease for another try."""
         try:
@@ -180,36 +202,18 @@ class Proxy:
             reader = AnswerReader(answer.body, secret, request_hash(facts, sealed))
             head = await reader.head()
             span.first_token()
-            if wanted.stream:
-                await self._stream(reader, head, who, answer, exchange)
+            headers = _headers(head, who, answer.timing)
+            if head.status == 200 and head.content_type.startswith(EVENT_STREAM):
+                await relay.begin(200, headers)
+                async for piece in reader.pieces():
+                    await relay.send(piece)
+                self._compare(reader, exchange)
+                await relay.end(_ending(reader))
             else:
-                await self._whole(reader, head, who, answer, exchange)
+                body = await reader.whole()
+                self._compare(reader, exchange)
+                await relay.complete(head.status, {**headers, **_late_headers(reader)}, body)
         return None
-
-    async def _stream(
-        self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
-    ) -> None:
-        await exchange.send(answer_start(head.status, _headers(head, who, answer.timing)))
-        async for piece in reader.pieces():
-            await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
-        end = b""
-        if head.content_type.startswith("text/event-stream"):
-            end = b": timing " + msgspec.json.encode(reader.us) + b"\n\n"
-            if reader.difference:
-                end += f": usage differs: {reader.difference}\n\n".encode()
-        self._compare(reader, exchange)
-        await exchange.send({"type": "http.response.body", "body": end})
-
-    async def _whole(
-        self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
-    ) -> None:
-        body = await reader.whole()
-        headers = _headers(head, who, reader.us or answer.timing)
-        if reader.difference:
-            headers["x-convoy-usage-differs"] = reader.difference
-        self._compare(reader, exchange)
-        await exchange.send(answer_start(head.status, {**headers, "content-length": str(len(body))}))
-        await exchange.send({"type": "http.response.body", "body": body})
 
     def _compare(self, reader: AnswerReader, exchange: Exchange) -> None:
         if reader.difference:
@@ -217,15 +221,19 @@ class Proxy:
             _log.warning("usage differs request=%s: %s", exchange.id, reader.difference)
 
     async def _plain(
-        self, data: bytes, wanted: ConsumerRequest, hidden: str | None, exchange: Exchange
+        self, data: bytes, wanted: ConsumerRequest, hidden: str | None, relay: EventRelay
     ) -> None:
         async with self.client.plain(wanted.kind, data, hidden) as response:
             kind = response.headers.get("content-type", "application/json")
             headers = {"content-type": kind, "cache-control": "no-store", SEALED_HEADER: "by-coordinator"}
-            await exchange.send(answer_start(response.status_code, headers))
+            if not kind.startswith(EVENT_STREAM):
+                body = await bounded(response, MAX_WHOLE_BYTES)
+                await relay.complete(response.status_code, headers, body)
+                return
+            await relay.begin(response.status_code, headers)
             async for piece in pieces(response):
-                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
-            await exchange.send({"type": "http.response.body", "body": b""})
+                await relay.send(piece)
+            await relay.end()
 
 
 class _Always(dict[str, ModelOptions]):
@@ -246,12 +254,23 @@ def _headers(head: AnswerHead, who: _Who, timing: dict[str, int]) -> dict[str, s
     """
     return {
         "content-type": head.content_type,
-        "cache-control": "no-store",
-        "x-accel-buffering": "no",
+        **_NO_STORE,
         "x-timing": msgspec.json.encode(timing).decode(),
         **who,
         SEALED_HEADER: "end-to-end",
     }
+
+
+def _ending(reader: AnswerReader) -> bytes:
+    """Return the comments after a stream: the times, and the bill if it differs from the sealed counts."""
+    end = b": timing " + msgspec.json.encode(reader.us) + b"\n\n"
+    return end + (f": usage differs: {reader.difference}\n\n".encode() if reader.difference else b"")
+
+
+def _late_headers(reader: AnswerReader) -> dict[str, str]:
+    """Return the headers that are known once a whole answer is here."""
+    headers = {"x-timing": msgspec.json.encode(reader.us).decode()} if reader.us else {}
+    return headers | ({"x-convoy-usage-differs": reader.difference} if reader.difference else {})
 
 
 def _coarse(count: int) -> int:
@@ -275,18 +294,23 @@ class ProxyAsked:
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
             data = await read_body(headers, receive, self.options)
             key, parent = headers.get("idempotency-key"), headers.get("traceparent", "")
-            await exchange.while_connected(self.proxy.answer(data, self.kind, key, exchange, parent))
+            heartbeat_s = self.options.heartbeat_s
+            answer = self.proxy.answer(
+                *(data, self.kind, key, exchange), parent=parent, heartbeat_s=heartbeat_s
+            )
+            await exchange.while_connected(answer)
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyModels:
-    """Pass on the coordinator's list of models."""
+    """Pass on the coordinator's list of models, or one of them."""
 
     proxy: Proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
-        status, data = await self.proxy.client.models()
+        name, version = scope["path_params"].get("name", ""), Headers(scope=scope).get(VERSION_HEADER, "")
+        status, data = await self.proxy.client.models(name, version=version)
         try:
             body: object = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

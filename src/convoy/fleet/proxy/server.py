@@ -14,31 +14,41 @@ from convoy.api.anthropic.problem import problem_for
 from convoy.api.guard import Guard
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.refusals import UnknownResponse
 from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 from convoy.errors import ConfigError
-from convoy.fleet.consumer_request import PATHS
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.proxy.client import CoordinatorClient, check_url
 from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
 
 
 def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
-    """Return the app with the paths of both APIs, behind the same guard as a head's."""
+    """Return the app with the paths of all APIs, behind the same guard as a head's."""
 
     async def health(_: Request) -> Response:
         if lifecycle.draining:
             return JSONResponse({"status": "draining", "reason": "the proxy is shutting down"}, 503)
         return JSONResponse({"status": "ready", "reason": "it listens"})
 
+    async def root(_: Request) -> Response:
+        return Response()
+
+    async def stored(_: Request) -> Response:
+        raise UnknownResponse("a fleet stores no responses")
+
     counts = HttpCounts()
     metrics = Metrics((proxy.counts.families, counts.families), lifecycle)
     routes = [
         *(
-            Route(path, ProxyAsked(proxy, options, lifecycle, kind), methods=["POST"])
-            for kind, path in PATHS.items()
+            Route(api.path, ProxyAsked(proxy, options, lifecycle, kind), methods=["POST"])
+            for kind, api in APIS.items()
         ),
-        Route("/v1/models", ProxyModels(proxy)),
+        Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
+        Route("/", root, methods=["HEAD"]),
+        Route("/v1/models", ProxyModels(proxy), methods=["GET"]),
+        Route("/v1/models/{name:path}", ProxyModels(proxy), methods=["GET"]),
         Route("/health", health),
         Route("/metrics", metrics.answer),
     ]

@@ -41,6 +41,8 @@ RequestId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Prose = Annotated[str, msgspec.Meta(max_length=1000)]
 EvidenceBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_EVIDENCE_BYTES)]
+# The kinds of requests. `fleet.apis.table` has a row for each.
+Kind = Literal["chat", "completion", "messages", "responses", "count_tokens", "tokenize", "detokenize"]
 TpmRegisters = Annotated[list[TpmRegister], msgspec.Meta(max_length=24)]
 
 
@@ -203,7 +205,7 @@ class Serve(FleetMessage, frozen=True, tag="Serve"):
     lease: Annotated[bytes, msgspec.Meta(max_length=64)]
     expires_s: Count
     max_tokens: Count
-    kind: Literal["chat", "completion", "messages"]
+    kind: Kind
     sealed: Annotated[bytes, msgspec.Meta(max_length=16 * 1024 * 1024)]
     trace: Annotated[str, msgspec.Meta(pattern=r"^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")] = ""
 

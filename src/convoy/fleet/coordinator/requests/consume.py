@@ -15,11 +15,11 @@ from convoy.api.exchange import Exchange, encode_event
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
-from convoy.api.problem import Problem
 from convoy.api.refusals import UnknownModel
 from convoy.errors import Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
-from convoy.fleet.consumer_request import Kind, read_consumer_request
+from convoy.fleet.apis.table import APIS
+from convoy.fleet.consumer_request import read_consumer_request
 from convoy.fleet.coordinator.callers import Consumer
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.requests.attempt import OwnSeal
@@ -32,8 +32,10 @@ from convoy.fleet.coordinator.requests.routed_request import (
     no_provider,
     pass_on,
 )
+from convoy.fleet.event_relay import EventRelay
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import Timing
+from convoy.wire.fleet.messages import Kind
 
 _BAD_REQUEST = 400
 
@@ -105,12 +107,16 @@ class Consume:
             routed.report(exchange.outcome)
 
     async def _serve(self, routed: RoutedRequest, exchange: Exchange, mark: bytes) -> None:
-        begun: Begun | None = None
+        wanted, begun = routed.wanted, None
+        form = APIS[wanted.kind].form(wanted.model) if wanted.stream else None
+        early = partial(_early_headers, routed)
+        relay = EventRelay(exchange, form, self.options.heartbeat_s, early)
         try:
-            begun = await self._begin(routed)
-            if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
-                self.repeats.failed(mark)
-            await pass_on(routed, exchange, begun, _InClear(exchange.problem))
+            async with relay.kept_alive():
+                begun = await self._begin(routed)
+                if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
+                    self.repeats.failed(mark)
+                await pass_on(routed, exchange, relay, begun, _InClear(exchange))
         finally:
             await routed.end(None if begun is None else begun.attempt)
 
@@ -128,29 +134,36 @@ class Consume:
 
 
 class _InClear:
-    """Write an answer as the provider's engine wrote it; ``problem`` is the form of the API's errors."""
+    """Write an answer as the provider's engine wrote it. ``exchange`` has the form of the API's errors."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
     def headers(self, routed: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         return {
             "content-type": head.content_type,
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-            **routed.timing.header(),
+            **_early_headers(routed),
             "x-convoy-provider": routed.provider,
-            SEALED_HEADER: "by-coordinator",
         }
 
     def broken(self) -> bytes:
         text = "the provider failed before the answer was complete"
-        return encode_event(self._problem(Unavailable(text, public=text)))
+        return b"".join(map(encode_event, self._exchange.failure(Unavailable(text, public=text))))
 
     def ending(self, routed: RoutedRequest, head: AnswerHead) -> bytes:
         if not (routed.wanted.stream and head.content_type.startswith("text/event-stream")):
             return b""
         return b": timing " + msgspec.json.encode(routed.timing.us()) + b"\n\n"
+
+
+def _early_headers(routed: RoutedRequest) -> dict[str, str]:
+    """Return the headers that are known before a provider is."""
+    return {
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        **routed.timing.header(),
+        SEALED_HEADER: "by-coordinator",
+    }
 
 
 def check_known(coordinator: Coordinator, model: str) -> None:

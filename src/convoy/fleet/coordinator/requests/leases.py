@@ -37,6 +37,7 @@ from convoy.fleet.coordinator.requests.routed_request import (
     pass_on,
 )
 from convoy.fleet.coordinator.routing.route_request import Trusted
+from convoy.fleet.event_relay import EventRelay
 from convoy.fleet.lease import (
     MAX_LEASE_BYTES,
     SEALED_TYPE,
@@ -247,7 +248,7 @@ class UseLease:
             await exchange.send_json(409, Reseal(another))
             return
         try:
-            await pass_on(routed, exchange, begun, AsRecords(lease.request_id))
+            await pass_on(routed, exchange, EventRelay(exchange), begun, AsRecords(lease.request_id))
             exchange.outcome = exchange.outcome or "complete"
         finally:
             await routed.end(begun.attempt)

@@ -19,7 +19,7 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.websockets import WebSocketDisconnect
 
-from convoy.api.exchange import Exchange, answer_start
+from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
 from convoy.api.traces import NO_SPAN, TraceSpan, Value
 from convoy.crypto.keys import prefixed
@@ -33,9 +33,10 @@ from convoy.errors import (
     Unavailable,
 )
 from convoy.fleet.answer import AnswerHead, is_of_engine
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
-from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions
+from convoy.fleet.consumer_request import ConsumerRequest, ModelOptions, refused_prompt_tokens
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.coordinator.callers import Consumer, caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
@@ -43,6 +44,7 @@ from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.requests.attempt import Attempt, Seal
 from convoy.fleet.coordinator.requests.trace_span import begin_span, end_span
 from convoy.fleet.coordinator.routing.route_request import RouteRequest, Trusted
+from convoy.fleet.event_relay import EventRelay
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.trust.evidence.level import Level
@@ -148,12 +150,13 @@ class RoutedRequest:
         self.tries += 1
 
     def _ask(self) -> RouteRequest:
-        now_s = time.monotonic()
+        now_s, wanted = time.monotonic(), self.wanted
+        is_run = APIS[wanted.kind].generates
         return RouteRequest(
             number=self.coordinator.next_number(),
             account=self.account,
-            model=self.wanted.model,
-            prompt_tokens=self.wanted.prompt_tokens,
+            model=wanted.model,
+            prompt_tokens=wanted.prompt_tokens if is_run else refused_prompt_tokens(wanted.prompt_tokens),
             max_tokens=self.wanted.max_tokens,
             arrived_s=now_s,
             deadline_s=now_s + self.coordinator.options.queue.max_wait_s,
@@ -228,8 +231,9 @@ class RoutedRequest:
     def _free(self, attempt: Attempt | None) -> None:
         if self.ask is None:
             return
-        # A refusal tells nothing of the provider's rate.
-        if attempt is None or attempt.outcome is None or not attempt.tokens:
+        # A refusal tells nothing of the provider's rate, and neither does a count.
+        generates = APIS[self.wanted.kind].generates
+        if attempt is None or attempt.outcome is None or not attempt.tokens or not generates:
             self.coordinator.abandon(self.ask.number)
             return
         self.coordinator.finished(
@@ -312,7 +316,9 @@ class BodyForm(Protocol):
         ...
 
 
-async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
+async def pass_on(
+    routed: RoutedRequest, exchange: Exchange, relay: EventRelay, begun: Begun, form: BodyForm
+) -> None:
     """Send the answer to the client, and end the request before the answer's last byte."""
     attempt, head, whole = begun.attempt, begun.head, begun.whole
     if whole is not None:
@@ -323,14 +329,12 @@ async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form:
     if whole is not None:
         body = whole + form.ending(routed, head)
         async with routed.delivering():
-            await exchange.send(answer_start(head.status, {**headers, "content-length": str(len(body))}))
-            await exchange.send({"type": "http.response.body", "body": body})
+            await relay.complete(head.status, headers, body)
         return
-    await exchange.send(answer_start(head.status, headers))
     try:
+        await relay.begin(head.status, headers)
         async for piece in attempt.pieces():
-            if piece:
-                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+            await relay.send(piece)
     except GONE as error:
         _log.warning("an answer broke request=%s provider=%s", routed.id, routed.provider)
         routed.coordinator.counts.provider_failed(routed.provider)
@@ -339,12 +343,12 @@ async def pass_on(routed: RoutedRequest, exchange: Exchange, begun: Begun, form:
         routed.is_broken = True
         await routed.end(attempt)
         exchange.outcome = type(error).__name__
-        await exchange.send({"type": "http.response.body", "body": form.broken()})
+        await relay.end(form.broken())
         return
     await routed.end(attempt)
     routed.timing.reach("total_e2e")
     async with routed.delivering():
-        await exchange.send({"type": "http.response.body", "body": form.ending(routed, head)})
+        await relay.end(form.ending(routed, head))
     exchange.outcome = "complete"
 
 

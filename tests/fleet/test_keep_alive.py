@@ -1,0 +1,222 @@
+"""Streams that say nothing for long are kept alive by events, at a coordinator and at a blind proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from convoy.crypto.identity import Identity
+from convoy.errors import StageLost
+from convoy.fleet.consumer_request import ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
+from convoy.fleet.proxy.trust import Trust
+from support.anthropic_events import blocks_of, parse_stream
+from support.chat_events import parse_chat_stream
+from support.fake_service import REPLY, FakeEngine, serving
+from support.fleet import MODEL, FleetUnderTest
+from support.proxy import proxy
+from support.response_events import parse_response_stream
+
+HEARTBEAT_S = 0.05
+TURN: dict[str, Any] = {"role": "user", "content": "What is it?"}
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+Events = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """One API: a request, its strict parser, its sign of life, and the text and error of its events."""
+
+    path: str
+    body: dict[str, Any]
+    parse: Callable[[str], Events]
+    sign: str
+    text: Callable[[Events], str]
+    error: Callable[[Events], Any]
+
+
+def _text_of_chat(events: Events) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+def _text_of_response(events: Events) -> str:
+    text: str = events[-1]["response"]["output"][0]["content"][0]["text"]
+    return text
+
+
+SPOKEN = {
+    "chat": Spoken(
+        "/v1/chat/completions",
+        {"messages": [TURN]},
+        parse_chat_stream,
+        '"delta":{},"logprobs":null,"finish_reason":null',
+        _text_of_chat,
+        lambda events: events[-1].get("error"),
+    ),
+    "messages": Spoken(
+        "/v1/messages",
+        {"messages": [TURN], "max_tokens": 50},
+        parse_stream,
+        "event: ping",
+        lambda events: blocks_of(events)[0]["text"],
+        lambda events: events[-1].get("error"),
+    ),
+    "responses": Spoken(
+        "/v1/responses",
+        {"input": "What is it?"},
+        parse_response_stream,
+        "event: response.in_progress",
+        _text_of_response,
+        lambda events: events[-1]["response"]["error"],
+    ),
+}
+APIS = pytest.mark.parametrize("api", SPOKEN)
+WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
+
+
+class Fleet:
+    """A coordinator with short heartbeats, a head that waits for its test, and a proxy."""
+
+    def __init__(self, folder: Path, stack: ExitStack, max_wait_s: float) -> None:
+        self.engine = FakeEngine()
+        head = stack.enter_context(serving(self.engine, model=MODEL))
+        options = CoordinatorOptions(
+            instance="test", models={MODEL: ModelOptions()}, queue=QueueLimits(50, 40, max_wait_s)
+        )
+        self.fleet = FleetUnderTest(folder, options, heartbeat_s=HEARTBEAT_S)
+        stack.callback(self.fleet.close)
+        self._identities, self._url = [Identity.generate(), Identity.generate()], head.url
+        trust = Trust(frozenset(one.public_key for one in self._identities))
+        way = proxy(self.fleet.url, self.fleet.key, trust, heartbeat_s=HEARTBEAT_S)
+        self.urls = {"coordinator": self.fleet.url, "proxy": stack.enter_context(way)}
+
+    def add(self, url: str = "") -> None:
+        identity = self._identities.pop()
+        self.fleet.add(f"provider-{len(self._identities)}", url or self._url, identity=identity)
+
+    @contextmanager
+    def ask(self, api: str, way: str, **more: Any) -> Iterator[httpx.Response]:
+        spoken = SPOKEN[api]
+        body = {"model": MODEL, "stream": True, **spoken.body, **more}
+        headers = {"authorization": f"Bearer {self.fleet.key}"}
+        url = self.urls[way] + spoken.path
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=30, trust_env=False) as answer:
+            yield answer
+
+
+@pytest.fixture
+def made(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(tmp_path, stack, getattr(request, "param", 30.0))
+
+
+def read(answer: httpx.Response, sign: str, once_alive: Callable[[], Any]) -> str:
+    """Return a whole stream. ``once_alive`` is called after three signs of life."""
+    assert answer.status_code == 200, answer.read()
+    text, called = "", False
+    for part in answer.iter_text():
+        text += part
+        if not called and text.count(sign) >= 3:
+            called = True
+            once_alive()
+    assert called
+    return text
+
+
+@APIS
+@WAYS
+def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+    made.add()
+    made.engine.pause_after = 0
+    spoken = SPOKEN[api]
+    with made.ask(api, way) as answer:
+        text = read(answer, spoken.sign, made.engine.go.set)
+    assert spoken.text(spoken.parse(text)) == REPLY
+    assert "still here" not in text
+
+
+@APIS
+@WAYS
+def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+    made.add()
+    made.engine.pause_after = 3
+    spoken = SPOKEN[api]
+    with made.ask(api, way) as answer:
+        text = read(answer, spoken.sign, made.engine.go.set)
+    assert spoken.text(spoken.parse(text)) == REPLY
+
+
+@APIS
+@WAYS
+def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+    spoken = SPOKEN[api]
+    with made.ask(api, way) as answer:
+        text = read(answer, spoken.sign, made.add)
+    assert spoken.text(spoken.parse(text)) == REPLY
+    # The provider was not known when the headers went out.
+    assert '"x-convoy-provider' in text.rpartition(": headers ")[2]
+
+
+@APIS
+@WAYS
+def test_a_provider_that_fails_after_the_first_event_is_replaced_unseen(
+    made: Fleet, api: str, way: str
+) -> None:
+    made.add()
+    engine, spoken = made.engine, SPOKEN[api]
+    engine.pause_after = engine.fail_after = 0
+    engine.error = StageLost("beta is gone")
+    with serving(FakeEngine("The other one answers."), model=MODEL) as other, made.ask(api, way) as answer:
+
+        def replace() -> None:
+            made.add(other.url)
+            engine.go.set()
+
+        text = read(answer, spoken.sign, replace)
+    assert spoken.text(spoken.parse(text)) == "The other one answers."
+
+
+@APIS
+@WAYS
+def test_a_refusal_after_the_first_event_is_the_last_event(made: Fleet, api: str, way: str) -> None:
+    spoken, turns = SPOKEN[api], {"messages": [{"role": "user", "content": "x" * 5000}]}
+    more = {"input": "x" * 5000} if api == "responses" else turns
+    with made.ask(api, way, **more) as answer:
+        text = read(answer, spoken.sign, made.add)
+    error = spoken.error(spoken.parse(text))
+    assert "4096" in error["message"]
+    assert error.get("code") in {None, "context_length_exceeded"}
+
+
+@APIS
+@WAYS
+@pytest.mark.parametrize("made", [0.5], indirect=True)
+def test_a_wait_that_ends_without_a_provider_ends_the_stream_with_an_error(
+    made: Fleet, api: str, way: str
+) -> None:
+    spoken = SPOKEN[api]
+    with made.ask(api, way) as answer:
+        text = read(answer, spoken.sign, lambda: None)
+    assert "no provider" in spoken.error(spoken.parse(text))["message"]
+
+
+@APIS
+@WAYS
+def test_an_answer_that_breaks_ends_with_the_error_of_its_api(made: Fleet, api: str, way: str) -> None:
+    made.add()
+    engine = made.engine
+    engine.pause_after = engine.fail_after = 3
+    engine.error = StageLost("beta is gone")
+    spoken = SPOKEN[api]
+    with made.ask(api, way) as answer:
+        text = read(answer, spoken.sign, engine.go.set)
+    assert "provider failed" in spoken.error(spoken.parse(text))["message"]
+    assert "beta" not in text
+    assert "[DONE]" not in text
