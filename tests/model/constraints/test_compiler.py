@@ -10,7 +10,7 @@ import pytest
 
 from convoy.errors import QueueFull, RequestError
 from convoy.model.constraints.compiler import GrammarCompiler, GrammarLimits
-from convoy.model.constraints.matcher import MaskFiller, Matcher
+from convoy.model.constraints.matcher import AnswerLimits, MaskFiller, Matcher
 from support.grammars import ByteVocabulary, compiled, grammar
 
 OBJECT = {
@@ -182,10 +182,10 @@ class SlowVocabulary(ByteVocabulary):
         return super().encode_letters(text)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_keeps_its_slot_until_it_ends() -> None:
+def test_a_grammar_that_takes_too_long_is_refused_and_keeps_its_callers_slot_until_it_ends() -> None:
     vocabulary = SlowVocabulary()
     vocabulary.go_on.set()
-    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=0.2, max_compiling=1))
+    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=0.2, max_compiling=2))
     compiler.compile(grammar("regex", "a"), "regex")
     vocabulary.go_on.clear()
     with pytest.raises(RequestError, match=r"regex takes longer than 0\.2 s to compile"):
@@ -193,18 +193,22 @@ def test_a_grammar_that_takes_too_long_is_refused_and_keeps_its_slot_until_it_en
     assert vocabulary.asked.is_set()
     with pytest.raises(QueueFull):
         compiler.compile(grammar("regex", "[ab]+"), "regex")
+    compiler.compile(grammar("regex", "[ab]+"), "regex", caller=b"another")
     vocabulary.go_on.set()
 
 
-def test_the_cache_keeps_the_last_used_grammars_within_its_bytes() -> None:
-    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_cache_bytes=200_000))
-    first = compiler.compile(grammar("regex", "a"), "regex")
-    assert compiler.compile(grammar("regex", "a"), "regex") is first
+def test_the_cache_keeps_the_last_used_grammars_within_their_price() -> None:
+    one = grammar("regex", "a")
+    price = GrammarCompiler(ByteVocabulary()).price(one)
+    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_cache_bytes=2 * price))
+    first = compiler.compile(one, "regex")
+    assert compiler.compile(one, "regex") is first
+    assert compiler.cached_bytes == compiler.price(one)
     second = compiler.compile(grammar("regex", "b"), "regex")
-    assert compiler.compile(grammar("regex", "a"), "regex") is first
+    assert compiler.compile(one, "regex") is first
     compiler.compile(grammar("regex", "c"), "regex")
-    compiler.compile(grammar("regex", "d"), "regex")
-    assert compiler.cached_bytes <= 200_000
+    assert compiler.cached_bytes == 2 * compiler.price(one)
+    assert compiler.compile(one, "regex") is first
     assert compiler.compile(grammar("regex", "b"), "regex") is not second
 
 
@@ -214,8 +218,50 @@ def test_a_grammar_that_is_larger_than_the_cache_is_not_kept() -> None:
     assert compiler.cached_bytes == 0
 
 
+def test_a_caller_gets_no_grammar_of_another() -> None:
+    compiler, one = GrammarCompiler(ByteVocabulary()), grammar("regex", "a")
+    assert compiler.compile(one, "regex", caller=b"b") is not compiler.compile(one, "regex", caller=b"a")
+
+
+def test_a_grammar_is_compiled_anew_once_its_answers_have_worn_it() -> None:
+    """All copies share one automaton, so a limit that one answer hits ends the later ones too."""
+    limits = GrammarLimits(answer=AnswerLimits(shared_tokens=3))
+    compiler, one = GrammarCompiler(ByteVocabulary(), limits), grammar("regex", "a*")
+    first = compiler.compile(one, "regex")
+    matcher = first.matcher()
+    assert all(matcher.consume(ord("a")) for _ in range(2))
+    assert compiler.compile(one, "regex") is first
+    assert matcher.consume(ord("a"))
+    second = compiler.compile(one, "regex")
+    assert second is not first
+    assert compiler.compile(one, "regex") is second
+    assert compiler.cached_bytes == compiler.price(one)
+
+
+def test_an_answer_that_hits_a_limit_does_not_end_the_answers_of_later_requests() -> None:
+    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_states=100))
+    hungry = grammar("regex", "(.*a.{14}|.*b.{13}c.*|.*d.{15})")
+
+    def num_tokens() -> int:
+        matcher = compiler.compile(hungry, "regex").matcher()
+        for number, token in enumerate(b"abcabdacabdacbdd"):
+            MaskFiller().fill([(matcher, ())])
+            if matcher.failed or not matcher.consume(token):
+                return number
+        return 16
+
+    first = num_tokens()
+    assert 0 < first < 16
+    assert num_tokens() == first
+
+
 def test_strict_and_lenient_forms_of_one_schema_are_cached_apart() -> None:
     compiler, text = GrammarCompiler(ByteVocabulary()), json.dumps({"type": "array", "uniqueItems": True})
     compiler.compile(grammar("json_schema", text, strict=False), "schema")
     with pytest.raises(RequestError):
         compiler.compile(grammar("json_schema", text), "schema")
+
+
+def test_the_longest_choice_can_be_followed() -> None:
+    texts = [f"{number:04} times" for number in range(GrammarLimits().max_choices)]
+    assert accepts(compiled("choice", texts).matcher(), texts[-1])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from convoy.model.constraints.compiler import GrammarLimits
-from convoy.model.constraints.matcher import MaskFiller, Matcher, mask_bytes
+from convoy.model.constraints.matcher import AnswerLimits, MaskFiller, Matcher, mask_bytes
 from support.grammars import ByteVocabulary, compiled
 
 
@@ -84,8 +85,12 @@ def test_matchers_of_one_grammar_do_not_move_each_other() -> None:
 
 
 def test_an_ambiguous_grammar_ends_before_it_holds_up_other_answers() -> None:
-    matcher = compiled("lark", 'start: e\ne: e e | e e e | "a"').matcher()
-    assert not all(matcher.consume(ord("a")) for _ in range(5000))
+    # Small bounds, because the work grows with the square of the tokens.
+    limits = GrammarLimits(answer=AnswerLimits(first_s=0.05, token_s=0.00001))
+    matcher = compiled("lark", 'start: e\ne: e e | e e e | "a"', limits=limits).matcher()
+    assert not all(matcher.consume(ord("a")) for _ in range(500))
+    assert matcher.failed
+    assert not matcher.native.is_error(), "the time has ended it, and no limit of the library"
 
 
 def test_a_grammar_that_hits_a_limit_has_failed_and_is_not_complete() -> None:
@@ -112,27 +117,70 @@ class SteppingClock:
         return self.now_s
 
 
-def test_the_time_of_masks_counts_against_the_answer() -> None:
-    filler, matcher = MaskFiller(SteppingClock(0.3)), compiled("regex", "a*").matcher()
-    num_tokens = 0
-    while not matcher.failed and num_tokens < 100:
-        filler.fill([(matcher, ())])
-        assert matcher.consume(ord("a")) == (not matcher.failed)
-        num_tokens += 1
-    assert num_tokens == 4, "4 masks of 0.3 s take the first second"
+def test_the_processor_time_of_masks_counts_against_the_answer() -> None:
+    clock = SteppingClock(0.3)
+    filler, matcher = MaskFiller(), compiled("regex", "a*").matcher(clock)
+    filler.fill([(matcher, ())])
+    filler.fill([(matcher, ())])
+    filler.fill([(matcher, ())])
+    assert not matcher.failed
+    filler.fill([(matcher, ())])
+    assert matcher.failed, "4 masks of 0.3 s take the first second"
+    assert not matcher.consume(ord("a"))
 
 
 def test_a_slow_step_charges_each_answer_its_own_time_from_the_next_step_on() -> None:
-    clock = SteppingClock(0.0)
-    filler, grammar = MaskFiller(clock), compiled("regex", "a*")
-    matchers = [grammar.matcher(), grammar.matcher()]
-    clock.step_s = 2.0
+    wall, grammar = SteppingClock(2.0), compiled("regex", "a*")
+    filler = MaskFiller(wall)
+    matchers = [grammar.matcher(SteppingClock(2.0)), grammar.matcher(SteppingClock(0.0))]
     filler.fill([(one, ()) for one in matchers])
     assert not any(one.failed for one in matchers), "the first slow step cannot be divided"
     filler.fill([(one, ()) for one in matchers])
-    assert all(one.failed for one in matchers)
-    clock.step_s = 0.0
-    later = [grammar.matcher(), grammar.matcher()]
-    filler.fill([(one, ()) for one in later])
+    assert [one.failed for one in matchers] == [True, False]
+    assert [allowed(one.masks[0]) for one in matchers] == [{ord("a"), 256}] * 2
+    wall.step_s = 0.0
+    filler.fill([(one, ()) for one in matchers])
+    later = [grammar.matcher(SteppingClock(2.0)) for _ in range(2)]
     filler.fill([(one, ()) for one in later])
     assert not any(one.failed for one in later)
+
+
+def test_a_busy_machine_does_not_end_an_answer() -> None:
+    filler, grammar = MaskFiller(SteppingClock(2.0)), compiled("regex", "a*")
+    matchers = [grammar.matcher(SteppingClock(0.0)) for _ in range(2)]
+    for _ in range(10):
+        filler.fill([(one, ()) for one in matchers])
+    assert not any(one.failed for one in matchers)
+
+
+# Each letter behind the first c makes new states of the automaton.
+HUNGRY = "a(b|c.*a.{14}|c.*b.{13}c.*|c.*d.{15})"
+
+
+@pytest.mark.parametrize("num_answers", [1, 2], ids=["on this thread", "on several threads"])
+def test_a_limit_in_the_path_of_guesses_does_not_end_the_answer(num_answers: int) -> None:
+    grammar = compiled("regex", HUNGRY, limits=GrammarLimits(max_guess_states=80))
+    matchers = [grammar.matcher() for _ in range(num_answers)]
+    assert all(one.consume(ord("a")) for one in matchers)
+    drafts = list(b"cabcabdacabdacbdd")
+    MaskFiller().fill([(one, drafts) for one in matchers])
+    for one in matchers:
+        assert [allowed(mask) for mask in one.masks] == [{*b"bc"}]
+        assert not one.failed
+        assert (one.allowed_start([*b"b"]), one.forced()) == (0, []), "it makes no more guesses"
+        assert one.consume(ord("b"))
+        assert one.complete
+    assert grammar.worn
+
+
+def test_guesses_have_a_time_of_their_own() -> None:
+    clock = SteppingClock(0.0)
+    matcher = compiled("regex", "abcd[ef]").matcher(clock)
+    clock.step_s = 0.6
+    assert matcher.forced() == [*b"abcd"]
+    assert matcher.forced() == [*b"abcd"]
+    assert matcher.forced() == [], "2 guesses of 0.6 s take the first second"
+    clock.step_s = 0.0
+    MaskFiller().fill([(matcher, [*b"ab"])])
+    assert len(matcher.masks) == 1
+    assert matcher.consume(ord("a"))

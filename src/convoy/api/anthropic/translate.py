@@ -50,6 +50,7 @@ def read_messages(
         stop=_stops(body.stop_sequences or ()),
         stream=body.stream is True,
         grammar=_grammar(body.output_config.format if body.output_config else None),
+        caller=salt,
     )
     try:
         asked = parse_chat(request, service, cache_salt_of(salt, body.cache_salt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.service import ServedModel, Service
@@ -30,6 +30,8 @@ class ChatRequest:
     stream: bool = False
     # The form of the answer's text; the grammar of its calls comes from the tools.
     grammar: Grammar | None = None
+    # The salt of the caller's own key: one caller has one grammar compiled at a time.
+    caller: bytes = field(default=b"", repr=False)
 
 
 def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
@@ -44,7 +46,8 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     _check_tools(conversation, model)
     prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
     reply = _parser_options(conversation, model, prompt_ids)
-    grammar, reply = _form(request, reply, model)
+    may_think = model.tokenizer.reply_format.may_open_reasoning(prompt_ids, model.tokenizer.decode)
+    grammar, reply = _form(request, reply, model, may_think=may_think)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
@@ -117,7 +120,7 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
 
 
 def _form(
-    request: ChatRequest, reply: ParserOptions, model: ServedModel
+    request: ChatRequest, reply: ParserOptions, model: ServedModel, *, may_think: bool
 ) -> tuple[CompiledGrammar | None, ParserOptions]:
     """Return the grammar of the answer, and the options that read it.
 
@@ -128,18 +131,22 @@ def _form(
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
         for tool in tools:
             model.grammars.check_schema(tool.parameters, "tools")
-        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
-        return model.grammars.compile(Grammar("lark", text, param="tools"), "tools"), reply
+        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking, may_think=may_think)
+        forced = Grammar("lark", text, param="tools")
+        return model.grammars.compile(forced, "tools", caller=request.caller), reply
     if request.grammar is None:
         return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
     grammar = own.answer_grammar(
-        request.grammar, thinking=reply.thinking, continues=request.conversation.continues
+        request.grammar,
+        thinking=reply.thinking,
+        continues=request.conversation.continues,
+        may_think=may_think,
     )
     if grammar is request.grammar:
         # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.
         reply = replace(reply, thinking=False)
-    return model.grammars.compile(grammar, grammar.param), reply
+    return model.grammars.compile(grammar, grammar.param, caller=request.caller), reply
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

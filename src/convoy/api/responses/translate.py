@@ -90,7 +90,7 @@ def read_response(
         parallel=body.parallel_tool_calls is not False,
         max_tools=MAX_TOOLS,
     )
-    request = _chat_request(body, history.turns, offered)
+    request = replace(_chat_request(body, history.turns, offered), caller=key)
     shown = _shown(body, model.name, request, offered, stored=store is not None and body.store is not False)
     try:
         parsed = _parse(request, service, salt, truncate=body.truncation == "auto")

@@ -71,8 +71,11 @@ class Choice:
             return RowResult()
         self.meter.advanced()
         self._check_grammar()
+        matcher = self.sequence.matcher
+        num_known = len(drafts) + 1 if matcher is None else len(matcher.masks)
         num_accepted = 0
-        for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
+        of_drafts = list(zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True))
+        for outcome, draft in of_drafts[:num_known]:
             self._check_dead_end()
             if self._append(_sampled(outcome)):
                 return RowResult(num_accepted, complete=True)
@@ -113,7 +116,8 @@ class Choice:
             job = replace(job, prompt_ids=self.prompt_seen, generated_ids=generated)
         matcher = self.sequence.matcher
         if matcher is not None:
-            job = replace(job, mask=matcher.masks[position - known])
+            # Behind the last mask nothing is looked at; see `advance`.
+            job = replace(job, mask=matcher.masks[min(position - known, len(matcher.masks) - 1)])
         if self.restrictions:
             allowed, banned = self._restrict(position, drafts[: position - known])
             job = replace(job, allowed=allowed, banned=banned)

@@ -11,29 +11,28 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as SetOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from convoy.errors import QueueFull, RequestError
-from convoy.model.constraints.matcher import CompiledGrammar
+from convoy.errors import RequestError
+from convoy.model.constraints.deep_threads import DeepThreads
+from convoy.model.constraints.matcher import AnswerLimits, CompiledGrammar
 from convoy.model.text.grammar import MAX_GRAMMAR_BYTES, Grammar, without_anchors
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLParserLimits, LLTokenizer
 
-# A compiled grammar takes about this much, and for each byte of its text again (measured for schemas of 100
-# bytes to 200 KB, tokens of 128,256 included).
-_BASE_BYTES = 64 * 1024
-_BYTES_PER_TEXT_BYTE = 64
-# Address space only: pages that are never touched take no memory. A level takes 6 KB of it, and at least 10
-# bytes of text.
+# The most memory of a grammar that is compiled once: at first, for each byte of its text, and for each state
+# of its automaton. Seen at the limits: 22 MB for a text of 180 KB, and 1.1 KB for a state.
+_BASE_BYTES = 256 * 1024
+_BYTES_PER_TEXT_BYTE = 128
+_BYTES_PER_STATE = 1280
+# Address space only: pages that are never touched take no memory. A chain of rules takes 6 KB of it for each
+# rule, which has at least 10 bytes of text.
 _STACK_BYTES = 256 * 1024 * 1024
-# The size of the next stack is the process's, so one thread at a time sets it.
-_STACK = threading.Lock()
 # A JSON text without free white space: a model cannot fill an answer with blanks, and more of it is forced.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
@@ -73,14 +72,21 @@ class GrammarLimits:
     max_depth: int = 100
     max_symbols: int = 50_000
     max_choices: int = 4096
-    # Of the library's automaton, 1 to 2 KB each.
-    max_states: int = 20_000
-    # Of the parser for one mask. An ambiguous grammar with 5,000 ended at a mask of 0.05 s on one core.
-    max_mask_items: int = 10_000
+    # Of the library's automaton. A text of bounded length takes 9 for each of its characters.
+    max_states: int = 10_000
+    # Of the automaton that follows guesses.
+    max_guess_states: int = 2_500
+    # Of the parser for one mask. 1,000 letters in a row take 50,000 with 128,000 tokens, in 4 ms.
+    max_mask_items: int = 100_000
+    # Of the parser at one place: each choice is one, and a property that may come next takes four.
+    max_row_items: int = 5_000
     deadline_s: float = 2.0
-    # Grammars that are compiled at once.
+    # Grammars that are compiled at once, one for each caller.
     max_compiling: int = 2
-    max_cache_bytes: int = 64 * 1024 * 1024
+    # Of one caller. Each holds a thread that reads bodies.
+    max_waiting: int = 2
+    max_cache_bytes: int = 256 * 1024 * 1024
+    answer: AnswerLimits = field(default_factory=AnswerLimits)
 
 
 class GrammarCompiler:
@@ -94,27 +100,42 @@ class GrammarCompiler:
         self.cached_bytes = 0
         self._lock = threading.Lock()
         self._making_tokens = threading.Lock()
-        self._slots = threading.BoundedSemaphore(self._limits.max_compiling)
+        self._threads = DeepThreads(self._limits.max_compiling, self._limits.max_waiting, _STACK_BYTES)
 
-    def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
+    def compile(self, grammar: Grammar, param: str, *, caller: bytes = b"") -> CompiledGrammar:
         """Return the compiled grammar; ``param`` names the request's field for errors.
 
-        Raises `RequestError` for a grammar that is malformed, unsupported or beyond a limit, and `QueueFull`
-        if too many others are being compiled.
+        ``caller`` names its owner: no other caller gets the same one or can tell that it was compiled, and
+        one caller has one grammar compiled at a time. Raises `RequestError` for a grammar that is malformed,
+        unsupported or beyond a limit, and `QueueFull` if too many others are being compiled.
         """
         num_bytes = _num_bytes(grammar.text)
         _check_size(num_bytes, self._limits.max_text_bytes, param)
-        key = _key(grammar)
+        key = _key(grammar, caller)
         with self._lock:
-            if key in self._cache:
+            if key in self._cache and not self._cache[key][0].worn:
                 self._cache.move_to_end(key)
                 return self._cache[key][0]
         # The deadline begins behind this: it is made once for the model, in a second for a large vocabulary.
         tokens = self._tokenizer()
-        native = self._within_deadline(lambda: self._compile(tokens, grammar, param), param)
-        compiled = CompiledGrammar(native, self._vocabulary.vocab_size)
-        self._keep(key, compiled, _BASE_BYTES + _BYTES_PER_TEXT_BYTE * num_bytes)
+        try:
+            compiled = self._threads.run(
+                caller, lambda: self._compile(tokens, grammar, param), self._limits.deadline_s
+            )
+        except TimeoutError:
+            raise RequestError(
+                f"{param} takes longer than {self._limits.deadline_s:g} s to compile",
+                param=param,
+                hint="use a simpler grammar",
+            ) from None
+        self._keep(key, compiled, self.price(grammar))
         return compiled
+
+    def price(self, grammar: Grammar) -> int:
+        """Return the most bytes of memory that a grammar takes once it is compiled, with all its answers."""
+        states = self._limits.max_states + self._limits.max_guess_states
+        fixed = _BASE_BYTES + _BYTES_PER_TEXT_BYTE * _num_bytes(grammar.text)
+        return 2 * fixed + states * _BYTES_PER_STATE
 
     def check(self, grammar: Grammar, param: str) -> None:
         """Raise `RequestError` if a caller's own text has more bytes than its kind may have.
@@ -142,63 +163,27 @@ class GrammarCompiler:
         if num_bytes > self._limits.max_cache_bytes:
             return
         with self._lock:
-            if key in self._cache:
-                return
+            # Another request may have compiled it meanwhile, and a worn one is replaced.
+            _, freed = self._cache.pop(key, (None, 0))
             self._cache[key] = (compiled, num_bytes)
-            self.cached_bytes += num_bytes
+            self.cached_bytes += num_bytes - freed
             while self.cached_bytes > self._limits.max_cache_bytes:
                 _, (_, freed) = self._cache.popitem(last=False)
                 self.cached_bytes -= freed
 
-    def _within_deadline(self, work: Callable[[], LLMatcher], param: str) -> LLMatcher:
-        """Return the result of ``work``, run on a thread of its own: the library cannot be interrupted.
+    def _compile(self, tokens: LLTokenizer, grammar: Grammar, param: str) -> CompiledGrammar:
+        from llguidance import LLMatcher
 
-        A thread that is late keeps its slot until it ends, so that few of them can be left behind.
-        """
-        end_s = time.monotonic() + self._limits.deadline_s
-        if not self._slots.acquire(timeout=self._limits.deadline_s):
-            raise QueueFull("too many grammars are being compiled", hint="try again later")
-        results: list[LLMatcher] = []
-        errors: list[BaseException] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-                errors.append(error)
-            finally:
-                self._slots.release()
-                done.set()
-
-        _start_deep(threading.Thread(target=run, name="grammar", daemon=True))
-        if not done.wait(max(0.0, end_s - time.monotonic())):
-            raise RequestError(
-                f"{param} takes longer than {self._limits.deadline_s:g} s to compile",
-                param=param,
-                hint="use a simpler grammar",
-            )
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def _compile(self, tokens: LLTokenizer, grammar: Grammar, param: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(
-            max_grammar_size=self._limits.max_symbols,
-            max_lexer_states=self._limits.max_states,
-            step_max_items=self._limits.max_mask_items,
-            # Its longer texts repeat the grammar and the answer.
-            verbose_errors=False,
-        )
-        native = LLMatcher(tokens, self._source(grammar, param), log_level=0, limits=limits)
+        source, limits = self._source(grammar, param), self._limits
+        native = LLMatcher(tokens, source, log_level=0, limits=_native_limits(limits, limits.max_states))
         if not native.is_error():
             # The first mask finds what only a walk through the vocabulary shows, and warms all copies.
             native.compute_bitmask()
         if native.is_error():
             raise _refused(grammar, native.get_error(), param)
-        return native
+        few = _native_limits(limits, limits.max_guess_states)
+        guesser = LLMatcher(tokens, source, log_level=0, limits=few)
+        return CompiledGrammar(native, guesser, self._vocabulary.vocab_size, limits.answer)
 
     def _source(self, grammar: Grammar, param: str) -> str:
         from llguidance import LLMatcher
@@ -268,17 +253,17 @@ class _Tokens:
         return self._encode(text)
 
 
-def _start_deep(thread: threading.Thread) -> None:
-    """Start a thread with a stack for the deepest chain of rules that fits in a grammar's text.
+def _native_limits(limits: GrammarLimits, max_states: int) -> LLParserLimits:
+    from llguidance import LLParserLimits
 
-    The library follows a chain by recursion, and a stack that overflows ends the process.
-    """
-    with _STACK:
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
+    return LLParserLimits(
+        max_grammar_size=limits.max_symbols,
+        max_lexer_states=max_states,
+        step_max_items=limits.max_mask_items,
+        max_items_in_row=limits.max_row_items,
+        # Its longer texts repeat the grammar and the answer.
+        verbose_errors=False,
+    )
 
 
 def _num_bytes(text: str) -> int:
@@ -304,8 +289,8 @@ def _patterns(schema: object) -> Iterator[str]:
             yield from _patterns(value)
 
 
-def _key(grammar: Grammar) -> bytes:
-    parts = f"{grammar.kind}\0{grammar.strict}\0{grammar.text}"
+def _key(grammar: Grammar, caller: bytes) -> bytes:
+    parts = f"{grammar.kind}\0{grammar.strict}\0{caller.hex()}\0{grammar.text}"
     return hashlib.sha256(parts.encode(errors="surrogatepass")).digest()
 
 

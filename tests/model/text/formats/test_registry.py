@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from convoy.model.constraints.compiler import GrammarCompiler
@@ -9,7 +11,7 @@ from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.text.formats.registry import ReplyFormat
 from convoy.model.text.grammar import Grammar
 from support.byte_marks import EOS, ByteMarks
-from support.replies import ROWS
+from support.replies import ROWS, TOOLS
 
 THINKING = [name for name, row in ROWS.items() if row.parser.think[0]]
 
@@ -61,3 +63,65 @@ def test_an_answer_of_harmony_keeps_its_form_in_the_final_channel(thinking: bool
 
 def test_no_prompt_of_harmony_ends_in_a_reasoning() -> None:
     assert not ReplyFormat(ROWS["harmony"], {}).begins_in_reasoning([1, 2], lambda _: "text")
+
+
+OWN = {"form": Grammar("json_object"), "pattern": Grammar("regex", r"\n?[ab]+")}
+ANSWERS = {"form": b'{"a": 1}', "pattern": b"\nab"}
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("name", THINKING)
+def test_a_reasoning_that_the_model_opens_itself_is_free_until_it_ends(name: str, kind: str) -> None:
+    vocabulary = ByteMarks(ROWS[name], spelled=False)
+    form = ReplyFormat(ROWS[name], vocabulary.tokens)
+    opening, closing = (vocabulary.tokens[mark] for mark in ROWS[name].parser.think)
+    text = list(ANSWERS[kind])
+
+    def grammar(*, may_think: bool, continues: bool = False) -> CompiledGrammar:
+        whole = form.answer_grammar(OWN[kind], thinking=False, continues=continues, may_think=may_think)
+        return GrammarCompiler(vocabulary).compile(whole, "form")
+
+    own = grammar(may_think=True)
+    assert takes(own, text)
+    assert takes(own, [opening, *b"Hm: {x\n", closing, *b"\n\n", *text])
+    assert not takes(own, [opening, *b"Hm", closing, *b"~"])
+    assert not takes(own, [*b"Hm", closing, *text])
+    assert not takes(own, [*b"\n\n\n", *text])
+    for other in (grammar(may_think=False), grammar(may_think=True, continues=True)):
+        assert takes(other, text)
+        assert not takes(other, [opening, *b"Hm", closing, *text])
+
+
+@pytest.mark.parametrize("name", [name for name in THINKING if ROWS[name].grammar])
+def test_a_forced_call_may_come_behind_a_reasoning_that_the_model_opens_itself(name: str) -> None:
+    vocabulary = ByteMarks(ROWS[name], spelled=False)
+    form = ReplyFormat(ROWS[name], vocabulary.tokens)
+    opening, closing = (vocabulary.tokens[mark] for mark in ROWS[name].parser.think)
+    for may_think in (True, False):
+        text = form.call_grammar(TOOLS[1:], parallel=False, thinking=False, may_think=may_think)
+        matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
+        thought = [opening, *b"Hm", closing]
+        assert matcher.allowed_start(thought) == (len(thought) if may_think else 0)
+        assert not matcher.allowed_start([*b"~"])
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_a_reply_may_open_a_reasoning_unless_the_prompt_has_one_that_is_open_or_just_ended(name: str) -> None:
+    opening, closing = ROWS[name].parser.think
+    form = ReplyFormat(ROWS[name], {opening: 1, closing: 2})
+    spelled = ReplyFormat(ROWS[name], {})
+    texts = {1: "", 2: "", 3: "\n", 4: "text"}
+
+    def text_of(ids: Sequence[int]) -> str:
+        return "".join(texts[number] for number in ids)
+
+    prompts = {
+        (4,): True,
+        (1, 4): True,
+        (4, 1): False,
+        (4, 1, 3): False,
+        (4, 1, 3, 2): False,
+        (1, 2, 3): False,
+    }
+    assert {ids: form.may_open_reasoning(ids, text_of) for ids in prompts} == prompts
+    assert not any(spelled.may_open_reasoning(ids, text_of) for ids in prompts)

@@ -33,9 +33,11 @@ class CallRules:
     tools: tuple[Tool, ...]
     # Whether several calls may follow one another.
     parallel: bool
-    # The end mark of the reasoning in which the reply begins, or "".
+    # The end mark of the reasoning in which the reply begins, or may begin, or "".
     reasoning_end: str
     tokens: Mapping[str, int]
+    # The mark with which the reply itself may open a reasoning first, or "".
+    reasoning_start: str = ""
 
     def mark(self, name: str) -> str:
         """Return the expression of a mark: its token where it is one, otherwise its text."""
@@ -132,22 +134,27 @@ class CallRules:
         lines += [f"call_{index}: {call}" for index, call in enumerate(calls)]
         lines += extra
         more = f"({between} call)*" if self.parallel and not single else ""
-        return self._behind(f"{before} call {more} {after}", lines)
+        whole = f"{before} call {more} {after}"
+        return self._whole(whole, whole, lines)
 
     def answer(self, grammar: Grammar, *, prelude: str | None = None, extra: Sequence[str] = ()) -> Grammar:
         """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own.
 
         A format's ``prelude`` stands between them, and otherwise newlines. ``extra`` are its rules.
         """
-        gap = r"\n*" if prelude is None else ""
+        gap = r"/\n*/ " if prelude is None else ""
+        behind = f"{prelude or ''} {gap}body"
         match grammar.kind:
             case "json_object":
                 body = self.json(_ANY_OBJECT, strict=True)
             case "json_schema":
                 body = self.json(_loaded(grammar.text), strict=grammar.strict)
             case "regex":
-                # The newlines are a part of the expression, because it may begin with newlines itself.
-                body, gap = f"/{gap}(?:{_escaped(without_anchors(grammar.text))})/", ""
+                pattern = f"(?:{_escaped(without_anchors(grammar.text))})"
+                body = f"/{pattern}/"
+                if gap:
+                    # The newlines are a part of the expression, because it may begin with newlines itself.
+                    behind = rf"/\n*{pattern}/"
             case "choice":
                 choices = _loaded(grammar.text)
                 body = " | ".join(
@@ -155,19 +162,22 @@ class CallRules:
                 )
             case _:
                 return grammar
-        start = f"{prelude or ''} {f'/{gap}/' if gap else ''} body"
-        return Grammar("lark", self._behind(start, [f"body: {body}", *extra]), grammar.strict, grammar.param)
+        text = self._whole(f"{prelude or ''} body", behind, [f"body: {body}", *extra])
+        return Grammar("lark", text, grammar.strict, grammar.param)
 
-    def _behind(self, start: str, lines: list[str]) -> str:
-        """Return the whole grammar of ``start``, behind the reasoning if there is one."""
+    def _whole(self, alone: str, behind: str, lines: list[str]) -> str:
+        """Return the whole grammar of ``alone``, or of ``behind`` a reasoning if there is one."""
         if not self.reasoning_end:
-            return "\n".join([f"start: {start}", *lines])
+            return "\n".join([f"start: {alone}", *lines])
         end = self.tokens.get(self.reasoning_end)
         if end is None:
             reasoning = [f"reasoning[suffix={self.text(self.reasoning_end)}]: /(.|\\n)*/"]
         else:
             reasoning = [f"reasoning: REASONING <[{end}]>", r"REASONING: /(.|\n)*/"]
-        return "\n".join([f"start: reasoning {start}", *lines, *reasoning])
+        start = f"reasoning {behind}"
+        if self.reasoning_start:
+            start = f"{self.mark(self.reasoning_start)} {start} | {alone}"
+        return "\n".join([f"start: {start}", *lines, *reasoning])
 
 
 def _escaped(pattern: str) -> str:

@@ -99,25 +99,39 @@ class ReplyFormat:
         """Tell whether the model can write calls."""
         return self.row.grammar is not None
 
-    def call_grammar(self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool) -> str:
-        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one."""
-        assert self.row.grammar is not None, "only a format with calls can force them"
-        return self.row.grammar(CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens))
+    def call_grammar(
+        self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool, may_think: bool = False
+    ) -> str:
+        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one.
 
-    def answer_grammar(self, grammar: Grammar, *, thinking: bool, continues: bool) -> Grammar:
+        ``thinking`` and ``may_think`` tell where the prompt ends; see `may_open_reasoning` for the second.
+        """
+        assert self.row.grammar is not None, "only a format with calls can force them"
+        return self.row.grammar(self._rules(tools, parallel, thinking, may_think))
+
+    def answer_grammar(
+        self, grammar: Grammar, *, thinking: bool, continues: bool, may_think: bool = False
+    ) -> Grammar:
         """Return the grammar of a reply whose text keeps ``grammar``, behind its reasoning if there is one.
 
         ``continues`` tells that the prompt ends inside the text. A grammar in a language of its own holds
         from the beginning and is returned itself: such a reply has no reasoning.
         """
-        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(thinking), tokens=self.tokens)
+        rules = self._rules((), False, thinking, may_think and not continues)
         if self.row.prelude is not None and (thinking or not continues):
             prelude, extra = self.row.prelude(rules, thinking)
             return rules.answer(grammar, prelude=prelude, extra=extra)
-        return rules.answer(grammar) if thinking else grammar
+        return rules.answer(grammar) if rules.reasoning_end else grammar
 
-    def _reasoning_end(self, thinking: bool) -> str:
-        return self.row.parser.think[1] if thinking else ""
+    def _rules(self, tools: tuple[Tool, ...], parallel: bool, thinking: bool, may_think: bool) -> CallRules:
+        opening, closing = self.row.parser.think
+        return CallRules(
+            tools,
+            parallel,
+            closing if thinking or may_think else "",
+            self.tokens,
+            opening if may_think and not thinking else "",
+        )
 
     def lexer(self, shown_of: Callable[[int], str]) -> Lexer:
         """Return a lexer for one choice; ``shown_of`` returns the text of one token."""
@@ -128,13 +142,29 @@ class ReplyFormat:
 
         ``text_of`` returns the text of token ids.
         """
-        opening = self.row.parser.think[0]
-        if not opening:
+        return self._ends_behind(self.row.parser.think[0], prompt_ids, text_of)
+
+    def may_open_reasoning(self, prompt_ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> bool:
+        """Tell whether a reply may begin with the mark that opens a reasoning.
+
+        The model has tokens for the marks then, and the prompt has no reasoning that is open or just ended.
+        """
+        opening, closing = self.row.parser.think
+        return (
+            {opening, closing} <= self.tokens.keys()
+            and not self._ends_behind(opening, prompt_ids, text_of)
+            and not self._ends_behind(closing, prompt_ids, text_of)
+        )
+
+    def _ends_behind(
+        self, mark: str, prompt_ids: Sequence[int], text_of: Callable[[Sequence[int]], str]
+    ) -> bool:
+        if not mark:
             return False
-        number = self.tokens.get(opening)
+        number = self.tokens.get(mark)
         end = list(prompt_ids[-_END_TOKENS:])
         if number is None:
-            return text_of(end).rstrip().endswith(opening)
+            return text_of(end).rstrip().endswith(mark)
         while end and end[-1] != number and not text_of(end[-1:]).strip():
             end.pop()
         return end[-1:] == [number]

@@ -1,0 +1,150 @@
+"""Run calls on a few threads with deep stacks, in turns of the callers.
+
+The threads begin with their pool and live as long as it does. The size of a stack can only be set for all
+threads of the process that begin meanwhile, so a pool is made before its process serves anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from convoy.errors import QueueFull
+
+_Result = TypeVar("_Result")
+# A caller with too many waiting calls is refused after this time. Most calls take a few milliseconds.
+_PATIENCE_S = 0.25
+
+
+class DeepThreads:
+    """Run one call of each caller at a time, and the callers in turn. Thread-safe."""
+
+    def __init__(self, num_threads: int, max_waiting: int, stack_bytes: int) -> None:
+        """Start the threads. One caller may have ``max_waiting`` calls behind the one that runs."""
+        self._calls = _Calls(max_waiting)
+        usual = threading.stack_size(stack_bytes)
+        try:
+            for _ in range(num_threads):
+                threading.Thread(target=self._calls.work, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+        weakref.finalize(self, self._calls.end)
+
+    def run(self, caller: bytes, function: Callable[[], _Result], timeout_s: float) -> _Result:
+        """Return the result of ``function``, or raise its error.
+
+        Raises `TimeoutError` if it runs longer than ``timeout_s``. It cannot be interrupted, so its caller's
+        next call waits for its end. Raises `QueueFull` if it does not begin within ``timeout_s``, or if too
+        many calls of the caller wait.
+        """
+        call = _Call(function)
+        self._calls.add(caller, call)
+        if not call.begun.wait(timeout_s) and self._calls.remove(caller, call):
+            raise _too_many()
+        if not call.done.wait(timeout_s):
+            raise TimeoutError
+        return call.result()
+
+    def num_waiting(self, caller: bytes) -> int:
+        """Return the number of calls of a caller that wait for a thread."""
+        return self._calls.num_waiting(caller)
+
+
+class _Call(Generic[_Result]):
+    """Hold one call and its outcome."""
+
+    def __init__(self, function: Callable[[], _Result]) -> None:
+        self.begun, self.done = threading.Event(), threading.Event()
+        self._function = function
+        self._results: list[_Result] = []
+        self._errors: list[BaseException] = []
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._errors.append(error)
+        self.done.set()
+
+    def result(self) -> _Result:
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]
+
+
+class _Calls:
+    """Hold the waiting calls of all callers, and the loop of a thread. It does not know its pool."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        # The next caller comes first.
+        self._waiting: OrderedDict[bytes, deque[_Call[Any]]] = OrderedDict()
+        self._running: set[bytes] = set()
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def add(self, caller: bytes, call: _Call[Any]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_room(caller), _PATIENCE_S):
+                raise _too_many()
+            self._waiting.setdefault(caller, deque()).append(call)
+            self._changed.notify_all()
+
+    def num_waiting(self, caller: bytes) -> int:
+        with self._changed:
+            return len(self._waiting.get(caller, ()))
+
+    def _has_room(self, caller: bytes) -> bool:
+        return len(self._waiting.get(caller, ())) < self._max_waiting + (caller not in self._running)
+
+    def remove(self, caller: bytes, call: _Call[Any]) -> bool:
+        """Drop a call; return False if it has begun."""
+        with self._changed:
+            calls = self._waiting.get(caller, deque())
+            if call not in calls:
+                return False
+            calls.remove(call)
+            if not calls:
+                del self._waiting[caller]
+            self._changed.notify_all()
+            return True
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def work(self) -> None:
+        """Run calls until the end."""
+        while (taken := self._take()) is not None:
+            caller, call = taken
+            call.run()
+            # The call's function holds the objects of its request.
+            del call, taken
+            with self._changed:
+                self._running.discard(caller)
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[bytes, _Call[Any]] | None:
+        with self._changed:
+            while not self._ended:
+                caller = next((one for one in self._waiting if one not in self._running), None)
+                if caller is None:
+                    self._changed.wait()
+                    continue
+                calls = self._waiting.pop(caller)
+                call = calls.popleft()
+                if calls:
+                    self._waiting[caller] = calls
+                self._running.add(caller)
+                self._changed.notify_all()
+                call.begun.set()
+                return caller, call
+            return None
+
+
+def _too_many() -> QueueFull:
+    return QueueFull("too many grammars are being compiled", hint="try again later")
