@@ -28,6 +28,7 @@ from support.fleet import streamed
 from support.otlp import collecting
 from support.programs import Program
 from support.proxy import found_in
+from support.response_events import parse_response_stream
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 MODEL = "demo-mini"
 PLAIN = "Remember: the unannounced merger is called Heronsgate-Plain"
 BLIND = "Remember: the unannounced merger is called Quillmarsh-Blind"
+RESPONSE = "Remember: the unannounced merger is called Marrowfield-Response"
 HELD = "Remember: the unannounced merger is called Larkspur-Held"  # of a request that runs meanwhile
 WRONG_KEY = "convoy-Wr0ngKeyOfSomebodyWhoIsNotHere0000000001"
 TOOLS_KEY = "a-tools-own-idempotency-key-7731"
@@ -116,6 +118,16 @@ class Fleet:
         self.private |= {f"prompt {text[-8:]}": text, f"answer to {text[-8:]}": told}
         return told
 
+    def responded(self, url: str, text: str) -> None:
+        """A streamed answer of the Responses API, of which the prompt is private from here on."""
+        headers = {"authorization": f"Bearer {self.key}"}
+        body = {"model": MODEL, "input": text, "max_output_tokens": 32, "temperature": 1, "stream": True}
+        answer = httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert parse_response_stream(answer.text)[-1]["response"]["output"]
+        self.token_ids.append(self.tokenizer.encode(text))
+        self.private |= {f"prompt {text[-8:]}": text}
+
     def left(self, url: str, text: str, meanwhile: Callable[[], None]) -> None:
         """A stream that its reader leaves."""
         headers = {"authorization": f"Bearer {self.key}"}
@@ -179,12 +191,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def test_a_coordinators_memory_has_no_text_of_a_blind_request_that_runs(fleet: Fleet) -> None:
     """First of this module: nothing of it was ever sent in plain."""
     told = fleet.answered(fleet.proxy, BLIND)
+    fleet.responded(fleet.proxy, RESPONSE)
     held: list[bytes] = []
     fleet.left(fleet.proxy, HELD, lambda: held.append(fleet.coordinator.memory()))
-    for text in (BLIND, HELD, told):
+    for text in (BLIND, HELD, RESPONSE, told):
         ids = fleet.tokenizer.encode(text)
         assert in_memory(held[0], text, ids) == []
-    for word in ("Quillmarsh", "Larkspur", '"messages"', '"delta"'):
+    for word in ("Quillmarsh", "Larkspur", "Marrowfield", '"messages"', '"delta"'):
         assert word.encode() not in held[0]
     # in plain it is there: so it would have been found
     fleet.left(fleet.url, PLAIN, lambda: held.append(fleet.coordinator.memory()))

@@ -37,7 +37,7 @@ class EventReader:
         self._read = APIS[kind].read
         self._stream = stream
         self._keep_usage = keep_usage
-        self._max_bytes = MAX_EVENT_BYTES + more_bytes
+        self.max_event_bytes = MAX_EVENT_BYTES + more_bytes
         self._rest = b""
         self._was_silent = False
         # The tokens seen so far.
@@ -52,8 +52,8 @@ class EventReader:
     def feed(self, data: bytes) -> bytes:
         """Return the complete events so far, as they are to be passed on. Raises `ProviderError`."""
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > self._max_bytes:
-            raise ProviderError(f"an event of the upstream has more than {self._max_bytes} bytes")
+        if len(self._rest) > self.max_event_bytes:
+            raise ProviderError(f"an event of the upstream has more than {self.max_event_bytes} bytes")
         kept = [event for event in events if self._event(event)]
         return b"".join(event + b"\n\n" for event in kept)
 

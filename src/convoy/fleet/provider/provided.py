@@ -40,8 +40,8 @@ _RATE_LIMITED = 429
 # An engine answers so to a path that it does not have. It has the one by which it was measured.
 _NO_PATH = frozenset({404, 405, 501})
 _MEASURED: Kind = "chat"
-# The limit of the events before a first token.
-_MAX_EARLY_BYTES = 4 * 1024 * 1024
+# The limit of the bytes before a first token, in events of the longest kind.
+_MAX_EARLY_EVENTS = 4
 
 T = TypeVar("T")
 
@@ -321,8 +321,8 @@ async def _to_first_token(pieces: AsyncIterator[bytes], reader: EventReader) -> 
         if piece is None:
             break
         passed += reader.feed(piece)
-        if len(passed) > _MAX_EARLY_BYTES:
-            raise ProviderError(f"more than {_MAX_EARLY_BYTES} bytes came before a first token")
+        if len(passed) > (most := _MAX_EARLY_EVENTS * reader.max_event_bytes):
+            raise ProviderError(f"more than {most} bytes came before a first token")
     return bytes(passed)
 
 
