@@ -3,6 +3,7 @@
 # command gets --agents-place FOLDER: a file system of its own that any user may enter, with the agents in FOLDER/programs.
 # The namespaces and all that is in them end with the command.
 set -eu
+umask 022
 place=$(mktemp -d /tmp/convoy-agents.XXXXXX)
 trap 'rmdir "$place"' EXIT
 unshare --net --mount sh -c '

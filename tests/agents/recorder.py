@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         there = http.client.HTTPConnection(self.upstream, timeout=_TIMEOUT_S)
         try:
             kept = {name: value for name, value in self.headers.items() if name.lower() not in _OF_ONE_HOP}
-            # An agent asks for compressed answers, which nobody could read here.
+            # An agent takes compressed answers too, and this test reads them.
             kept.pop("Accept-Encoding", None)
             there.request(self.command, self.path, body or None, kept)
             self._answer(exchange, there.getresponse())
