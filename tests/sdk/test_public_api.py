@@ -29,6 +29,7 @@ NAMES = {
 }
 TESTING = {
     *("Cut", "Drop", "Fault", "FlipBit", "Reorder", "Repeat", "Stall"),
+    *("Script", "ScriptedCall"),
     *("MemoryNetwork", "MemoryStream", "RecordedStream", "memory_link_pair", "memory_stream_pair", "serve"),
 }
 # Parameters in their order; those behind the star are given by name.
@@ -37,7 +38,7 @@ PARAMETERS = {
     "connect": "url * key ca timeout_s",
     "plan": "model * members config layers standbys kernel context measure",
     "verify": "model * kernel max_cuts prompts num_tokens device ranks num_threads on_progress",
-    "testing.serve": "model * members faults num_threads",
+    "testing.serve": "model * members faults num_threads script",
     "Client.chat": "self messages * model sampling",
     "Client.generate": "self prompt * model sampling",
     "Client.stream": "self messages * model sampling",

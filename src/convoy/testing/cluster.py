@@ -16,6 +16,7 @@ from convoy.sdk.head import service_of
 from convoy.sdk.names import local_names
 from convoy.sdk.server import Server, http_server
 from convoy.testing.network import MemoryNetwork
+from convoy.testing.script import Script
 from convoy.testing.streams import Fault
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import Membership
@@ -35,11 +36,13 @@ def serve(
     members: int = 2,
     faults: Mapping[tuple[str, str], Iterable[Fault]] | None = None,
     num_threads: int = 1,
+    script: Script | None = None,
 ) -> Iterator[Server]:
     """Yield what `convoy.serve` returns, with members alpha, beta, ... as threads and no link on a socket.
 
     ``faults`` are those of the first link that one member dials to another: {("alpha", "beta"): [Cut(at=40)]}
-    ends it at write 40. Later links have none. Raises the errors of `convoy.serve`.
+    ends it at write 40. Later links have none. With a ``script``, the model answers what that says. Raises
+    the errors of `convoy.serve`.
     """
     source = ModelSource.resolve(model)
     network = MemoryNetwork()
@@ -52,7 +55,8 @@ def serve(
             stack.enter_context(_peer(me, PeerOptions(member, model_path=source.path), network))
         cluster = RunningCluster.start(head, source, HeadOptions(member, wait_s=_WAIT_S), network=network)
         stack.callback(cluster.close)
-        url = stack.enter_context(http_server(service_of(cluster), ServeOptions(port=0)))
+        service = service_of(cluster) if script is None else script.serve(service_of(cluster))
+        url = stack.enter_context(http_server(service, ServeOptions(port=0)))
         with Server(cluster, url, ExitStack()) as server:
             yield server
 
