@@ -9,6 +9,8 @@ import pytest
 
 from convoy.engine.sessions.session import Session
 from convoy.errors import StageLost
+from support.odd_models import make_odd_llama
+from support.tiny_models import build_model
 from survival.losing import PARAMS, Stream, survival
 
 pytestmark = pytest.mark.slow
@@ -49,6 +51,33 @@ def test_a_session_outlives_a_member_between_two_calls_and_while_it_is_saved(tmp
         assert found == expected
         stats = s.cluster.engine.stats()
         assert stats.recoveries == 2
+        assert stats.free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_turns_behind_a_cached_prefix_outlive_the_member_that_kept_it(kind: str, tmp_path: Path) -> None:
+    make_odd_llama(tmp_path)  # for its tokenizer
+    build_model(kind).save_pretrained(tmp_path)
+    prompt = [token % 90 + 5 for token in range(130)]
+    turn = [*prompt[:120], *range(30, 60)]
+    with survival(2, model=str(tmp_path)) as s:
+        with s.cluster.session(PARAMS["seeded"]) as cold:
+            assert cold.sync(turn) == len(turn)
+            expected = go_on(cold, 30)
+        with s.cluster.session(PARAMS["seeded"], salt=b"a key") as first:
+            first.sync(prompt)
+        with s.cluster.session(PARAMS["seeded"], salt=b"a key") as session:
+            assert session.sync(turn) == len(turn) - 112
+            found = go_on(session, 10)
+            s.kill("beta")
+            found += go_on(session, 20)
+            assert found == expected
+            assert s.members() == ["alpha"]
+        with s.cluster.session(PARAMS["seeded"], salt=b"a key") as again:
+            assert again.sync(turn) <= len(turn) - 112, "the new stages have what was replayed"
+            assert go_on(again, 30) == expected
+        stats = s.cluster.engine.stats()
+        assert stats.recoveries == 1
         assert stats.free_blocks == stats.num_blocks
 
 
