@@ -19,6 +19,7 @@ from convoy.api.anthropic.problem import VERSION_HEADER, problem_for
 from convoy.api.anthropic.translate import read_messages
 from convoy.api.body.intake import Intake
 from convoy.api.chat.generate import Generate
+from convoy.api.chat.resume import KeptStreams
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
@@ -49,7 +50,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     intake, dropped = Intake(options), DroppedHistory()
-    shared = (service, options, life, intake, Repeats())
+    shared = (service, options, life, intake, Repeats(), KeptStreams(options.resume))
     read_turns = partial(read_chat, dropped=dropped)
     chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_turns, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)
