@@ -29,6 +29,7 @@ from convoy.api.openai.answers import Health, ModelCard, ModelList
 from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
+from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, read_embeddings
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
 from convoy.api.responses.answer import ResponsesAnswer
@@ -54,6 +55,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     read_turns = partial(read_chat, dropped=dropped)
     chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_turns, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)
+    embeddings = Generate(*shared, "embeddings", decode_embeddings, read_embeddings, EmbeddingAnswer)
     completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
     read = partial(read_messages, dropped=dropped)
     build = partial(MessageAnswer, secret=secrets.token_bytes(32))
@@ -71,6 +73,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),

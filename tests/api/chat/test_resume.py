@@ -58,14 +58,14 @@ def options_of(deadline: Deadline, **more: Any) -> ServeOptions:
 
 
 @contextmanager
-def begun(running: Running, path: str = TEXT, num_events: int = 3, **headers: str) -> Iterator[bytes]:
-    """Yield the first events of a stream, with its connection open until the block ends."""
+def begun(running: Running, path: str = TEXT, **headers: str) -> Iterator[bytes]:
+    """Yield the first three events of a stream, with its connection open until the block ends."""
     body = BODIES[path]
     with httpx.stream("POST", running.url + path, json=body, headers={**ASKED, **headers}) as answer:
         data = b""
         for piece in answer.iter_raw():
             data += piece
-            if data.count(b"\n\n") >= num_events:
+            if data.count(b"\n\n") >= 3:
                 break
         assert data.endswith(b"\n\n"), "an event is sent whole"
         yield data

@@ -57,7 +57,8 @@ class _Work(Generic[Asked]):
 class Generate(Generic[Body, Asked]):
     """Serve one endpoint of any API as an ASGI application.
 
-    ``kind`` names the endpoint in traces: completion for a plain prompt, any other for a conversation.
+    ``kind`` names the endpoint in traces: completion or embeddings for plain prompts, any other for a
+    conversation.
     `guard.Guard` turns its exceptions into an answer as long as nothing has been sent.
     """
 
@@ -87,7 +88,7 @@ class Generate(Generic[Body, Asked]):
         with ExitStack() as held:
             held.enter_context(self.lifecycle.answering())
             use = held.enter_context(caller.use.begin())
-            chat = self.kind != "completion"
+            chat = self.kind not in {"completion", "embeddings"}
             max_bytes = most_body_bytes(self.service.models, self.options, chat=chat)
             upload = self.intake.upload(caller.name)
             try:
