@@ -11,7 +11,7 @@ import numpy as np
 
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.sampling.output_rows import SampleJob, sample_all
+from convoy.model.sampling.output_rows import SampleJob, sample_all, with_states
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Step
 
@@ -77,7 +77,9 @@ class FakeExecutor:
             self.results.append(StageLost("the fake stage went away"))
         else:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
-            self.results.append(StepResult(step.number, sample_all(stacked, jobs)))
+            # The final state of a row is its logits.
+            outcomes = with_states(sample_all(stacked, jobs), jobs, lambda rows: stacked[rows])
+            self.results.append(StepResult(step.number, outcomes))
 
     def collect(self) -> StepResult:
         result = self.results.popleft()

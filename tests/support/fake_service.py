@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from convoy.api.listen.options import ServeOptions
 from convoy.api.server import Stop, run_server
 from convoy.api.service import ServedModel, Service
 from convoy.engine.outputs import (
+    EmbeddingOutput,
     ErrorOutput,
     FinishOutput,
     FinishReason,
@@ -136,6 +140,11 @@ class FakeEngine:
 
     def _run(self, handle: FakeHandle) -> None:
         request, emit = handle.request, handle.on_output
+        if request.embeds:
+            emit(EmbeddingOutput(state_of(request.prompt_ids)))
+            emit(FinishOutput(0, "stop", cached_tokens=self.cached_tokens))
+            handle.done.set()
+            return
         if request.prompt_logprobs is not None:
             emit(
                 PromptOutput([None, *(_logprob(t, request.prompt_logprobs) for t in request.prompt_ids[1:])])
@@ -174,6 +183,11 @@ class FakeEngine:
         reason: FinishReason = "length" if len(tokens) >= request.max_tokens else "stop"
         emit(FinishOutput(choice, reason, decoder.decode(b"", True), self.cached_tokens))
         return True
+
+
+def state_of(prompt_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Return the final state of a prompt at a fake engine, which is not normalised."""
+    return np.array([3.0, len(prompt_ids), prompt_ids[-1]], dtype=np.float32)
 
 
 def _logprob(token: int, num_top: int) -> TokenLogprob:

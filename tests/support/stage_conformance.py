@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ class StageConformance:
         hidden = stage.run(step(), None, tokens_of())
         logits = stage.output(stage.select(step(), hidden))
         assert (logits.shape, logits.dtype) == ((1, stage.vocab_size), torch.float32)
+
+    def test_a_final_state_is_as_wide_as_the_model_and_comes_beside_samples(self, stage: Stage) -> None:
+        begin(stage)
+        assert stage.output_size == SOURCE.spec.hidden_size
+        hidden = stage.run(step(num_outputs=3), None, tokens_of())[-3:]
+        states = stage.final_state(hidden)
+        assert (states.shape, states.dtype) == ((3, stage.output_size), torch.float32)
+        wanted = replace(GREEDY, wants_state=True)
+        found = stage.sample(hidden, [GREEDY, wanted, wanted]).outcomes()
+        alone = stage.sample(hidden, [GREEDY] * 3).outcomes()
+        assert found[0].sampled.token_id == alone[0].sampled.token_id
+        assert found[0].state is None
+        for row in (1, 2):
+            state = found[row].state
+            assert state is not None
+            assert torch.allclose(torch.from_numpy(state), states[row], rtol=0.01, atol=0.01)
 
     def test_a_prompt_in_two_steps_ends_as_in_one(self, stage: Stage) -> None:
         begin(stage)

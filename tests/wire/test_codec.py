@@ -274,14 +274,14 @@ def test_samples_and_answers_have_the_bytes_that_the_protocol_describes() -> Non
     sent = encode_message(Step(5, [], [], [], b"", [sample]))
     assert sent.hex() == (
         "96059090"
-        "90c40091dc0013"
+        "90c40091dc0014"
         "06004dcb3fe000000000000003cb3ff0000000000000cb0000000000000000cb3ff0000000000000"
         "cb0000000000000000cb0000000000000000"
         "919207cb3ff8000000000000"
-        "02ffc2c400c400c400c40402010000c40400020000"
+        "02ffc2c400c400c400c40402010000c40400020000c2"
     )
     answers = encode_message(SampleReplies(5, [SampleReply(9, -0.5, [(9, -0.5)], b"", "", 3)]))
-    assert answers.hex() == "9205919609cbbfe0000000000000919209cbbfe0000000000000c400a003"
+    assert answers.hex() == "9205919709cbbfe0000000000000919209cbbfe0000000000000c400a003c400"
 
 
 @pytest.mark.parametrize("field", ["allowed", "banned"])

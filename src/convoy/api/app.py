@@ -19,6 +19,7 @@ from convoy.api.anthropic.problem import VERSION_HEADER, problem_for
 from convoy.api.anthropic.translate import read_messages
 from convoy.api.body.intake import Intake
 from convoy.api.chat.generate import Generate
+from convoy.api.chat.resume import KeptStreams
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
@@ -28,6 +29,7 @@ from convoy.api.openai.answers import Health, ModelCard, ModelList
 from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
+from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, read_embeddings
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
 from convoy.api.responses.answer import ResponsesAnswer
@@ -49,10 +51,11 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     intake, dropped = Intake(options), DroppedHistory()
-    shared = (service, options, life, intake, Repeats())
+    shared = (service, options, life, intake, Repeats(), KeptStreams(options.resume))
     read_turns = partial(read_chat, dropped=dropped)
     chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_turns, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)
+    embeddings = Generate(*shared, "embeddings", decode_embeddings, read_embeddings, EmbeddingAnswer)
     completion = Generate(*shared, "completion", decode, read_completion, CompletionAnswer)
     read = partial(read_messages, dropped=dropped)
     build = partial(MessageAnswer, secret=secrets.token_bytes(32))
@@ -70,6 +73,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),

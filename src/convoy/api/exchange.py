@@ -97,7 +97,11 @@ class Exchange:
         """Send some events in one write, and ``tail`` after them. The tag of a tagged struct is its name."""
         data = b"".join(encode_event(event) for event in events) + tail
         if data:
-            await self.send({"type": "http.response.body", "body": data, "more_body": True})
+            await self.send_data(data)
+
+    async def send_data(self, data: bytes) -> None:
+        """Send a part of an answer's body."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self) -> None:
         await self.send({"type": "http.response.body", "body": b""})

@@ -39,6 +39,8 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
     errors.RequestError: ErrorResponse(400, _INVALID),
     refusals.UnknownModel: ErrorResponse(404, _INVALID, "model_not_found"),
     refusals.UnknownResponse: ErrorResponse(404, _INVALID, "response_not_found"),
+    refusals.UnknownStream: ErrorResponse(404, _INVALID, "stream_not_found"),
+    refusals.StreamTaken: ErrorResponse(409, _INVALID, "stream_taken"),
     refusals.UnknownPath: ErrorResponse(404, _INVALID, "not_found"),
     refusals.WrongMethod: ErrorResponse(405, _INVALID, "method_not_allowed"),
     refusals.Unauthenticated: ErrorResponse(401, "authentication_error", "invalid_api_key"),

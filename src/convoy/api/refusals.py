@@ -13,6 +13,14 @@ class UnknownResponse(RequestError):  # noqa: N818
     """Report a response that is not stored for this key (404)."""
 
 
+class UnknownStream(RequestError):  # noqa: N818
+    """Report a stream, or events of one, that are not kept for this key (404)."""
+
+
+class StreamTaken(RequestError):  # noqa: N818
+    """Report that a newer connection gets the events of this stream (409)."""
+
+
 class UnknownPath(RequestError):  # noqa: N818
     """Report a path that is not served here (404)."""
 

@@ -1,7 +1,8 @@
 """The engine's outputs for each request, in order.
 
 Each choice gets any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before
-the first token if prompt log-probabilities were asked for. An `ErrorOutput` ends the whole request, at any
+the first token if prompt log-probabilities were asked for. A request for an embedding gets one
+`EmbeddingOutput` in place of tokens. An `ErrorOutput` ends the whole request, at any
 point, and nothing follows it.
 """
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from convoy.errors import ConvoyError
 
@@ -49,6 +53,13 @@ class PromptOutput:
     logprobs: Sequence[TokenLogprob | None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingOutput:
+    """Hold the state of the prompt's last token behind the final norm, float32 [output_size]."""
+
+    state: npt.NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class FinishOutput:
     """Report that the choice is complete.
@@ -72,4 +83,4 @@ class ErrorOutput:
     error: ConvoyError
 
 
-Output = TokenOutput | PromptOutput | FinishOutput | ErrorOutput
+Output = TokenOutput | PromptOutput | EmbeddingOutput | FinishOutput | ErrorOutput

@@ -82,6 +82,10 @@ class Stage(Protocol):
         """Return the width of a token's state at a stage boundary, over all its streams."""
 
     @property
+    def output_size(self) -> int:
+        """Return the width of a token's state behind the final norm."""
+
+    @property
     def vocab_size(self) -> int:
         """Return the number of tokens of the vocabulary."""
 
@@ -158,6 +162,12 @@ class Stage(Protocol):
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
+
+        Raises StepError for a stage that does not own the output.
+        """
+
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm alone: [M, hidden_size] to float32 [M, output_size] on the host.
 
         Raises StepError for a stage that does not own the output.
         """

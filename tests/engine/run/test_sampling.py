@@ -17,7 +17,16 @@ from convoy.engine.requests.choice import make_choices
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.sampling import answer_of, job_of, outcome_of, request_of
 from convoy.errors import PeerError, StepError
-from convoy.model.sampling.output_rows import SampleJob, SampleResult, distinct, sample_row
+from convoy.model.sampling.output_rows import (
+    GREEDY,
+    SampleJob,
+    SampleResult,
+    distinct,
+    rows_with_state,
+    sample_all,
+    sample_row,
+    with_states,
+)
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.codec import encode_message
@@ -26,6 +35,7 @@ from convoy.wire.messages.control import FrameType, Row, SampleReply, SampleRequ
 from support.fake_tokenizer import FakeTokenizer
 
 VOCAB = 40
+WIDTH = 6
 LOGITS = np.random.default_rng(3).normal(0, 4, VOCAB).astype(np.float32)
 
 params_of = st.builds(
@@ -61,7 +71,8 @@ samples = st.builds(
 def over_the_wire(asked: SampleJob, logits: np.ndarray[Any, Any]) -> SampleResult:
     request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=SampleRequest)
     answer = answer_of(sample_row(logits, job_of(request, VOCAB)))
-    return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=SampleReply), asked, VOCAB)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=SampleReply)
+    return outcome_of(sent, asked, VOCAB, WIDTH)
 
 
 def test_a_step_whose_samples_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
@@ -142,18 +153,59 @@ def test_logits_that_give_no_token_fail_this_sample_alone() -> None:
 def test_an_answer_that_no_such_sample_has_is_refused(changes: dict[str, Any], expected: str) -> None:
     asked = SampleJob(SamplingParams(logprobs=2), 0, 5, wants_logits=True)
     answer = answer_of(sample_row(LOGITS, asked))
-    outcome_of(answer, asked, VOCAB)
+    outcome_of(answer, asked, VOCAB, WIDTH)
     with pytest.raises(PeerError, match=expected):
-        outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB)
+        outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB, WIDTH)
+
+
+def test_a_job_that_wants_a_state_samples_nothing_and_gets_it_over_the_wire() -> None:
+    asked = replace(GREEDY, wants_state=True)
+    state = np.arange(WIDTH, dtype=np.float32)
+    request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=SampleRequest)
+    there = job_of(request, VOCAB)
+    assert rows_with_state([there, GREEDY]) == [0]
+    # Logits that give no token are no failure, because none is sampled.
+    bad = np.full((1, VOCAB), np.nan, dtype=np.float32)
+    (result,) = with_states(sample_all(bad, [there]), [there], lambda rows: state[None][rows])
+    assert result.error is None
+    found = outcome_of(answer_of(result), asked, VOCAB, WIDTH)
+    assert found.state is not None
+    assert found.state.tolist() == state.tolist()
+    (failed,) = with_states(sample_all(bad, [there]), [there], lambda rows: state[None][rows] * np.nan)
+    assert isinstance(failed.error, StepError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"state": b""}, "0 bytes of final states, expected 24"),
+        ({"state": bytes(4 * WIDTH + 4)}, "28 bytes of final states, expected 24"),
+        ({"state": np.full(WIDTH, np.nan, dtype="<f4").tobytes()}, "final states that are not finite"),
+        ({"token_id": 3}, "a sample, and only a final state was asked for"),
+        ({"logits": bytes(4 * VOCAB)}, "a sample, and only a final state was asked for"),
+    ],
+)
+def test_an_answer_that_is_no_final_state_is_refused(changes: dict[str, Any], expected: str) -> None:
+    asked = replace(GREEDY, wants_state=True)
+    answer = SampleReply(0, 0.0, [], b"", "", 0, bytes(4 * WIDTH))
+    outcome_of(answer, asked, VOCAB, WIDTH)
+    with pytest.raises(PeerError, match=expected):
+        outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB, WIDTH)
+
+
+def test_a_state_that_was_not_asked_for_is_refused() -> None:
+    answer = msgspec.structs.replace(answer_of(sample_row(LOGITS, GREEDY)), state=bytes(4 * WIDTH))
+    with pytest.raises(PeerError, match="24 bytes of a final state, and none was asked for"):
+        outcome_of(answer, GREEDY, VOCAB, WIDTH)
 
 
 @pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}, {"mask": b"\x7f\xff" + b"\0" * 6}])
 def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str, Any]) -> None:
     asked = SampleJob(SamplingParams(), 0, 5, **rules)
     answer = answer_of(sample_row(LOGITS, asked))
-    outcome_of(answer, asked, VOCAB)
+    outcome_of(answer, asked, VOCAB, WIDTH)
     with pytest.raises(PeerError, match="a token that was not allowed"):
-        outcome_of(msgspec.structs.replace(answer, token_id=7), asked, VOCAB)
+        outcome_of(msgspec.structs.replace(answer, token_id=7), asked, VOCAB, WIDTH)
 
 
 @pytest.mark.parametrize(("score", "rank"), [(7, 0), (7, VOCAB + 1), (7, -1), (None, 1)])
@@ -161,17 +213,17 @@ def test_an_answer_with_a_rank_that_no_token_has_is_refused(score: int | None, r
     asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=score)
     answer = answer_of(sample_row(LOGITS, asked))
     with pytest.raises(PeerError, match=f"has the rank {rank}, expected"):
-        outcome_of(msgspec.structs.replace(answer, rank=rank), asked, VOCAB)
+        outcome_of(msgspec.structs.replace(answer, rank=rank), asked, VOCAB, WIDTH)
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
     asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=7)
     answer = answer_of(sample_row(LOGITS, asked))
     with pytest.raises(PeerError, match="scores another token"):
-        outcome_of(answer, replace(asked, score=8), VOCAB)
+        outcome_of(answer, replace(asked, score=8), VOCAB, WIDTH)
     unasked = msgspec.structs.replace(answer, logits=bytes(4 * VOCAB))
     with pytest.raises(PeerError, match="160 bytes of logits, and none were asked for"):
-        outcome_of(unasked, asked, VOCAB)
+        outcome_of(unasked, asked, VOCAB, WIDTH)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,16 @@ def test_a_stream_comes_through_and_ends_with_the_rest_of_its_times(served: Flee
     assert "usage" in ask(served, 1, 1, stream=True, stream_options={"include_usage": True}).text
 
 
+def test_a_stream_cannot_be_resumed_here(served: FleetUnderTest, engine: FakeEngine) -> None:
+    with served.client() as client:
+        body = question(20, 22, stream=True)
+        answer = client.post("/v1/chat/completions", json=body, headers={"convoy-resumable": "true"})
+        assert answer.status_code == 200
+        assert b"id: " not in answer.content
+        again = client.post("/v1/chat/completions", json=body, headers={"last-event-id": "1-1"})
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "stream_not_found")
+
+
 def test_the_coordinator_seals_what_it_sends(served: FleetUnderTest, engine: FakeEngine) -> None:
     assert ask(served, 1, 2).headers["x-convoy-sealed"] == "by-coordinator"
     assert engine.bodies[-1]["max_tokens"] == 64  # a request that names none has the model's

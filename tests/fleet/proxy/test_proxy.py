@@ -115,6 +115,12 @@ def test_a_whole_answer_comes_through_sealed_end_to_end_and_is_charged(blind: Bl
     assert blind.fleet.ledger.balance("ann") == before - (14 + 2 * 2)
 
 
+def test_a_stream_cannot_be_resumed_at_a_proxy(blind: Blind) -> None:
+    url, again = f"{blind.url}/v1/chat/completions", {"last-event-id": "1-1"}
+    answer = httpx.post(url, json=question(20, 22, stream=True), headers=again, timeout=20.0)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+
+
 def test_a_whole_answer_without_end_is_no_answer(blind: Blind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_answer, "MAX_WHOLE_BYTES", 12)
     answer = ask(blind.url, 20, 22)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from convoy.api.body.intake import Intake, Upload, most_body_bytes
 from convoy.api.body.read_body import read_body
 from convoy.api.chat.parsed import ParsedRequest
+from convoy.api.chat.resume import LAST_EVENT_ID, EventSink, KeptStreams, asks_to_resume
 from convoy.api.chat.usage import ResponseBuilder
 from convoy.api.engine_stream import Batch, EngineStream
 from convoy.api.exchange import Exchange
@@ -35,11 +37,28 @@ Body = TypeVar("Body")
 Asked = TypeVar("Asked", bound=ParsedRequest)
 
 
+# Sends the outputs of a generation as its answer.
+_Send = Callable[[EngineStream, ResponseBuilder], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work(Generic[Asked]):
+    """Hold a request that may run. Times are in seconds; ``began_s`` is monotonic."""
+
+    asked: Asked
+    use: RequestUse
+    # The trace that it belongs to.
+    parent: str
+    began_s: float
+    read_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Generate(Generic[Body, Asked]):
     """Serve one endpoint of any API as an ASGI application.
 
-    ``kind`` names the endpoint in traces: completion for a plain prompt, any other for a conversation.
+    ``kind`` names the endpoint in traces: completion or embeddings for plain prompts, any other for a
+    conversation.
     `guard.Guard` turns its exceptions into an answer as long as nothing has been sent.
     """
 
@@ -48,6 +67,7 @@ class Generate(Generic[Body, Asked]):
     lifecycle: Lifecycle
     intake: Intake
     repeats: Repeats
+    streams: KeptStreams
     kind: str
     decode: Callable[[bytes], Body]
     translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
@@ -56,11 +76,20 @@ class Generate(Generic[Body, Asked]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         caller: Caller = scope["convoy.caller"]
-        with self.lifecycle.answering(), caller.use.begin() as use:
-            headers = Headers(scope=scope)
-            chat = self.kind != "completion"
+        headers = Headers(scope=scope)
+        last_id = headers.get(LAST_EVENT_ID)
+        if last_id is not None:
+            stream, number = self.streams.find(caller.salt, self.kind, last_id)
+            # The running work of a stream counts as an answer itself.
+            with nullcontext() if stream.is_working else self.lifecycle.answering(admitted=True):
+                await exchange.while_connected(stream.send_to(exchange, number))
+            return
+        is_kept = asks_to_resume(headers)
+        with ExitStack() as held:
+            held.enter_context(self.lifecycle.answering())
+            use = held.enter_context(caller.use.begin())
+            chat = self.kind not in {"completion", "embeddings"}
             max_bytes = most_body_bytes(self.service.models, self.options, chat=chat)
-            parent = headers.get("traceparent", "")
             upload = self.intake.upload(caller.name)
             try:
                 data = await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
@@ -69,39 +98,47 @@ class Generate(Generic[Body, Asked]):
                 # `upload` holds the body now. A second reference would outlive the place of a long body.
                 del data
                 with self.repeats.noting(mark):
-                    await exchange.while_connected(self._run(upload, exchange, parent, caller, use))
+                    read = self._read(upload, headers.get("traceparent", ""), caller, use)
+                    work = await exchange.while_connected(read)
+                    if is_kept and work.asked.stream:
+                        stream = self.streams.open(caller.salt, self.kind, exchange)
+                        send_events = partial(self._stream, stream)
+                        stream.begin(self._run(work, stream, send_events), held.pop_all())
+                        await exchange.while_connected(stream.send_to(exchange))
+                        return
+                    answer = self._stream if work.asked.stream else self._whole
+                    await exchange.while_connected(self._run(work, exchange, partial(answer, exchange)))
             finally:
                 upload.leave()
 
-    async def _run(
-        self, upload: Upload, exchange: Exchange, parent: str, caller: Caller, use: RequestUse
-    ) -> None:
+    async def _read(self, upload: Upload, parent: str, caller: Caller, use: RequestUse) -> _Work[Asked]:
         began_s = time.monotonic()
         asked = await self.intake.read(upload, partial(self._prepare, salt=caller.salt))
         read_s = time.monotonic() - began_s
         # Hold the worst case before anything runs, so that a refusal costs no engine time.
         use.hold(asked.num_prompt_tokens, asked.most_tokens)
+        return _Work(asked, use, parent, began_s, read_s)
+
+    async def _run(self, work: _Work[Asked], sink: EventSink, send: _Send) -> None:
+        asked, use = work.asked, work.use
         answer = self.answer(asked)
         generation = EngineStream(asked.model.engine, asked.requests)
-        span = self.options.traces.begin(self.kind, asked.model.name, parent, read_s)
+        span = self.options.traces.begin(self.kind, asked.model.name, work.parent, work.read_s)
         try:
             with self.lifecycle.running(generation):
                 async with generation:
                     use.used(asked.num_prompt_tokens, 0, 0)
-                    if asked.stream:
-                        await self._stream(exchange, generation, answer)
-                    else:
-                        await self._whole(exchange, generation, answer)
-            exchange.outcome = exchange.outcome or "complete"
+                    await send(generation, answer)
+            sink.outcome = sink.outcome or "complete"
         except BaseException as error:
             gone = isinstance(error, asyncio.CancelledError)
-            exchange.outcome = "client gone" if gone else type(error).__name__
+            sink.outcome = "client gone" if gone else type(error).__name__
             raise
         finally:
             _settle(use, answer)
-            _report(exchange, answer, began_s)
+            _report(sink, answer, work.began_s)
             if self.options.traces.is_on:
-                _end_span(span, exchange, answer, began_s, read_s)
+                _end_span(span, sink, answer, work.began_s, work.read_s)
 
     def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
         return self.translate(self.decode(data), self.service, self.options, salt)
@@ -115,31 +152,31 @@ class Generate(Generic[Body, Asked]):
         body = await self.intake.short.run(answer.whole)
         await exchange.send_json(200, body)
 
-    async def _stream(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:
+    async def _stream(self, sink: EventSink, generation: EngineStream, answer: ResponseBuilder) -> None:
         try:
             async for batch in generation.batches(self.options.heartbeat_s):
                 _raise_error(batch)
                 # Send the headers only now: an error before the first output still gets its own HTTP status.
-                if not exchange.status:
-                    exchange.failure = answer.failure
-                    await exchange.start_events()
-                    await exchange.send_events(answer.opening())
+                if not sink.status:
+                    sink.failure = answer.failure
+                    await sink.start_events()
+                    await sink.send_events(answer.opening())
                     generation.sent()
                 events = [event for index, output in batch for event in answer.events(index, output)]
                 events = events if batch else [*answer.keep_alive()]
-                await exchange.send_events(events, b"" if batch or events else b": still here\n\n")
+                await sink.send_events(events, b"" if batch or events else b": still here\n\n")
                 if events:
                     generation.sent()
         except ConvoyError as error:
-            if not exchange.status:
+            if not sink.status:
                 raise
             # Send neither a finish reason nor the end: a broken answer must not look like a complete one.
-            exchange.outcome = type(error).__name__
-            await exchange.send_events(answer.failure(error))
-            await exchange.end_events()
+            sink.outcome = type(error).__name__
+            await sink.send_events(answer.failure(error))
+            await sink.end_events()
             return
-        await exchange.send_events(answer.closing(), answer.end)
-        await exchange.end_events()
+        await sink.send_events(answer.closing(), answer.end)
+        await sink.end_events()
 
 
 def _raise_error(batch: Batch) -> None:
@@ -158,16 +195,16 @@ def _settle(use: RequestUse, answer: ResponseBuilder) -> None:
         use.used(counter.asked.num_prompt_tokens, counter.cached_tokens, counter.completion_tokens)
 
 
-def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None:
+def _report(sink: EventSink, answer: ResponseBuilder, began_s: float) -> None:
     """Log one line per generation: counts and times, no text and no token ids."""
     counter, now_s = answer.counter, time.monotonic()
     first_s = f"{counter.first_token_s - began_s:.3f}" if counter.first_token_s is not None else "-"
     _log.info(
         "generation request=%s key=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d "
         "completion_tokens=%d first_s=%s total_s=%.3f",
-        exchange.id,
-        exchange.caller or "-",
-        exchange.outcome,
+        sink.id,
+        sink.caller or "-",
+        sink.outcome,
         len(counter.asked.requests),
         counter.num_choices,
         counter.asked.num_prompt_tokens,
@@ -178,7 +215,7 @@ def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None
 
 
 def _end_span(
-    span: TraceSpan, exchange: Exchange, answer: ResponseBuilder, began_s: float, read_s: float
+    span: TraceSpan, sink: EventSink, answer: ResponseBuilder, began_s: float, read_s: float
 ) -> None:
     """Record the span's parts and end it.
 
@@ -187,7 +224,7 @@ def _end_span(
     """
     counter, end_s = answer.counter, time.monotonic() - began_s
     asked = counter.asked
-    span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": counter.num_choices})
+    span.note({"convoy.request.id": sink.id, STREAM: asked.stream, "convoy.choices": counter.num_choices})
     span.note({MAX_TOKENS: sum(one.max_tokens * one.num_choices for one in asked.requests)})
     span.note({INPUT_TOKENS: asked.num_prompt_tokens, OUTPUT_TOKENS: counter.completion_tokens})
     span.part("read", 0.0, read_s)
@@ -198,4 +235,4 @@ def _end_span(
         span.part("queue", read_s, queued_s)
         span.part("prefill", queued_s, first_s)
         span.part("decode", first_s, end_s)
-    span.end(exchange.outcome)
+    span.end(sink.outcome)

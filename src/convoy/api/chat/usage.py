@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.engine.outputs import FinishOutput, Output, TokenOutput
+from convoy.engine.outputs import EmbeddingOutput, FinishOutput, Output, TokenOutput
 
 
 class ResponseBuilder(Protocol):
@@ -78,8 +78,8 @@ class UsageCounter:
 
     def count(self, output: Output) -> None:
         """Count one output. Call it once per output."""
-        if isinstance(output, TokenOutput):
-            self.completion_tokens += 1
+        if isinstance(output, TokenOutput | EmbeddingOutput):
+            self.completion_tokens += isinstance(output, TokenOutput)
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
         elif isinstance(output, FinishOutput) and output.choice == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -15,6 +17,21 @@ from convoy.errors import ConfigError
 
 _NOT_IN_NAMES = frozenset("/:@?#[]")
 _IMPLIED = {"http": ":80", "https": ":443"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeOptions:
+    """Hold the bounds of kept streams, of all keys together and of each key.
+
+    A stream is kept for ``deadline_s`` after its last connection. ``sleep`` waits for that.
+    """
+
+    deadline_s: float = 60.0
+    max_streams: int = 256
+    max_streams_each: int = 32
+    max_bytes: int = 64 * 1024 * 1024
+    max_bytes_each: int = 16 * 1024 * 1024
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,7 @@ class ServeOptions:
     drain_s: float = SERVE.drain_s
     # Whether clients of the Responses API may continue and read their latest responses.
     store_responses: bool = SERVE.store_responses
+    resume: ResumeOptions = field(default_factory=ResumeOptions)
     access_log: bool = False
     # For connections without an admitted request.
     limits: HttpLimits = field(default_factory=HttpLimits)

@@ -13,7 +13,7 @@ from convoy.api.refusals import Forbidden
 
 _Answer = list[tuple[bytes, bytes]]
 _EXPOSED = b"x-request-id, retry-after"
-_TAKEN = b"authorization, x-api-key, content-type, idempotency-key"
+_TAKEN = b"authorization, x-api-key, content-type, idempotency-key, convoy-resumable, last-event-id"
 _PREFLIGHT_S = b"600"
 
 

@@ -96,7 +96,7 @@ def read_completion(
     params = _params(body, body.logprobs)
     max_tokens = _max_tokens(body, None)
     room = model.max_context
-    prompts = _prompts(body.prompt, options, room)
+    prompts = read_prompts(body.prompt, options, room)
     encode = partial(model.tokenizer.encode, max_tokens=room)
     ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     texts: tuple[str, ...] = ()
@@ -185,23 +185,28 @@ def _checked(request: GenerationRequest, model: ServedModel) -> GenerationReques
     return request
 
 
-def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -> list[str | list[int]]:
-    """Return ``prompt`` as a list of prompts: each is text or token ids. Raises `RequestError`."""
+def read_prompts(
+    prompt: str | list[Any] | None, options: ServeOptions, room: int, name: str = "prompt"
+) -> list[str | list[int]]:
+    """Return ``prompt``, the field ``name``, as a list of prompts: each is text or token ids.
+
+    Raises `RequestError`.
+    """
     if prompt is None:
-        raise RequestError("prompt is missing, expected text, token ids or a list of either", param="prompt")
+        raise RequestError(f"{name} is missing, expected text, token ids or a list of either", param=name)
     # Check the length first, because the checks below look at each item.
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
         check_room(len(prompt), room)
     whole = isinstance(prompt, str) or (bool(prompt) and all(type(item) is int for item in prompt))
     prompts = [prompt] if whole else list(prompt)
     if not prompts:
-        raise RequestError("prompt is empty, expected at least one token", param="prompt")
+        raise RequestError(f"{name} is empty, expected at least one token", param=name)
     if len(prompts) > options.max_prompts:
         raise RequestError(
-            f"prompt has {len(prompts)} prompts, and the limit is {options.max_prompts}", param="prompt"
+            f"{name} has {len(prompts)} prompts, and the limit is {options.max_prompts}", param=name
         )
     for index, item in enumerate(prompts):
-        where = "prompt" if whole else f"prompt[{index}]"
+        where = name if whole else f"{name}[{index}]"
         if isinstance(item, list):
             check_room(len(item), room)
         if not isinstance(item, str | list) or any(

@@ -23,7 +23,7 @@ from convoy.engine.ranks.sums.local import GLOO, LocalRanks
 from convoy.errors import CollectiveError, ConvoyError, StageLost, StepError
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, PendingHidden, PendingSamples, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 from convoy.wire.messages.control import StageAssignment, Step
@@ -112,6 +112,7 @@ class RankStages(ABC, Generic[SliceT, SharedT]):
         first = stages[0]
         self.assignment = first.assignment
         self.hidden_size = first.hidden_size
+        self.output_size = first.output_size
         self.vocab_size = first.vocab_size
         self.token_id_layers = first.token_id_layers
         self.weight_bytes = sum(stage.weight_bytes for stage in stages)
@@ -210,8 +211,13 @@ class RankStages(ABC, Generic[SliceT, SharedT]):
         self._check()
         return self._all(lambda stage: stage.output(hidden))[0]
 
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `Stage.final_state`. Every rank has the whole norm, so the first one computes it alone."""
+        return self.stages[0].final_state(hidden)
+
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> PendingSamples:
-        return SampleTask(sample_all(self.output(hidden).numpy(), jobs))
+        results = sample_all(self.output(hidden).numpy(), jobs)
+        return SampleTask(with_states(results, jobs, lambda rows: self.final_state(hidden[rows]).numpy()))
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of `Stage.read_blocks` with the heads of all ranks."""

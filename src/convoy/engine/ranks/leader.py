@@ -49,6 +49,7 @@ class LeaderStage:
         self.culprit: str | None = None
         self.assignment: StageAssignment = own.assignment
         self.hidden_size = own.hidden_size
+        self.output_size = own.output_size
         self.vocab_size = own.vocab_size
         self.token_id_layers = own.token_id_layers
         self.weight_bytes = own.weight_bytes
@@ -146,6 +147,10 @@ class LeaderStage:
         with self._watching():
             self._order_output(hidden)
             return self._own.output(hidden)
+
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `Stage.final_state`. Every rank has the whole norm, so this one computes it alone."""
+        return self._own.final_state(hidden)
 
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> PendingSamples:
         with self._watching():

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from convoy.engine.outputs import (
+    EmbeddingOutput,
     ErrorOutput,
     FinishOutput,
     FinishReason,
@@ -26,6 +27,8 @@ from convoy.model.sampling.sample import Sampled
 from convoy.model.text.stop import TextStream
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Row
+
+_STATE = replace(GREEDY, wants_state=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +73,8 @@ class Choice:
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
             return RowResult()
         self.meter.advanced()
+        if self.request.embeds:
+            return self._embed(outcomes[-1])
         self._check_grammar()
         matcher = self.sequence.matcher
         num_known = len(drafts) + 1 if matcher is None else len(matcher.masks)
@@ -109,6 +114,8 @@ class Choice:
         if position < known:
             # Sampled already, before this sequence was preempted: the result is not used.
             return GREEDY
+        if request.embeds:
+            return _STATE
         params = with_two_best(request.params) if self._watches_ties else request.params
         job = SampleJob(params, self.index, position)
         if request.params.reshapes:
@@ -173,6 +180,14 @@ class Choice:
         elif self.sequence.num_generated >= request.max_tokens or self._at_the_wall():
             self.finish("length")
         return self.finished
+
+    def _embed(self, outcome: SampleResult) -> RowResult:
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.state is not None, "the job asked for a state"
+        self.emit(EmbeddingOutput(outcome.state))
+        self.finish("stop")
+        return RowResult(complete=True)
 
     def _at_the_wall(self) -> bool:
         return len(self.sequence.tokens) >= self.sequence.wall

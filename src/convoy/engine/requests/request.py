@@ -21,7 +21,8 @@ class GenerationRequest:
     sampled before ``min_tokens`` tokens, and no stop string counts before. If ``allowed_token_ids`` is not
     empty, no other token is sampled. Of each sequence in ``bad_words``, the last token is not sampled after
     the others. With a ``grammar`` each answer matches it. An answer that ends with "length" is the beginning
-    of one that does. An answer that nothing can continue ends.
+    of one that does. An answer that nothing can continue ends. A request that ``embeds`` samples nothing: its
+    only output is the final state of the prompt's last token, and ``max_tokens`` is 0.
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,3 +39,4 @@ class GenerationRequest:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: CompiledGrammar | None = field(default=None, repr=False)
+    embeds: bool = False

@@ -362,7 +362,8 @@ class PipelineExecutor:
             )
         try:
             pairs = zip(replies.answers, running.jobs, strict=True)
-            outcomes = tuple(outcome_of(answer, job, self._stage.vocab_size) for answer, job in pairs)
+            sizes = (self._stage.vocab_size, self._stage.output_size)
+            outcomes = tuple(outcome_of(answer, job, *sizes) for answer, job in pairs)
         except PeerError as error:
             raise self._malformed(f"step {replies.number} came back malformed: {error.message}") from error
         return StepResult(replies.number, outcomes)

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from convoy.errors import PeerError, RequestError, StepError
 from convoy.model.constraints.matcher import mask_bytes
-from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
 from convoy.wire.messages.control import SampleReplies, SampleReply, SampleRequest, Step
@@ -44,6 +45,7 @@ def request_of(job: SampleJob) -> SampleRequest:
         allowed=_encode(job.allowed),
         banned=_encode(job.banned),
         mask=job.mask,
+        wants_state=job.wants_state,
     )
 
 
@@ -78,6 +80,7 @@ def job_of(request: SampleRequest, vocab_size: int) -> SampleJob:
         _decode(request.allowed, vocab_size),
         _decode(request.banned, vocab_size),
         _checked_mask(request.mask, vocab_size),
+        request.wants_state,
     )
 
 
@@ -91,8 +94,8 @@ def answer_of(outcome: SampleResult) -> SampleReply:
     if outcome.error is not None:
         return SampleReply(0, 0.0, [], b"", outcome.error.message, 0)
     sampled = outcome.sampled
-    logits = b"" if outcome.logits is None else outcome.logits.astype("<f4", copy=False).tobytes()
-    return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
+    logits, state = _bytes_of(outcome.logits), _bytes_of(outcome.state)
+    return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank, state)
 
 
 def replies_of(step: Step, outcomes: Sequence[SampleResult]) -> SampleReplies:
@@ -100,8 +103,8 @@ def replies_of(step: Step, outcomes: Sequence[SampleResult]) -> SampleReplies:
     return SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
 
 
-def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleResult:
-    """Return the result of a reply, at the head.
+def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int, output_size: int) -> SampleResult:
+    """Return the result of a reply, at the head. ``output_size`` is the width of a final state.
 
     Raises `PeerError` for a reply that cannot belong to this job.
     """
@@ -109,6 +112,10 @@ def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleRe
         return SampleResult(
             Sampled(0), error=StepError("the owner of the output could not sample from its logits")
         )
+    if job.wants_state:
+        if answer != SampleReply(0, 0.0, [], b"", "", 0, answer.state):
+            raise PeerError("an answer has a sample, and only a final state was asked for")
+        return SampleResult(Sampled(0), state=_floats(answer.state, output_size, "final states"))
     _check_answer(answer, job, vocab_size)
     return SampleResult(
         Sampled(
@@ -117,7 +124,7 @@ def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int) -> SampleRe
             tuple((token, value) for token, value in answer.top),
             answer.rank,
         ),
-        _logits(answer.logits, vocab_size) if job.wants_logits else None,
+        _floats(answer.logits, vocab_size, "logits") if job.wants_logits else None,
     )
 
 
@@ -142,6 +149,8 @@ def _check_answer(answer: SampleReply, job: SampleJob, vocab_size: int) -> None:
         )
     if answer.logits and not job.wants_logits:
         raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
+    if answer.state:
+        raise PeerError(f"an answer has {len(answer.state)} bytes of a final state, and none was asked for")
 
 
 def _may_be_sampled(token_id: int, job: SampleJob) -> bool:
@@ -163,13 +172,17 @@ def _checked_mask(mask: bytes, vocab_size: int) -> bytes:
     return mask
 
 
-def _logits(data: bytes, vocab_size: int) -> Logits:
-    if len(data) != 4 * vocab_size:
-        raise PeerError(f"an answer has {len(data)} bytes of logits, expected {4 * vocab_size}")
-    logits = np.frombuffer(data, dtype="<f4").astype(np.float32)
-    if not np.isfinite(logits).all():
-        raise PeerError("an answer has logits that are not finite")
-    return logits
+def _floats(data: bytes, size: int, of: str) -> npt.NDArray[np.float32]:
+    if len(data) != 4 * size:
+        raise PeerError(f"an answer has {len(data)} bytes of {of}, expected {4 * size}")
+    found = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(found).all():
+        raise PeerError(f"an answer has {of} that are not finite")
+    return found
+
+
+def _bytes_of(values: npt.NDArray[np.float32] | None) -> bytes:
+    return b"" if values is None else values.astype("<f4", copy=False).tobytes()
 
 
 def _encode(tokens: Sequence[int]) -> bytes:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.body.read_body import read_body
+from convoy.api.chat.resume import refuse_to_resume
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
@@ -291,6 +292,7 @@ class ProxyAsked:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         headers = Headers(scope=scope)
+        refuse_to_resume(headers)
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
             data = await read_body(headers, receive, self.options)
             key, parent = headers.get("idempotency-key"), headers.get("traceparent", "")

@@ -1,4 +1,4 @@
-"""Process each row of logits for the output's owner: sample a token, score one, or return the logits.
+"""Process each row for the output's owner: sample a token, score one, return the logits or the final state.
 
 The head sends these jobs for every output of a step when it submits the step. It therefore does not matter
 which stage owns the output.
@@ -7,8 +7,8 @@ which stage owns the output.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled, prompt_logprob, sample
 
 Logits = npt.NDArray[np.float32]
+# The state of one token behind the final norm.
+FinalState = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class SampleJob:
     ``prompt_ids`` and ``generated_ids`` are all tokens before ``position``. They are read only if ``params``
     has a penalty on earlier tokens. No penalty counts repetitions in the prompt, so each prompt token is
     needed only once; see `distinct`. Only ``allowed`` tokens are sampled, or any if it is empty, and never a
-    ``banned`` one. With a ``mask`` (`constraints.matcher`), only tokens that it has are sampled.
+    ``banned`` one. With a ``mask`` (`constraints.matcher`), only tokens that it has are sampled. A job that
+    ``wants_state`` samples nothing: its result is the state behind the final norm.
     """
 
     params: SamplingParams
@@ -40,6 +43,7 @@ class SampleJob:
     allowed: Sequence[int] = ()
     banned: Sequence[int] = ()
     mask: bytes = b""
+    wants_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class SampleResult:
     sampled: Sampled
     logits: Logits | None = None
     error: ConvoyError | None = None
+    state: FinalState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,32 @@ def sample_all(logits: Logits, jobs: Sequence[SampleJob]) -> tuple[SampleResult,
     return tuple(sample_row(row, job) for row, job in zip(logits, jobs, strict=True))
 
 
+def rows_with_state(jobs: Sequence[SampleJob]) -> list[int]:
+    """Return the indices of the jobs that want a final state."""
+    return [index for index, job in enumerate(jobs) if job.wants_state]
+
+
+def with_states(
+    results: tuple[SampleResult, ...], jobs: Sequence[SampleJob], states: Callable[[list[int]], FinalState]
+) -> tuple[SampleResult, ...]:
+    """Return ``results`` with the final states of the jobs that want one.
+
+    ``states`` returns those of some rows, [rows, output_size]. It is called only if there are any.
+    """
+    wanted = rows_with_state(jobs)
+    if not wanted:
+        return results
+    filled = list(results)
+    for index, state in zip(wanted, states(wanted), strict=True):
+        error = None if np.isfinite(state).all() else StepError("a final state is not finite")
+        filled[index] = replace(results[index], state=None if error else state.copy(), error=error)
+    return tuple(filled)
+
+
 def sample_row(logits: Logits, job: SampleJob) -> SampleResult:
     """Return the result of one row [vocabulary]. An error belongs to this row, and does not fail the step."""
+    if job.wants_state:
+        return SampleResult(Sampled(0, 0.0))
     try:
         sampled = _sample_row(logits, job)
     except ConvoyError as error:

@@ -375,6 +375,8 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     banned: TokenIds
     # Only tokens with a 1 may be sampled; empty allows all.
     mask: TokenMask = b""
+    # Sample nothing, and return the state behind the final norm.
+    wants_state: bool = False
 
     def weight(self) -> int:
         """Estimate the bytes of memory that this request holds."""
@@ -397,6 +399,8 @@ class SampleReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     error: str
     # The rank of a scored token, from 1; otherwise 0.
     rank: int
+    # Little-endian float32 per value of the final state; empty unless asked for.
+    state: bytes = b""
 
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.intake import Intake, Upload
 from convoy.api.body.read_body import read_body
+from convoy.api.chat.resume import refuse_to_resume
 from convoy.api.exchange import Exchange, encode_event
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
@@ -56,6 +57,7 @@ class Consume:
         timing = Timing(parts=self.coordinator.options.traces.is_on)
         exchange.refusal_headers = timing.header
         headers = Headers(scope=scope)
+        refuse_to_resume(headers)
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
             # Authenticate before reading: the bodies of strangers are not kept.
             async with consuming(self.coordinator, headers) as consumer:

@@ -151,6 +151,12 @@ class DeviceDecoder:
             delta = layer(x, delta, pools[number], batch)
         return x if delta is None else x.add_(delta)
 
+    def final_state(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm to [M, hidden_size]."""
+        norm = self.weights.norm
+        assert norm is not None
+        return add_norm(x, None, norm, self.weights.eps)
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the final norm and `lm_head` to [M, hidden_size].
 

@@ -162,6 +162,13 @@ class LibraryDecoder:
             x = layer(x, position_embeddings=turned[modules.ropes[number]], **arguments, **own)
         return x[0]
 
+    def final_state(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm to [M, hidden_size]."""
+        norm = self._modules.norm
+        assert norm is not None
+        state: torch.Tensor = norm(x)
+        return state
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the final norm and `lm_head` to [M, hidden_size]. Returns float32 [M, vocab_size]."""
         norm, head = self._modules.norm, self._modules.output

@@ -17,7 +17,7 @@ from convoy.model.backends.cuda.kernels.language import kernel, next_power
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.constraints.matcher import mask_bytes
-from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_row
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_row, with_states
 from convoy.model.sampling.sample import Sampled
 
 # Logits that one program reads at once.
@@ -35,6 +35,8 @@ class DeviceSamples:
     found: PendingResult
     others: tuple[int, ...]
     logits: PendingResult  # float32 [len(others), vocab_size]
+    # float32 [rows, hidden_size], of the jobs that want one; None where none does.
+    states: PendingResult | None = None
 
     def outcomes(self) -> tuple[SampleResult, ...]:
         """Return one result for each job, in their order. Waits for the device."""
@@ -48,13 +50,25 @@ class DeviceSamples:
         rows = self.logits.wait().numpy()
         for index, row in zip(self.others, rows, strict=True):
             done[index] = sample_row(row, self.jobs[index])
-        return tuple(done[index] for index in range(len(self.jobs)))
+        results = tuple(done[index] for index in range(len(self.jobs)))
+        states = self.states
+        return (
+            results
+            if states is None
+            else with_states(results, self.jobs, lambda _rows: states.wait().numpy())
+        )
 
 
 def start_sampling(
-    logits: torch.Tensor, jobs: Sequence[SampleJob], copies: torch.cuda.Stream, staging: Staging
+    logits: torch.Tensor,
+    jobs: Sequence[SampleJob],
+    copies: torch.cuda.Stream,
+    staging: Staging,
+    states: torch.Tensor | None = None,
 ) -> DeviceSamples:
     """Start sampling for ``jobs`` from ``logits`` [len(jobs), vocab_size] on a device.
+
+    ``states`` are the final states of the jobs that want one.
 
     Raises StepError where their numbers differ.
     """
@@ -69,6 +83,7 @@ def start_sampling(
         *(jobs, width),
         *(greedy, PendingResult.copied(found, copies)),
         *(others, PendingResult.copied(_rows(logits, others, staging).float(), copies)),
+        None if states is None else PendingResult.copied(states, copies),
     )
 
 
@@ -115,7 +130,9 @@ def _is_greedy(one: SampleJob, width: int) -> bool:
     if one.mask and (len(one.mask) != mask_bytes(width) or not any(one.mask)):
         return False
     plain = params.greedy and not params.reshapes and params.logprobs is None
-    return plain and one.score is None and not (one.wants_logits or one.allowed or one.banned)
+    return (
+        plain and one.score is None and not (one.wants_logits or one.wants_state or one.allowed or one.banned)
+    )
 
 
 def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> torch.Tensor:

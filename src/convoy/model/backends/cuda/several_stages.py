@@ -114,6 +114,7 @@ class SeveralStages:
         self.parts = tuple(parts)
         self.num_devices = len(parts)
         self.hidden_size = first.hidden_size
+        self.output_size = first.output_size
         self.vocab_size = first.vocab_size
         self.token_id_layers = first.token_id_layers
         self.block_size = first.block_size
@@ -198,6 +199,10 @@ class SeveralStages:
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of ``hidden``, from the last part."""
         return self.parts[-1].output(hidden)
+
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the state of ``hidden`` behind the final norm, from the last part."""
+        return self.parts[-1].final_state(hidden)
 
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> DeviceSamples:
         """Start sampling from the output of ``hidden``, on the last part."""

@@ -30,7 +30,7 @@ from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.kv.pools import BlockTable
-from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.sampling.output_rows import SampleJob, rows_with_state
 from convoy.model.stage import LoadedStage
 from convoy.model.tensors import check_hidden, check_tokens, output_rows
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
@@ -58,6 +58,7 @@ class CudaStage(CarriesKv):
         self.shard = shard
         self.assignment = assignment
         self.hidden_size = spec.hidden_size
+        self.output_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = model.weight_bytes
@@ -340,11 +341,27 @@ class CudaStage(CarriesKv):
         with torch.inference_mode(), torch.cuda.device(self.device):
             return PendingResult.copied(self.device_output(hidden).float(), self._copies).wait()
 
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm alone: [M, hidden_size] to float32 [M, hidden_size] on the host.
+
+        Raises StepError for a stage that does not own the output.
+        """
+        if not self._owned.owns_output:
+            raise StepError("this stage does not own the output")
+        hidden = check_hidden(hidden, hidden.shape[0], self.hidden_size)
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            return PendingResult.copied(self._final(hidden), self._copies).wait()
+
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._owned.final_state(self._staging.on_card(hidden).to(self._dtype).contiguous()).float()
+
     @torch.inference_mode()
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> DeviceSamples:
         """Start sampling from the output of ``hidden`` [len(jobs), hidden_size]. Raises StepError."""
         with self._beside(hidden):
-            return start_sampling(self.device_output(hidden), jobs, self._copies, self._staging)
+            logits, wanted = self.device_output(hidden), rows_with_state(jobs)
+            states = self._final(hidden[wanted]) if wanted else None
+            return start_sampling(logits, jobs, self._copies, self._staging, states)
 
     @torch.inference_mode()
     def take_part(self, hidden: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
 from convoy.model.library import importing
 from convoy.model.parallel.ranks import Ranks
-from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
 from convoy.plan.spec.registry import FAMILIES
@@ -63,6 +63,7 @@ class HostStage:
         self.assignment = assignment
         self.options = options
         self.hidden_size = spec.num_streams * spec.hidden_size
+        self.output_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = modules.weight_bytes
@@ -268,8 +269,18 @@ class HostStage:
             logits = (logits / cap).tanh_().mul_(cap)
         return logits[:num_rows]
 
+    @torch.inference_mode()
+    def final_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        norm = self._modules.norm
+        if norm is None:
+            raise StepError("this stage does not own the output")
+        hidden = take_hidden(hidden, hidden.shape[0], self.hidden_size)
+        state: torch.Tensor = norm(self._padded(hidden))
+        return state[: hidden.shape[0]].float()
+
     def sample(self, hidden: torch.Tensor, jobs: Sequence[SampleJob]) -> SampleTask:
-        return SampleTask(sample_all(self.output(hidden).numpy(), jobs))
+        results = sample_all(self.output(hidden).numpy(), jobs)
+        return SampleTask(with_states(results, jobs, lambda rows: self.final_state(hidden[rows]).numpy()))
 
     def start(
         self,
