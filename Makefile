@@ -24,7 +24,7 @@ help:
 	@echo "make test-chaos      kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make test-wheel      install the wheel in an empty environment and run the demo from it"
 	@echo "make test-verify     cut a tiny model of every family, and the bundled ones, in every allowed way"
-	@echo "make test-long       the tests that are marked long"
+	@echo "make test-long       the tests that are marked long, and every generated example"
 	@echo "make check           lint, format, types, architecture"
 	@echo "make docs            build the documentation site in site/; fails on a broken link"
 	@echo "make lock            resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
@@ -108,9 +108,11 @@ test-chaos: setup
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
-# Those of the tests that would make `make test` longer than five minutes.
+# Those of the tests that would make `make test` longer than five minutes, and the examples that it leaves out.
 test-long: setup
 	@$(BIN)/python -m pytest -m long $(PARALLEL)
+	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(PARALLEL) \
+	  $$(grep -rl --include='test_*.py' 'from support.examples' tests)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
 test-tpm: setup

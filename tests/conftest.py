@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+# all examples, where `support.examples` takes a third of them
+settings.register_profile("thorough", derandomize=True, deadline=None)
 # to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7
 settings.register_profile("random", deadline=None)
 settings.load_profile("repeatable")

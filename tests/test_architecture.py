@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from architecture import imports, interfaces, references, rows, shape
-from architecture.source import Module, load_modules, load_scripts
+from architecture.source import Module, import_graph, load_modules, load_scripts
 from convoy.config.kernels import KERNELS, QUANTIZED
 from convoy.plan.spec.registry import FAMILIES
 
@@ -22,6 +22,12 @@ def modules() -> list[Module]:
     found = load_modules(SRC)
     assert len(found) > 10, f"found only {len(found)} modules under {SRC}"
     return found
+
+
+@pytest.fixture(scope="module")
+def graph(modules: list[Module]) -> dict[str, dict[str, int]]:
+    """Return what each module imports."""
+    return import_graph(modules)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +82,25 @@ def test_the_package_and_the_training_scripts_keep_the_rule(
 ) -> None:
     violations = rule(modules + scripts)
     assert not violations, listed(violations)
+
+
+def test_nothing_outside_the_bench_imports_the_plain_stream(
+    graph: dict[str, dict[str, int]],
+) -> None:
+    importers = {name for name, edges in graph.items() if "convoy.bench.hop.plain" in edges}
+    assert importers == {"convoy.bench.hop.connection"}
+
+
+def test_only_its_own_verbs_import_the_bench(graph: dict[str, dict[str, int]]) -> None:
+    importers = {
+        name
+        for name, edges in graph.items()
+        if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
+    }
+    # This scene is started by bench verbs alone, and its links go through a relay of the bench.
+    scenes = {"convoy.cli.local.served_cluster"}
+    assert importers > scenes
+    assert all(name.startswith("convoy.cli.bench") for name in importers - scenes)
 
 
 def test_a_small_module_of_one_importer_says_why_it_is_apart(modules: list[Module]) -> None:

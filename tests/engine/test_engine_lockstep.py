@@ -15,6 +15,7 @@ from convoy.model.kv.pools import BlockTables, GroupBlocks
 from convoy.model.sampling.output_rows import GREEDY
 from convoy.plan.cost import TokenCost
 from convoy.wire.messages.control import Step
+from support.examples import examples
 from support.fake_executor import VOCAB, FakeExecutor, next_token
 
 BLOCK = 4
@@ -133,7 +134,7 @@ shapes = st.lists(
 )
 
 
-@settings(derandomize=True, max_examples=250, deadline=None)
+@settings(derandomize=True, max_examples=examples(250), deadline=None)
 @given(
     shapes,
     st.integers(1, 3),

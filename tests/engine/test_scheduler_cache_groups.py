@@ -21,6 +21,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import Row
 from engine.test_engine_lockstep import Guesser, serial
+from support.examples import examples
 from support.fake_executor import next_token
 
 BLOCK, CHUNK = 4, 10
@@ -162,7 +163,7 @@ MODELS = {
 }
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=examples(120), deadline=None)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.lists(st.tuples(st.integers(1, 70), st.integers(1, 14)), min_size=1, max_size=10),

@@ -27,6 +27,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Step
 from engine.test_recovery import FakeRecovery
+from support.examples import examples
 from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
 
@@ -179,7 +180,7 @@ requests_of = plain_requests | st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(requests_of, min_size=1, max_size=5),
     st.integers(1, 3),

@@ -17,6 +17,7 @@ from convoy.plan.placement.placement import place
 from convoy.plan.span import Span
 from convoy.plan.spec.model import ModelSpec
 from plan.placement.test_placement import GB, members, spec_of
+from support.examples import examples
 
 LLAMA = ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m")
 
@@ -40,7 +41,7 @@ def best(costs: Sequence[int], extras: Sequence[int]) -> tuple[int, int]:
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=10),
     st.lists(st.integers(0, 200), min_size=1, max_size=5),

@@ -47,6 +47,7 @@ from convoy.wire.messages.link import Bye, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
 from convoy.wire.tensor import WireTensor
+from support.examples import examples
 
 MESSAGES: list[Message] = [
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),
@@ -335,7 +336,7 @@ def test_a_type_without_a_message_is_refused(kind: FrameType) -> None:
         decode_message(kind, b"")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(list(MESSAGE_TYPES)), st.binary(max_size=300))
 def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: bytes) -> None:
     try:

@@ -24,6 +24,7 @@ from convoy.wire.frame import (
     encode_size,
 )
 from convoy.wire.messages.control import FrameType
+from support.examples import examples
 
 HEADER = FrameHeader(FrameType.HIDDEN, 1, 12, 100, b"clusters", 3, 4, 5, 0, 7)
 
@@ -108,7 +109,7 @@ def test_all_that_a_stranger_can_send_is_under_4_kib() -> None:
     assert sum(8 + MAX_HANDSHAKE_BYTES[kind] for kind in to_listener) <= 4096
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(min_size=8, max_size=HEADER_BYTES))
 def test_garbage_is_never_more_than_a_frame_error(garbage: bytes) -> None:
     with pytest.raises(FrameError):

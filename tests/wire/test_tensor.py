@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from convoy.errors import FrameError, FrameTooLong
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor, encode_descriptor
+from support.examples import examples
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_malformed_descriptor_is_refused(data: bytes) -> None:
         decode_descriptor(data, 2**70)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(min_size=DESCRIPTOR_BYTES, max_size=DESCRIPTOR_BYTES))
 def test_garbage_is_never_more_than_a_frame_error(garbage: bytes) -> None:
     try:

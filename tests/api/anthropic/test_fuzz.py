@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.anthropic_events import parse_message, parse_stream
+from support.examples import examples
 from support.fake_service import Running
 
 scalars = (
@@ -70,7 +71,9 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(bodies)
 def test_any_body_gets_an_answer_or_a_refusal_and_ends(
     server: Running, http: httpx.Client, body: dict[str, Any]

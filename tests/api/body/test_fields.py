@@ -23,6 +23,7 @@ from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import RequestError
+from support.examples import examples
 from support.fake_service import EOS, ByteTokenizer, FakeEngine, Running, serving
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -324,7 +325,7 @@ def read(data: bytes) -> None:
         read_completion(decode_body(data, CompletionBody), SERVICE, ServeOptions(), b"")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(bodies)
 @example({"prompt": "a", "seed": 10**400})
 @example({"prompt": "a", "logit_bias": {"9" * 5000: 1}})
@@ -336,7 +337,7 @@ def test_any_json_is_a_request_or_a_refusal(body: dict[str, Any]) -> None:
     read(json.dumps(body).encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=60))
 @example(b'{"prompt": "\xff"}')
 @example(b'\xef\xbb\xbf{"prompt": "a"}')

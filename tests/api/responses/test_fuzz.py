@@ -8,6 +8,7 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.fake_service import Running
 
 PATH = "/v1/responses"
@@ -87,7 +88,7 @@ BODY = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=300,
+    max_examples=examples(300),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -32,6 +32,7 @@ from convoy.model.text.tokens import Tokenizer
 from convoy.wire.codec import encode_message
 from convoy.wire.frame import MAX_PAYLOAD_BYTES
 from convoy.wire.messages.control import FrameType, Row, SampleReply, SampleRequest, Step
+from support.examples import examples
 from support.fake_tokenizer import FakeTokenizer
 
 VOCAB = 40
@@ -86,7 +87,7 @@ def test_a_step_whose_samples_all_look_back_on_a_long_context_fits_in_its_frame(
     assert len(encode_message(step)) < MAX_PAYLOAD_BYTES[FrameType.STEP]
 
 
-@settings(derandomize=True, max_examples=400)
+@settings(derandomize=True, max_examples=examples(400))
 @given(samples)
 def test_a_peer_samples_the_token_that_the_head_would_have_sampled(asked: SampleJob) -> None:
     here, there = sample_row(LOGITS, asked), over_the_wire(asked, LOGITS)

@@ -23,6 +23,7 @@ from convoy.engine.sessions.file import SessionReader, SessionWriter
 from convoy.engine.sessions.format import SavedSession, SavedState, SessionModel, encode_start
 from convoy.errors import SessionError
 from convoy.model.sampling.params import SamplingParams
+from support.examples import examples
 
 MODEL = SessionModel(
     name="tiny",
@@ -211,7 +212,9 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, key: bytes |
         load(tmp_path / "cut", key)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), sealed=st.booleans())
 def test_any_changed_bit_is_found(tmp_path: Path, place: float, bit: int, sealed: bool) -> None:
     key = KEY if sealed else None
@@ -223,7 +226,9 @@ def test_any_changed_bit_is_found(tmp_path: Path, place: float, bit: int, sealed
         load(tmp_path / "chat", key)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(garbage=st.binary(max_size=400), begins=st.booleans())
 def test_garbage_is_never_more_than_a_session_error(tmp_path: Path, garbage: bytes, begins: bool) -> None:
     data = len(garbage).to_bytes(8, "little") + garbage if begins else garbage
@@ -343,7 +348,9 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(place=st.integers(0, 1000), value=JSON, leaves=st.booleans())
 def test_any_value_anywhere_in_a_header_is_right_or_refused(
     tmp_path: Path, place: int, value: Any, leaves: bool

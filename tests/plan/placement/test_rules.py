@@ -20,6 +20,7 @@ from convoy.plan.span import Span
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import PlacementRule
 from plan.placement.test_placement import GB, owned, spec_of
+from support.examples import examples
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon")
 ENDS = PlacementRule(True, True, 2, 2, Level.HARDWARE, ())
@@ -264,7 +265,7 @@ def spans_of(members: list[MemberOffer], head_end: int | None) -> dict[str, str]
     return None if head_end is None else {head: f"{head_end}:output"}
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(members_of_clusters, some_rules, st.integers(1, 14), st.none() | st.integers(1, 13))
 def test_a_placement_never_breaks_a_rule_and_covers_every_layer_once(
     members: list[MemberOffer], rules: list[PlacementRule], num_layers: int, reverse_from: int | None
@@ -285,7 +286,7 @@ def test_a_placement_never_breaks_a_rule_and_covers_every_layer_once(
         assert stage.end <= max(0, num_layers - rule.last_layers)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(members_of_clusters, st.integers(1, 14), st.none() | st.integers(1, 13))
 def test_rules_that_exclude_nobody_change_nothing(
     members: list[MemberOffer], num_layers: int, reverse_from: int | None
@@ -319,7 +320,7 @@ def exists(members: list[MemberOffer], num_layers: int, rules: list[PlacementRul
     return False
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(members_of_clusters, some_rules, st.integers(5, 8))
 def test_whatever_way_there_is_is_found(
     members: list[MemberOffer], rules: list[PlacementRule], num_layers: int

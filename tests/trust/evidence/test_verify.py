@@ -17,6 +17,7 @@ from convoy.trust.evidence.verdict import Verdict
 from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
 from convoy.wire.messages.claims import Claims, decode_claims, encode_claims
 from convoy.wire.messages.evidence import Evidence
+from support.examples import examples
 from support.tpm_vectors import IDENTITY, IDENTITY_KEY, LyingTpm, recorded, recorded_parts, vectors
 
 BINDING, NONCE = bytes.fromhex(vectors()["binding"]), bytes.fromhex(vectors()["nonce"])
@@ -261,7 +262,7 @@ def test_a_cluster_is_as_good_as_its_weakest_member() -> None:
 
 
 @given(st.integers(0, 5), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_part_cut_at_any_boundary_or_with_bytes_behind_it_is_not_hardware(
     index: int, data: st.DataObject
 ) -> None:
@@ -278,7 +279,7 @@ def test_a_part_cut_at_any_boundary_or_with_bytes_behind_it_is_not_hardware(
 
 
 @given(st.integers(0, 5), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_flipped_bit_of_a_statement_is_hardware(index: int, data: st.DataObject) -> None:
     parts = recorded_parts("ecc")
     key = enrolled(parts)
@@ -290,7 +291,7 @@ def test_no_flipped_bit_of_a_statement_is_hardware(index: int, data: st.DataObje
 
 
 @given(st.lists(st.binary(max_size=300), max_size=32), st.text(max_size=32), st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_garbage_never_raises_and_never_counts(parts: list[bytes], kind: str, claims: bytes) -> None:
     sent = evidence(parts, kind=kind, claims=claims)
     assert appraise(sent, Policy(), context(enrolled(recorded_parts("ecc")))).level is Level.NONE

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from convoy.fleet.capacity import Capacity, Load
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher, QueueLimits
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
+from support.examples import examples
 
 SLOW = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)
 FAST = Capacity(slots=4, decode_rate=100, batch_rate=300, prefill_rate=5000, max_context=4096)
@@ -373,6 +375,7 @@ class Fleet:
         self.here: set[str] = set()
         self.running: dict[int, str] = {}
         self.waiting: set[int] = set()
+        self.failed_at: defaultdict[int, set[str]] = defaultdict(set)
         self.number = 0
         self.now_s = 0.0
 
@@ -403,7 +406,7 @@ class Fleet:
     def fail(self, value: int) -> None:
         if self.running:
             number = self._one_of(self.running, value)
-            del self.running[number]
+            self.failed_at[number].add(self.running.pop(number))
             failed, freed = self.dispatcher.failed(number, self.now_s)
             assert failed is not None
             self.place(freed)
@@ -432,8 +435,12 @@ class Fleet:
     def tick(self, _: int) -> None:
         self.now_s += 100.0
         self.place(self.dispatcher.tick(self.now_s)[1])
-        if self.waiting:  # no provider is shut any more; a failed one gets one request at a time
-            assert self.here <= set(self.running.values())
+        # no provider is shut any more; a failed one gets one request at a time
+        idle = self.here - set(self.running.values())
+        for number in self.waiting if idle else ():
+            # it waits for another one than it failed at
+            assert idle <= self.failed_at[number]
+            assert idle < self.here
 
     def check(self) -> None:
         for provider, count in SLOTS.items():
@@ -446,7 +453,7 @@ class Fleet:
         return known[value % len(known)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(EVENTS)
 def test_no_slot_is_taken_twice_and_nothing_waits_while_one_is_free(events: list[tuple[str, int]]) -> None:
     fleet = Fleet()

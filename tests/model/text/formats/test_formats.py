@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.model.text.formats.registry import find_format
+from support.examples import examples
 from support.replies import (
     ROWS,
     TOOLS,
@@ -219,7 +220,7 @@ FRAGMENTS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_reply_reads_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=24))
