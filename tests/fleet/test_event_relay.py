@@ -12,7 +12,7 @@ from starlette.types import Message
 from convoy.api.exchange import Exchange
 from convoy.errors import ProviderError, Unavailable
 from convoy.fleet.apis.table import APIS
-from convoy.fleet.event_relay import EventRelay
+from convoy.fleet.event_relay import MAX_RELAYED_BYTES, EventRelay
 from convoy.wire.fleet.messages import Kind
 from support.response_events import parse_response_stream
 
@@ -47,12 +47,16 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-def relayed(kind: Kind, scene: Callable[[EventRelay, Client], Awaitable[Any]], **options: int) -> Client:
+def relayed(
+    kind: Kind,
+    scene: Callable[[EventRelay, Client], Awaitable[Any]],
+    max_event_bytes: int = MAX_RELAYED_BYTES,
+) -> Client:
     """Return a client after ``scene``. The relay is silent for a minute, so nothing is added."""
 
     async def run() -> Client:
         client = Client()
-        relay = EventRelay(client.exchange, APIS[kind].form("m"), 60.0, **options)
+        relay = EventRelay(client.exchange, APIS[kind].form("m"), 60.0, max_event_bytes=max_event_bytes)
         async with relay.kept_alive():
             await scene(relay, client)
         return client

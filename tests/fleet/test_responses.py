@@ -24,7 +24,7 @@ OPTIONS = CoordinatorOptions(
     instance="test", models={MODEL: ModelOptions(Price(1_000_000, 2_000_000), 500)}, first_token_s=10.0
 )
 BALANCE = 10**12
-CLOCK: dict[str, Any] = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
+CLOCK: Any = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
 CALLING = (
     '<think>Look.</think>I look.<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 )

@@ -17,7 +17,7 @@ async def answer(request: Request) -> Response:
     raise AssertionError("no route is called")
 
 
-ROUTES = [Route(path, answer) for path in ("/v1/models", "/v1/models/{name:path}", "/health")]
+ROUTES = [Route(path, answer) for path in ("/", "/v1/models", "/v1/models/{name:path}", "/health")]
 
 
 def call(counts: HttpCounts, path: str, status: int | None, kind: str = "http") -> None:
@@ -48,7 +48,7 @@ def counted(counts: HttpCounts) -> dict[tuple[str, str], float]:
 
 def test_paths_count_up_to_their_first_parameter_and_unknown_ones_together() -> None:
     counts = HttpCounts()
-    for path in ("/v1/models", "/v1/models/a", "/v1/models/b", "/health", "/healthy", "/x"):
+    for path in ("/v1/models", "/v1/models/a", "/v1/models/b", "/health", "/healthy", "/x", "/"):
         call(counts, path, 200)
     call(counts, "/health", 503)
     assert counted(counts) == {
@@ -57,6 +57,7 @@ def test_paths_count_up_to_their_first_parameter_and_unknown_ones_together() -> 
         ("/health", "200"): 1,
         ("/health", "503"): 1,
         ("other", "200"): 2,
+        ("/", "200"): 1,
     }
 
 

@@ -58,6 +58,7 @@ class HttpCounts:
 
 def _known(path: str, paths: Iterable[str]) -> str:
     for known in paths:
-        if path == known or (known.endswith("/") and path.startswith(known)):
+        # Every path begins like the root.
+        if path == known or (known.endswith("/") and known != "/" and path.startswith(known)):
             return known
     return "other"

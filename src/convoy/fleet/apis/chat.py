@@ -282,13 +282,12 @@ class ChunkForm:
 
     def keep_alive(self) -> bytes:
         """Return a chunk without text. Before the engine's first chunk its id is not known, and empty."""
-        fields = {"id": self._id, "created": int(time.time()), "model": self._model}
-        chunk: msgspec.Struct
+        created_s = int(time.time())
         if self._chat:
-            chunk = ChatChunk(choices=[ChunkChoice(0, Delta(), None, None)], **fields)
-        else:
-            chunk = TextCompletion(choices=[TextChoice(0, "", None, None)], **fields)
-        return _data(chunk)
+            turn = ChunkChoice(0, Delta())
+            return _data(ChatChunk(id=self._id, created=created_s, model=self._model, choices=[turn]))
+        text = TextChoice(0, "")
+        return _data(TextCompletion(id=self._id, created=created_s, model=self._model, choices=[text]))
 
     def failure(self, error: BaseException) -> Sequence[msgspec.Struct]:
         return [body_for(error)]
