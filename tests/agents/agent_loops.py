@@ -187,8 +187,8 @@ def events_of(answer: bytes) -> list[dict[str, Any]]:
 def keeps_alive(event: dict[str, Any]) -> bool:
     if event.get("type") in {"ping", "response.in_progress"}:
         return True
-    choices = event.get("choices")
-    return bool(choices) and choices[0]["delta"] == {} and choices[0]["finish_reason"] is None
+    choices: list[dict[str, Any]] = event.get("choices") or []
+    return any(choice["delta"] == {} and choice["finish_reason"] is None for choice in choices)
 
 
 def told(exchange: Exchange) -> list[tuple[Any, str]]:
