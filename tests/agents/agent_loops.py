@@ -168,11 +168,11 @@ def test_an_agent_looks_up_the_host_names_that_its_page_lists_and_leaves_no_proc
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return version and host names of each agent, from the table of its page."""
-    found = {}
+    """Return version and host names of each agent, from the first table of their page."""
+    found: dict[str, tuple[str, set[str]]] = {}
     for line in DOCS.read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] in TITLES:
+        if cells[0] in TITLES and TITLES[cells[0]] not in found:
             found[TITLES[cells[0]]] = cells[1], set(re.findall(r"`([^`]+)`", cells[3]))
     return found
 
@@ -187,8 +187,8 @@ def events_of(answer: bytes) -> list[dict[str, Any]]:
 def keeps_alive(event: dict[str, Any]) -> bool:
     if event.get("type") in {"ping", "response.in_progress"}:
         return True
-    choices = event.get("choices")
-    return bool(choices) and choices[0]["delta"] == {} and choices[0]["finish_reason"] is None
+    choices: list[dict[str, Any]] = event.get("choices") or []
+    return any(choice["delta"] == {} and choice["finish_reason"] is None for choice in choices)
 
 
 def told(exchange: Exchange) -> list[tuple[Any, str]]:
