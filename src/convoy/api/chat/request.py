@@ -123,18 +123,19 @@ def _form(
 
     It is the grammar of its calls if the caller demands some, or else that of its text.
     """
-    choice, own = request.conversation.choice, model.tokenizer.reply_format
-    if request.conversation.tools and choice.mode == "required":
+    conversation, own = request.conversation, model.tokenizer.reply_format
+    choice, opened = conversation.choice, conversation.continues or conversation.add_generation_prompt
+    if conversation.tools and choice.mode == "required":
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
         for tool in tools:
             model.grammars.check_schema(tool.parameters, "tools")
-        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking)
+        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking, opened=opened)
         return model.grammars.compile(Grammar("lark", text, param="tools"), "tools"), reply
     if request.grammar is None:
         return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
     grammar = own.answer_grammar(
-        request.grammar, thinking=reply.thinking, continues=request.conversation.continues
+        request.grammar, thinking=reply.thinking, continues=conversation.continues, opened=opened
     )
     if grammar is request.grammar:
         # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.

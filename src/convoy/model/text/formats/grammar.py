@@ -36,6 +36,8 @@ class CallRules:
     # The end mark of the reasoning in which the reply begins, or "".
     reasoning_end: str
     tokens: Mapping[str, int]
+    # Whether the prompt has opened the assistant's turn.
+    opened: bool = True
 
     def mark(self, name: str) -> str:
         """Return the expression of a mark: its token where it is one, otherwise its text."""
@@ -80,6 +82,15 @@ class CallRules:
                 code="unsupported_schema",
                 hint='leave it out, or set "strict" to false',
             )
+
+    def refuse_always(self, tool: Tool, what: str) -> None:
+        """Raise `RequestError` for a tool whose forced call the parser would not read back."""
+        raise RequestError(
+            f"tool {tool.name} has {what}, which this model's format of calls cannot write",
+            param="tools",
+            code="unsupported_schema",
+            hint="change it, or leave the choice of tools to the model",
+        )
 
     def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return name and schema of each property, and whether it is required."""

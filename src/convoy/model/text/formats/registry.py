@@ -99,18 +99,27 @@ class ReplyFormat:
         """Tell whether the model can write calls."""
         return self.row.grammar is not None
 
-    def call_grammar(self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool) -> str:
-        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one."""
-        assert self.row.grammar is not None, "only a format with calls can force them"
-        return self.row.grammar(CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens))
+    def call_grammar(
+        self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool, opened: bool = True
+    ) -> str:
+        """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one.
 
-    def answer_grammar(self, grammar: Grammar, *, thinking: bool, continues: bool) -> Grammar:
+        ``opened`` tells whether the prompt has opened the assistant's turn.
+        """
+        assert self.row.grammar is not None, "only a format with calls can force them"
+        rules = CallRules(tools, parallel, self._reasoning_end(thinking), self.tokens, opened)
+        return self.row.grammar(rules)
+
+    def answer_grammar(
+        self, grammar: Grammar, *, thinking: bool, continues: bool, opened: bool = True
+    ) -> Grammar:
         """Return the grammar of a reply whose text keeps ``grammar``, behind its reasoning if there is one.
 
-        ``continues`` tells that the prompt ends inside the text. A grammar in a language of its own holds
-        from the beginning and is returned itself: such a reply has no reasoning.
+        ``continues`` tells that the prompt ends inside the text, and ``opened`` that it has opened the turn.
+        A grammar in a language of its own holds from the beginning and is returned itself: such a reply has
+        no reasoning.
         """
-        rules = CallRules((), parallel=False, reasoning_end=self._reasoning_end(thinking), tokens=self.tokens)
+        rules = CallRules((), False, self._reasoning_end(thinking), self.tokens, opened)
         if self.row.prelude is not None and (thinking or not continues):
             prelude, extra = self.row.prelude(rules, thinking)
             return rules.answer(grammar, prelude=prelude, extra=extra)
