@@ -68,7 +68,7 @@ def client_of(running: Running, key: str) -> OpenAI:
     return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20.0)
 
 
-# The text tests of Open Responses.
+# Whole loops with the client; `test_open_responses` has the cases of Open Responses.
 
 
 def test_basic_text(openai: OpenAI) -> None:
@@ -563,8 +563,9 @@ def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running
         ann.responses.create(model="fake", input=given)
         assert prompt(storing) == f"<assistant>{REPLY}<user>again<assistant>"
         for client, name in ((bob, item.id), (ann, f"{item.id}9"), (ann, "msg_1")):
+            wrong: Any = [{"type": "item_reference", "id": name}]
             with pytest.raises(sdk.NotFoundError) as caught:
-                client.responses.create(model="fake", input=[{"type": "item_reference", "id": name}])
+                client.responses.create(model="fake", input=wrong)
             assert (caught.value.param, caught.value.code) == ("input[0].id", "item_not_found")
 
 

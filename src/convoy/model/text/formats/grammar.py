@@ -195,7 +195,10 @@ def _loaded(text: str) -> Any:
         return {"not": {}}
 
 
-def json_call(rules: CallRules, tool: Tool, arguments: str) -> str:
-    """Return the expression of ``{"name": NAME, arguments: {...}}``."""
-    opening = rules.text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
-    return f"{opening} {rules.schema(tool)} {rules.text('}')}"
+def json_calls(rules: CallRules, arguments: str, *, before: str = "", after: str = "") -> list[str]:
+    """Return the expression of ``{"name": NAME, arguments: {...}}`` for each tool, between two others."""
+    calls = []
+    for tool in rules.tools:
+        opening = rules.text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        calls.append(f"{before} {opening} {rules.schema(tool)} {rules.text('}')} {after}")
+    return calls
