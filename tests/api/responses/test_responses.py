@@ -479,12 +479,15 @@ def test_parameters_reach_the_engine(server: Running, http: httpx.Client) -> Non
     assert (params.presence_penalty, params.frequency_penalty) == (0.1, 0.2)
 
 
+LATE = "<system-reminder>\nnote\n</system-reminder>"
+
+
 def test_turns_are_folded_in_place(server: Running, http: httpx.Client) -> None:
     said = {"role": "assistant", "content": "yes"}
     users = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     late = {"role": "developer", "content": "note"}
     whole(http, input=[{"role": "system", "content": "s"}, *users, said, late, users[0]])
-    assert prompt(server) == "<system>s<user>a\n\nb<assistant>yes<user>note\n\na<assistant>"
+    assert prompt(server) == f"<system>s<user>a\n\nb<assistant>yes<user>{LATE}\n\na<assistant>"
 
 
 @pytest.mark.parametrize(
