@@ -75,6 +75,7 @@ def refused(http: httpx.Client, path: str, body: object, status: int = 400) -> d
         ("grammar_lazy", True, "does not support grammar_lazy"),
         ("best_of", 4, "does not support best_of"),
         ("functions", [{}], "does not support functions"),
+        ("reasoning_format", "none", "does not support reasoning_format"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected(

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"`(test_\w+)`")
 FILE = re.compile(r"`((?:tests|docs|src)/[\w./-]+?)`")
-PAGES = ("docs/defects.md", "docs/threat-model.md", "SECURITY.md", "docs/attestation.md")
+PAGES = ("docs/defects.md", "docs/threat-model.md", "SECURITY.md", "docs/attestation.md", "docs/api.md")
 
 
 @functools.cache
@@ -45,6 +45,14 @@ def test_every_mistake_has_a_test_or_a_reason_why_it_needs_none() -> None:
     assert len(rows) > 40
     for mistake, here, shown in rows:
         assert NAME.search(shown) or "Cannot occur because" in here, mistake
+
+
+def test_every_behaviour_shared_with_another_server_has_a_test() -> None:
+    rows = rows_of((ROOT / "docs/api.md").read_text(encoding="utf-8"))
+    compared = [row for row in rows if len(row) == 4 and row[2] in {"same", "different", "not served"}]
+    assert len(compared) > 30
+    for behaviour, _, here, shown in compared:
+        assert bool(NAME.search(shown)) == (here == "same"), behaviour
 
 
 def test_every_adversary_has_its_row_of_what_remains() -> None:

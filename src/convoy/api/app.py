@@ -14,11 +14,12 @@ from starlette.types import ASGIApp
 
 from convoy.api.anthropic.answer import MessageAnswer
 from convoy.api.anthropic.bodies import decode_messages
-from convoy.api.anthropic.endpoints import CountTokens, model_info, model_page
+from convoy.api.anthropic.models import model_info, model_page
 from convoy.api.anthropic.problem import VERSION_HEADER, problem_for
-from convoy.api.anthropic.translate import read_messages
+from convoy.api.anthropic.translate import count_tokens, read_messages
 from convoy.api.body.intake import Intake
 from convoy.api.chat.generate import Generate
+from convoy.api.chat.prompt_endpoint import PromptEndpoint
 from convoy.api.chat.resume import KeptStreams
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
@@ -31,7 +32,7 @@ from convoy.api.openai.chat_answer import ChatAnswer
 from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, read_embeddings
 from convoy.api.openai.parsed_request import read_chat, read_completion
-from convoy.api.openai.tokenize import Tokenize, detokenize, tokenize
+from convoy.api.openai.tokenize import detokenize, tokenize
 from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
 from convoy.api.responses.endpoint import StoredResponses, StreamedRefusals
@@ -60,12 +61,12 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     read = partial(read_messages, dropped=dropped)
     build = partial(MessageAnswer, secret=secrets.token_bytes(32))
     messages = Generate(*shared, "messages", decode_messages, read, build)
-    count_tokens = CountTokens(service, options, life, intake, dropped)
     store = ResponseStore() if options.store_responses else None
     answer = partial(read_response, store=store, dropped=dropped)
     generate = Generate(*shared, "responses", decode_responses, answer, partial(ResponsesAnswer, store=store))
     stored = StoredResponses(store)
-    count = partial(tokenize, dropped=dropped)
+    read_prompt = partial(PromptEndpoint, service, options, life, intake)
+    count = read_prompt(partial(count_tokens, dropped=dropped))
     about = _About(service, life)
     counts, failed = HttpCounts(), FailedKeys()
     sources = (*service.metrics, counts.families, failed.families, dropped.families)
@@ -75,12 +76,12 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/completions", completion, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         Route("/", about.root, methods=["HEAD"]),
-        Route("/tokenize", Tokenize(service, options, life, intake, count), methods=["POST"]),
-        Route("/detokenize", Tokenize(service, options, life, intake, detokenize), methods=["POST"]),
+        Route("/tokenize", read_prompt(partial(tokenize, dropped=dropped)), methods=["POST"]),
+        Route("/detokenize", read_prompt(detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),

@@ -40,15 +40,15 @@ def test_a_billing_header_is_dropped_from_the_system_blocks() -> None:
 def test_a_system_message_joins_the_system_prompt_or_the_users_text() -> None:
     turns = read(("system", "Be kind."), ("user", "hi"), ("system", "It is late."), system="Be brief.").turns
     assert turns == [
-        Turn("system", "Be brief.\nBe kind."),
-        Turn("user", "hi\n<system-reminder>\nIt is late.\n</system-reminder>"),
+        Turn("system", "Be brief.\n\nBe kind."),
+        Turn("user", "hi\n\n<system-reminder>\nIt is late.\n</system-reminder>"),
     ]
     assert read(("system", "Be kind."), ("user", "hi")).turns[0] == Turn("system", "Be kind.")
 
 
 def test_neighbours_of_one_role_are_one_turn() -> None:
     turns = read(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")).turns
-    assert turns == [Turn("user", "a\nb"), Turn("assistant", "cd"), Turn("user", "e")]
+    assert turns == [Turn("user", "a\n\nb"), Turn("assistant", "cd"), Turn("user", "e")]
 
 
 def test_a_call_and_its_result_are_replayed() -> None:

@@ -80,7 +80,8 @@ def test_system_messages_stay_at_the_start_and_users_take_turns(server: Running,
     messages = [{"role": role, "content": text} for role, text in zip(roles, "abcdefg", strict=True)]
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
     prompt = bytes(server.engine.handles[-1].request.prompt_ids).decode()
-    assert prompt == "<system>a\n\nb<user>c\n\nd<assistant>e<user>f\n\ng<assistant>"
+    late = "<system-reminder>\nf\n</system-reminder>"
+    assert prompt == f"<system>a\n\nb<user>c\n\nd<assistant>e<user>{late}\n\ng<assistant>"
 
 
 def test_users_with_names_keep_turns_of_their_own(server: Running, http: httpx.Client) -> None:

@@ -68,7 +68,7 @@ def client_of(running: Running, key: str) -> OpenAI:
     return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20.0)
 
 
-# The text tests of Open Responses.
+# Whole loops with the client; `test_open_responses` has the cases of Open Responses.
 
 
 def test_basic_text(openai: OpenAI) -> None:
@@ -479,12 +479,15 @@ def test_parameters_reach_the_engine(server: Running, http: httpx.Client) -> Non
     assert (params.presence_penalty, params.frequency_penalty) == (0.1, 0.2)
 
 
+LATE = "<system-reminder>\nnote\n</system-reminder>"
+
+
 def test_turns_are_folded_in_place(server: Running, http: httpx.Client) -> None:
     said = {"role": "assistant", "content": "yes"}
     users = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     late = {"role": "developer", "content": "note"}
     whole(http, input=[{"role": "system", "content": "s"}, *users, said, late, users[0]])
-    assert prompt(server) == "<system>s<user>a\n\nb<assistant>yes<user>note\n\na<assistant>"
+    assert prompt(server) == f"<system>s<user>a\n\nb<assistant>yes<user>{LATE}\n\na<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -563,9 +566,9 @@ def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running
         ann.responses.create(model="fake", input=given)
         assert prompt(storing) == f"<assistant>{REPLY}<user>again<assistant>"
         for client, name in ((bob, item.id), (ann, f"{item.id}9"), (ann, "msg_1")):
-            given = [{"type": "item_reference", "id": name}]
+            wrong: Any = [{"type": "item_reference", "id": name}]
             with pytest.raises(sdk.NotFoundError) as caught:
-                client.responses.create(model="fake", input=given)
+                client.responses.create(model="fake", input=wrong)
             assert (caught.value.param, caught.value.code) == ("input[0].id", "item_not_found")
 
 

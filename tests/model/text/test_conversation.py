@@ -20,7 +20,7 @@ def test_one_system_turn_begins_and_later_ones_are_text_of_the_user() -> None:
         Turn("system", "a\n\nb"),
         Turn("user", "c"),
         Turn("assistant", "d"),
-        Turn("user", "e\n\nf"),
+        Turn("user", "<system-reminder>\ne\n</system-reminder>\n\nf"),
     )
 
 

@@ -2,5 +2,5 @@
 
 `bodies` decodes a request, `history` and `tools` turn it into a conversation, and `translate` into an engine
 request, which `api.chat` submits. `answer` builds events and bodies from the forms in `shapes`, `problem`
-those of errors, and `endpoints` counts a prompt and lists the models. Open `translate` first.
+those of errors, and `models` lists the models. Open `translate` first.
 """

@@ -15,7 +15,7 @@ import msgspec
 from convoy.api.anthropic.bodies import InputMessage
 from convoy.api.body.body_shape import check_depth
 from convoy.errors import RequestError
-from convoy.model.text.conversation import ToolCall, Turn
+from convoy.model.text.conversation import ToolCall, Turn, fold_turns
 
 ROLES = ("user", "assistant", "system")
 # Claude Code's first system block begins with this. It changes with every conversation, so no two of them
@@ -70,14 +70,17 @@ class History:
             case "assistant":
                 self._add_assistant(message.content, where)
             case "system":
-                self._fold_system("\n".join(self._texts(message.content, f"{where}.content")))
+                texts = self._texts(message.content, f"{where}.content")
+                if any(texts):
+                    self._drop_lone_reasoning()
+                    self.turns.append(Turn("system", "\n".join(texts)))
             case other:
                 raise RequestError(
                     f"{where}.role: {other[:40]!r} is not one of: {', '.join(ROLES)}", param=f"{where}.role"
                 )
 
     def end(self) -> None:
-        """Check the last turn. An answer continues an assistant's text, but not its calls."""
+        """Check the last turn and fold all. An answer continues an assistant's text, but not its calls."""
         if not any(turn.role != "system" for turn in self.turns):
             raise RequestError("messages: no message has any text", param="messages")
         if self.turns[-1].calls:
@@ -85,17 +88,21 @@ class History:
                 "messages: the last message has tool_use blocks, and tool_result blocks must follow them",
                 param="messages",
             )
+        self.turns = list(fold_turns(self.turns))
 
     def _add_user(self, content: str | list[dict[str, Any]], where: str) -> None:
         self._drop_lone_reasoning()
+        texts: list[str] = []
         for block, place in self._blocks(content, f"{where}.content"):
             match block.get("type"):
                 case "text":
-                    self._add_text(_field(block, "text", place))
+                    texts.append(_field(block, "text", place))
                 case "tool_result":
+                    self._add_text(texts)
                     self.turns.append(self._result(block, place))
                 case _:
                     self._drop(block, place)
+        self._add_text(texts)
 
     def _add_assistant(self, content: str | list[dict[str, Any]], where: str) -> None:
         texts, reasoning, calls = [], [], []
@@ -130,32 +137,11 @@ class History:
             self.turns.pop()
             self.dropped.append("thinking")
 
-    def _add_text(self, text: str) -> None:
-        """Add text of the user. Templates expect roles to alternate, so it joins a turn of the user."""
-        if not text:
-            return
-        last = self.turns[-1] if self.turns else None
-        if last is not None and last.role == "user":
-            self.turns[-1] = replace(last, content=f"{last.content}\n{text}")
-        else:
-            self.turns.append(Turn("user", text))
-
-    def _fold_system(self, text: str) -> None:
-        """Add a system message.
-
-        Before the first turn it joins the system prompt. Later it becomes text of the user at its place: many
-        templates take a system turn only at the start, and a change of the start would cost the cached
-        prefix.
-        """
-        if not text:
-            return
-        self._drop_lone_reasoning()
-        if any(turn.role != "system" for turn in self.turns):
-            self._add_text(f"<system-reminder>\n{text}\n</system-reminder>")
-        elif self.turns:
-            self.turns[0] = Turn("system", f"{self.turns[0].content}\n{text}")
-        else:
-            self.turns.append(Turn("system", text))
+    def _add_text(self, texts: list[str]) -> None:
+        """Add the user's texts as one turn, and empty the list."""
+        if any(texts):
+            self.turns.append(Turn("user", "\n".join(text for text in texts if text)))
+        texts.clear()
 
     def _result(self, block: Mapping[str, Any], where: str) -> Turn:
         call_id = _field(block, "tool_use_id", where)

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from convoy.api.anthropic.bodies import AnswerFormat, MessagesBody, PromptBody
+from convoy.api.anthropic.bodies import AnswerFormat, MessagesBody, PromptBody, decode_prompt
 from convoy.api.anthropic.history import read_history
+from convoy.api.anthropic.shapes import TokenCount
 from convoy.api.anthropic.tools import read_tools
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, count_prompt, parse_chat
@@ -65,11 +66,12 @@ def read_messages(
 
 
 def count_tokens(
-    body: PromptBody, service: Service, options: ServeOptions, *, dropped: DroppedHistory
-) -> int:
-    """Return the tokens of a body's prompt, also beyond the context. Raises `RequestError`."""
+    data: bytes, service: Service, options: ServeOptions, *, dropped: DroppedHistory
+) -> TokenCount:
+    """Return the number of a prompt's tokens, also beyond the context. Raises `RequestError`."""
+    body = decode_prompt(data)
     conversation = _conversation(body, options, dropped)
-    return count_prompt(ChatRequest(body.model, conversation, SamplingParams()), service)
+    return TokenCount(count_prompt(ChatRequest(body.model, conversation, SamplingParams()), service))
 
 
 def _conversation(body: PromptBody, options: ServeOptions, dropped: DroppedHistory) -> Conversation:

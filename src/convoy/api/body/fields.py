@@ -109,7 +109,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "documents": ([],),
     "include_reasoning": (True,),
-    "reasoning_format": ("none",),
+    "reasoning_format": ("auto", "deepseek"),
     "reasoning_control": (False,),
     "reasoning_budget_tokens": (-1,),
     "thinking_budget_tokens": (-1,),

@@ -126,12 +126,15 @@ def _form(
 
     It is the grammar of its calls if the caller demands some, or else that of its text.
     """
-    choice, own = request.conversation.choice, model.tokenizer.reply_format
-    if request.conversation.tools and choice.mode == "required":
+    conversation, own = request.conversation, model.tokenizer.reply_format
+    choice, opened = conversation.choice, conversation.continues or conversation.add_generation_prompt
+    if conversation.tools and choice.mode == "required":
         tools = tuple(tool for tool in reply.tools if choice.name in {"", tool.name})
         for tool in tools:
             model.grammars.check_schema(tool.parameters, "tools")
-        text = own.call_grammar(tools, parallel=choice.parallel, thinking=reply.thinking, may_think=may_think)
+        text = own.call_grammar(
+            tools, parallel=choice.parallel, thinking=reply.thinking, may_think=may_think, opened=opened
+        )
         forced = Grammar("lark", text, param="tools")
         return model.grammars.compile(forced, "tools", caller=request.caller), reply
     if request.grammar is None:
@@ -140,8 +143,9 @@ def _form(
     grammar = own.answer_grammar(
         request.grammar,
         thinking=reply.thinking,
-        continues=request.conversation.continues,
+        continues=conversation.continues,
         may_think=may_think,
+        opened=opened,
     )
     if grammar is request.grammar:
         # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.

@@ -24,7 +24,7 @@ from convoy.api.openai.answers import (
     PromptLogprobs,
 )
 from convoy.api.openai.token_text import TokenText
-from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.openai.usage import DONE, chunk_of, closing_of, whole_of
 from convoy.api.problem import ErrorBody, body_for
 from convoy.engine.outputs import Output, PromptOutput, TokenLogprob, TokenOutput
 from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
@@ -118,33 +118,14 @@ class ChatAnswer:
             )
             for number, message in enumerate(self._messages)
         ]
-        counter = self.counter
-        return ChatCompletion(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=choices,
-            usage=usage_of(counter),
-            prompt_logprobs=self._prompt_logprobs,
-        )
+        return whole_of(ChatCompletion, self.counter, choices, prompt_logprobs=self._prompt_logprobs)
 
     def keep_alive(self) -> list[ChatChunk]:
         """Return a chunk without text: some clients end a stream in which only comments come."""
         return [self._chunk(0, Delta())]
 
     def closing(self) -> list[ChatChunk]:
-        """Return the event with the usage alone, if it was asked for."""
-        counter = self.counter
-        if not counter.asked.include_usage:
-            return []
-        usage = ChatChunk(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=[],
-            usage=usage_of(counter),
-        )
-        return [usage]
+        return closing_of(ChatChunk, self.counter)
 
     def failure(self, error: BaseException) -> list[ErrorBody]:
         return [body_for(error)]
@@ -155,14 +136,7 @@ class ChatAnswer:
     def _chunk(
         self, choice: int, delta: Delta, logprobs: ChatLogprobs | None = None, reason: str | None = None
     ) -> ChatChunk:
-        counter = self.counter
-        return ChatChunk(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=[ChunkChoice(choice, delta, logprobs, reason)],
-            usage=event_usage_of(counter),
-        )
+        return chunk_of(ChatChunk, self.counter, ChunkChoice(choice, delta, logprobs, reason))
 
 
 def _delta(piece: Piece) -> Delta:

@@ -14,7 +14,7 @@ from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
 from convoy.api.openai.token_text import TextLogprobWriter, TokenText
-from convoy.api.openai.usage import DONE, event_usage_of, usage_of
+from convoy.api.openai.usage import DONE, chunk_of, closing_of, whole_of
 from convoy.api.problem import ErrorBody, body_for
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
@@ -105,30 +105,13 @@ class CompletionAnswer:
             )
             for number, choice in enumerate(self._choices)
         ]
-        return TextCompletion(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=choices,
-            usage=usage_of(counter),
-        )
+        return whole_of(TextCompletion, counter, choices)
 
     def keep_alive(self) -> list[TextCompletion]:
         return []
 
     def closing(self) -> list[TextCompletion]:
-        """Return the event with the usage alone, if it was asked for."""
-        counter = self.counter
-        if not counter.asked.include_usage:
-            return []
-        usage = TextCompletion(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=[],
-            usage=usage_of(counter),
-        )
-        return [usage]
+        return closing_of(TextCompletion, self.counter)
 
     def failure(self, error: BaseException) -> list[ErrorBody]:
         return [body_for(error)]
@@ -185,14 +168,7 @@ class CompletionAnswer:
         tokens: list[tuple[int, TokenLogprob | None]] | None,
         reason: str | None = None,
     ) -> TextCompletion:
-        counter = self.counter
         logprobs: TextLogprobs | None = None
         if tokens is not None:
             logprobs = self._choices[number].writer.write(tokens)
-        return TextCompletion(
-            id=counter.id,
-            created=counter.created,
-            model=counter.asked.model.name,
-            choices=[TextChoice(number, text, logprobs, reason)],
-            usage=event_usage_of(counter),
-        )
+        return chunk_of(TextCompletion, self.counter, TextChoice(number, text, logprobs, reason))

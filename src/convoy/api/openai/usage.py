@@ -1,11 +1,21 @@
-"""Write an answer's count of tokens in OpenAI's form. Both kinds of answers do, so it stands apart."""
+"""Write the parts that chunks and answers of chat and of completions share: ids, and the count of tokens."""
 
 from __future__ import annotations
+
+from typing import Any, TypeVar
 
 import msgspec
 
 from convoy.api.chat.usage import UsageCounter
-from convoy.api.openai.answers import PromptTokensDetails, TokenUsage
+from convoy.api.openai.answers import (
+    ChatChunk,
+    ChatCompletion,
+    PromptTokensDetails,
+    TextCompletion,
+    TokenUsage,
+)
+
+Body = TypeVar("Body", ChatChunk, ChatCompletion, TextCompletion)
 
 # The end of a complete stream.
 DONE = b"data: [DONE]\n\n"
@@ -23,3 +33,23 @@ def event_usage_of(counter: UsageCounter) -> TokenUsage | msgspec.UnsetType | No
     if counter.asked.continuous_usage:
         return usage_of(counter)
     return None if counter.asked.include_usage else msgspec.UNSET
+
+
+def chunk_of(kind: type[Body], counter: UsageCounter, choice: Any) -> Body:
+    """Return a stream's event of one choice."""
+    return _body(kind, counter, [choice], event_usage_of(counter))
+
+
+def whole_of(kind: type[Body], counter: UsageCounter, choices: list[Any], **more: Any) -> Body:
+    """Return a whole answer. ``more`` are further fields of it."""
+    return _body(kind, counter, choices, usage_of(counter), **more)
+
+
+def closing_of(kind: type[Body], counter: UsageCounter) -> list[Body]:
+    """Return the event with the usage alone, if it was asked for."""
+    return [whole_of(kind, counter, [])] if counter.asked.include_usage else []
+
+
+def _body(kind: type[Body], counter: UsageCounter, choices: list[Any], usage: Any, **more: Any) -> Body:
+    model = counter.asked.model.name
+    return kind(id=counter.id, created=counter.created, model=model, choices=choices, usage=usage, **more)

@@ -91,12 +91,13 @@ def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return turns with one system turn at most, at the start, and without two turns of one user in a row.
 
     Many templates refuse other orders. A later system turn becomes a part of the user's turn at its place,
-    because a prompt that changes at its start finds nothing in the prefix cache.
+    because a prompt that changes at its start finds nothing in the prefix cache. It stands between tags, so
+    that the model can tell it from the user's own text.
     """
     folded: list[Turn] = []
     for turn in turns:
         late = turn.role == "system" and any(one.role != "system" for one in folded)
-        given = replace(turn, role="user") if late else turn
+        given = Turn("user", f"<system-reminder>\n{turn.content}\n</system-reminder>") if late else turn
         same = bool(folded) and (folded[-1].role, folded[-1].name) == (given.role, given.name)
         if same and given.role in ("system", "user"):
             folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from convoy.errors import RequestError
 from convoy.model.constraints.compiler import GrammarCompiler
@@ -52,10 +54,17 @@ def draw(text: str, vocabulary: ByteMarks, end: bytes, chance: random.Random) ->
     return None
 
 
-def read(row: FormatRow, vocabulary: ByteMarks, ids: list[int], *, thinking: bool) -> Read:
+def read(
+    row: FormatRow,
+    vocabulary: ByteMarks,
+    ids: list[int],
+    *,
+    thinking: bool = False,
+    tools: Sequence[Tool] = TOOLS,
+) -> Read:
     """Read a reply whose marks are special tokens, as `api.chat.reply` does."""
     lexer = Lexer(row.marks, vocabulary.tokens, lambda _: "")
-    parser = row.parser(options(thinking=thinking))
+    parser = row.parser(options(tools=tools, thinking=thinking))
     pieces: list[Piece] = []
     # Bytes are no characters, and no format looks into them: read each run of text at once.
     run = b""
@@ -244,6 +253,90 @@ def test_a_forced_text_in_tags_has_no_tag_that_ends_it_for_the_parser(
     call = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n"
     reply = [*tokens("<tool_call>"), *call.encode(), *tokens("</tool_call>"), EOS]
     assert (compiled.matcher().allowed_start(reply) == len(reply)) == is_text
+
+
+# Parts of texts that a format uses itself, or that look like JSON.
+PARTS = (
+    *("a", " ", "\n", "<", ">", '"', "{", "[", "\\", "null", "None", "true", "7"),
+    *("</parameter>", "<parameter=", "</function>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    *(
+        "</｜DSML｜parameter>",
+        "｜DSML｜",
+        "</",
+        '<|"|>',
+        "<tool_call|>",
+        "<|end|>",
+        "[ARGS]",
+        "<｜tool▁call▁end｜>",
+    ),
+)
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=4).map("".join)
+TYPES = st.sampled_from([{"type": "string"}, {"type": ["string", "null"]}, {}])
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("name", ["qwen-tags", "dsml", "hermes"])
+@settings(max_examples=25)
+@given(key=st.just("k") | TEXTS, value=TEXTS, types=TYPES)
+def test_a_text_of_an_enumeration_is_read_back_or_refused_by_its_tool(
+    name: str, spelled: bool, key: str, value: str, types: dict[str, Any]
+) -> None:
+    row = ROWS[name]
+    vocabulary = ByteMarks(row, spelled=spelled)
+    schema = {
+        "properties": {key: {**types, "enum": [value]}},
+        "required": [key],
+        "additionalProperties": False,
+    }
+    tool = Tool("f", "", {"type": "object", **schema})
+    refusal = None
+    try:
+        text = ReplyFormat(row, vocabulary.tokens).call_grammar((tool,), parallel=False, thinking=False)
+    except RequestError as error:
+        refusal = error
+    if refusal is not None:
+        assert (refusal.code, refusal.param) == ("unsupported_schema", "tools")
+        assert refusal.message.startswith("tool f has ")
+        # Only what the format uses itself is refused.
+        assert name != "hermes"
+        assert set(key + value) & set('<>"') or value.strip() in {"null", "None"} or key.strip() != key
+        return
+    ids = draw(text, vocabulary, b"", random.Random(0))
+    assert ids is not None
+    _, said, ((called, arguments),) = read(row, vocabulary, ids, tools=(tool,))
+    assert (said.strip(), called, json.loads(arguments)) == ("", "f", {key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "choices"),
+    [
+        ("qwen-tags", "k", ["a", "x</parameter>"]),
+        ("qwen-tags", "k", ["</tool_call>"]),
+        ("qwen-tags", "a>b", ["a"]),
+        ("dsml", "k", ["</｜DSML｜parameter>"]),
+        ("dsml", 'a"b', ["a"]),
+    ],
+)
+def test_a_tool_that_spells_a_tag_of_its_format_is_refused_by_name(
+    name: str, key: str, choices: list[str]
+) -> None:
+    tool = Tool("f", "", {"properties": {key: {"type": "string", "enum": choices}}})
+    with pytest.raises(RequestError, match=r"^tool f has .* cannot write"):
+        ReplyFormat(ROWS[name], {}).call_grammar((tool,), parallel=False, thinking=False)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_forced_call_of_harmony_opens_its_turn_unless_the_prompt_has(opened: bool) -> None:
+    row = ROWS["harmony"]
+    vocabulary = ByteMarks(row, spelled=False)
+    form = ReplyFormat(row, vocabulary.tokens)
+    text = form.call_grammar(TOOLS[1:], parallel=False, thinking=False, opened=opened)
+    ids = draw(text, vocabulary, ENDS["harmony"], random.Random(1))
+    assert ids is not None
+    start = [vocabulary.tokens["<|start|>"], *b"assistant"]
+    assert (ids[: len(start)] == start) != opened
+    _, said, calls = read(row, vocabulary, ids)
+    assert (said, [called for called, _ in calls]) == ("", ["list"])
 
 
 UNENFORCED: list[tuple[str, dict[str, Any], str]] = [

@@ -38,6 +38,8 @@ class CallRules:
     tokens: Mapping[str, int]
     # The mark with which the reply itself may open a reasoning first, or "".
     reasoning_start: str = ""
+    # Whether the prompt has opened the assistant's turn.
+    opened: bool = True
 
     def mark(self, name: str) -> str:
         """Return the expression of a mark: its token where it is one, otherwise its text."""
@@ -82,6 +84,15 @@ class CallRules:
                 code="unsupported_schema",
                 hint='leave it out, or set "strict" to false',
             )
+
+    def refuse_always(self, tool: Tool, what: str) -> None:
+        """Raise `RequestError` for a tool whose forced call the parser would not read back."""
+        raise RequestError(
+            f"tool {tool.name} has {what}, which this model's format of calls cannot write",
+            param="tools",
+            code="unsupported_schema",
+            hint="change it, or leave the choice of tools to the model",
+        )
 
     def members(self, schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return name and schema of each property, and whether it is required."""
@@ -194,7 +205,10 @@ def _loaded(text: str) -> Any:
         return {"not": {}}
 
 
-def json_call(rules: CallRules, tool: Tool, arguments: str) -> str:
-    """Return the expression of ``{"name": NAME, arguments: {...}}``."""
-    opening = rules.text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
-    return f"{opening} {rules.schema(tool)} {rules.text('}')}"
+def json_calls(rules: CallRules, arguments: str, *, before: str = "", after: str = "") -> list[str]:
+    """Return the expression of ``{"name": NAME, arguments: {...}}`` for each tool, between two others."""
+    calls = []
+    for tool in rules.tools:
+        opening = rules.text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        calls.append(f"{before} {opening} {rules.schema(tool)} {rules.text('}')} {after}")
+    return calls

@@ -100,7 +100,7 @@ def write_grammar(rules: CallRules) -> str:
         f'"json" {rules.mark(MESSAGE)} {rules.schema(tool)}'
         for tool in rules.tools
     ]
-    before = f"({_opening(rules)} {_thought(rules)})? {rules.mark(CHANNEL)}"
+    before = f"{_turn(rules)} ({_opening(rules)} {_thought(rules)})? {rules.mark(CHANNEL)}"
     return rules.grammar(calls, before=before, single=True, extra=[_THOUGHT])
 
 
@@ -109,8 +109,14 @@ def write_prelude(rules: CallRules, thinking: bool) -> tuple[str, list[str]]:
 
     With ``thinking`` the prompt ends inside the analysis.
     """
-    analysis = _thought(rules) if thinking else f"({_opening(rules)} {_thought(rules)})?"
+    first = f"{_turn(rules)} ({_opening(rules)} {_thought(rules)})?"
+    analysis = _thought(rules) if thinking else first
     return f'{analysis} {rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)}', [_THOUGHT]
+
+
+def _turn(rules: CallRules) -> str:
+    """Return the expression of the start of the assistant's turn, unless the prompt ends with it."""
+    return "" if rules.opened else f'{rules.mark(START)} "assistant"'
 
 
 def _opening(rules: CallRules) -> str:

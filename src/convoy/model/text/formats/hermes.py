@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.model.text.formats.grammar import CallRules, json_call
+from convoy.model.text.formats.grammar import CallRules, json_calls
 from convoy.model.text.formats.json_call import JsonCall
 from convoy.model.text.formats.lexer import Mark
 from convoy.model.text.formats.parser import THINK, ParserOptions, ReplyParser
@@ -61,6 +61,5 @@ class HermesParser(ReplyParser):
 def write_grammar(rules: CallRules) -> str:
     """Return the grammar of forced calls."""
     newline = rules.text("\n")
-    opening, closing = f"{rules.mark(OPEN)} {newline}", f"{newline} {rules.mark(CLOSE)}"
-    calls = [f"{opening} {json_call(rules, tool, 'arguments')} {closing}" for tool in rules.tools]
-    return rules.grammar(calls, between=newline)
+    before, after = f"{rules.mark(OPEN)} {newline}", f"{newline} {rules.mark(CLOSE)}"
+    return rules.grammar(json_calls(rules, "arguments", before=before, after=after), between=newline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from convoy.model.text.formats.grammar import CallRules, json_call
+from convoy.model.text.formats.grammar import CallRules, json_calls
 from convoy.model.text.formats.json_call import JsonCall
 from convoy.model.text.formats.lexer import Mark
 from convoy.model.text.formats.parser import THINK, ParserOptions, ReplyParser
@@ -88,4 +88,4 @@ class LlamaParser(ReplyParser):
 
 def write_grammar(rules: CallRules) -> str:
     """Return the grammar of a forced call; this format has one at a time."""
-    return rules.grammar([json_call(rules, tool, "parameters") for tool in rules.tools], single=True)
+    return rules.grammar(json_calls(rules, "parameters"), single=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from convoy.model.text.formats.grammar import CallRules, json_call
+from convoy.model.text.formats.grammar import CallRules, json_calls
 from convoy.model.text.formats.json_call import JsonArguments, JsonCall
 from convoy.model.text.formats.lexer import Mark
 from convoy.model.text.formats.parser import ParserOptions, ReplyParser
@@ -135,6 +135,6 @@ def write_grammar(rules: CallRules) -> str:
                 for tool in rules.tools
             ]
         )
-    calls = [json_call(rules, tool, "arguments") for tool in rules.tools]
+    calls = json_calls(rules, "arguments")
     opening = f"{rules.mark(CALLS)} {rules.text('[')}"
     return rules.grammar(calls, before=opening, between=rules.text(", "), after=rules.text("]"))

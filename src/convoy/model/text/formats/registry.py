@@ -100,30 +100,47 @@ class ReplyFormat:
         return self.row.grammar is not None
 
     def call_grammar(
-        self, tools: tuple[Tool, ...], *, parallel: bool, thinking: bool, may_think: bool = False
+        self,
+        tools: tuple[Tool, ...],
+        *,
+        parallel: bool,
+        thinking: bool,
+        may_think: bool = False,
+        opened: bool = True,
     ) -> str:
         """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one.
 
+
         ``thinking`` and ``may_think`` tell where the prompt ends; see `may_open_reasoning` for the second.
+        ``opened`` tells whether the prompt has opened the assistant's turn.
         """
         assert self.row.grammar is not None, "only a format with calls can force them"
-        return self.row.grammar(self._rules(tools, parallel, thinking, may_think))
+        return self.row.grammar(self._rules(tools, parallel, thinking, may_think, opened))
 
     def answer_grammar(
-        self, grammar: Grammar, *, thinking: bool, continues: bool, may_think: bool = False
+        self,
+        grammar: Grammar,
+        *,
+        thinking: bool,
+        continues: bool,
+        may_think: bool = False,
+        opened: bool = True,
     ) -> Grammar:
         """Return the grammar of a reply whose text keeps ``grammar``, behind its reasoning if there is one.
 
-        ``continues`` tells that the prompt ends inside the text. A grammar in a language of its own holds
-        from the beginning and is returned itself: such a reply has no reasoning.
+        ``continues`` tells that the prompt ends inside the text, and ``opened`` that it has opened the turn.
+        A grammar in a language of its own holds from the beginning and is returned itself: such a reply has
+        no reasoning.
         """
-        rules = self._rules((), False, thinking, may_think and not continues)
+        rules = self._rules((), False, thinking, may_think and not continues, opened)
         if self.row.prelude is not None and (thinking or not continues):
             prelude, extra = self.row.prelude(rules, thinking)
             return rules.answer(grammar, prelude=prelude, extra=extra)
         return rules.answer(grammar) if rules.reasoning_end else grammar
 
-    def _rules(self, tools: tuple[Tool, ...], parallel: bool, thinking: bool, may_think: bool) -> CallRules:
+    def _rules(
+        self, tools: tuple[Tool, ...], parallel: bool, thinking: bool, may_think: bool, opened: bool
+    ) -> CallRules:
         opening, closing = self.row.parser.think
         return CallRules(
             tools,
@@ -131,6 +148,7 @@ class ReplyFormat:
             closing if thinking or may_think else "",
             self.tokens,
             opening if may_think and not thinking else "",
+            opened,
         )
 
     def lexer(self, shown_of: Callable[[int], str]) -> Lexer:

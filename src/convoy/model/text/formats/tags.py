@@ -27,6 +27,8 @@ DSML_MARKS = (*THINK, DSML)
 # It stands for DSML's mark within a text. The model's own such letters are replaced.
 _PLACE = "\ufdd0"
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
+_NULLS = frozenset({"null", "None"})
+_DSML_ENDS = ("parameter", "function_calls", "tool_calls")
 _ATTRIBUTE = re.compile(r'([^"]*)"(?:\s+string="(true|false)")?')
 
 
@@ -49,7 +51,10 @@ class ArgumentWriter:
     @property
     def in_string(self) -> bool:
         """Tell whether a string within a JSON object or list is open, in which a tag is text."""
-        return not self._streams and self._held.lstrip()[:1] in {"{", "["} and self._value.in_string
+        # Where a text is allowed, it may begin like JSON and end like none.
+        if "string" in self._types:
+            return False
+        return self._held.lstrip()[:1] in {"{", "["} and self._value.in_string
 
     def open(self, key: str, is_text: bool | None) -> list[Piece]:
         """Begin a value. ``is_text`` None leaves it to the schema whether it is text or JSON."""
@@ -314,6 +319,8 @@ def write_qwen_grammar(rules: CallRules) -> str:
         parts = [rules.mark(OPEN), rules.text(f"\n<function={tool.name}>\n")]
         for place, (key, schema, required) in enumerate(rules.parameters(tool)):
             name = f"value_{index}_{place}"
+            if ">" in key or key.strip() != key:
+                rules.refuse_always(tool, "a parameter with > or outer white space in its name")
             extra.append(f"{name}: {rules.text(f'<parameter={key}>' + chr(10))} {name}_text")
             extra += _value(rules, tool, f"{name}_text", schema, end="\n</parameter>\n", tags=tags)
             parts.append(name if required else f"{name}?")
@@ -324,15 +331,21 @@ def write_qwen_grammar(rules: CallRules) -> str:
 def write_dsml_grammar(rules: CallRules) -> str:
     """Return the grammar of forced calls in DSML."""
     mark, calls, extra = rules.mark(DSML), [], []
+    # A mark that is a token is no text.
+    tags = [] if DSML in rules.tokens else [f"</{DSML}{name}>" for name in _DSML_ENDS]
     for index, tool in enumerate(rules.tools):
         parts = [rules.text("<"), mark, rules.text(f'invoke name="{tool.name}">\n')]
         for place, (key, schema, required) in enumerate(rules.parameters(tool)):
             name = f"value_{index}_{place}"
+            if ">" in key or '"' in key:
+                rules.refuse_always(tool, "a parameter with > or a quotation mark in its name")
             is_text = _types(schema) == {"string"}
             attributes = f'parameter name="{key}" string="{"true" if is_text else "false"}">'
             extra.append(f"{name}: {rules.text('<')} {mark} {rules.text(attributes)} {name}_text")
             closing = f"{mark} {rules.text('parameter>' + chr(10))}"
-            extra += _value(rules, tool, f"{name}_text", schema, end="</", after=closing, marked=True)
+            extra += _value(
+                rules, tool, f"{name}_text", schema, end="</", after=closing, tags=tags, marked=True
+            )
             parts.append(name if required else f"{name}?")
         calls.append(" ".join([*parts, rules.text("</"), mark, rules.text("invoke>\n")]))
     opening = f"{rules.text('<')} {mark} {rules.text('function_calls>' + chr(10))}"
@@ -368,8 +381,24 @@ def _value(
     ]
     _check_text(rules, tool, schema, has_texts=bool(texts))
     if texts:
+        _check_choices(rules, tool, schema, tags)
         return [f"{name}: ({' | '.join(texts)}) {rules.text(end)} {after}"]
-    return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: {_free(tags)}"]
+    # DSML's text ends where a tag would begin.
+    kept_out = () if marked else tags
+    return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: {_free(kept_out)}"]
+
+
+def _check_choices(rules: CallRules, tool: Tool, schema: Mapping[str, Any], tags: Sequence[str]) -> None:
+    """Raise `RequestError` for a text of an enumeration that the parser would not read back."""
+    choices = [one for one in schema["enum"] if isinstance(one, str)]
+    if any(tag in one for one in choices for tag in tags):
+        rules.refuse_always(tool, "an enum with a value that holds one of the format's own tags")
+    if (
+        "null" in _types(schema)
+        and None not in schema["enum"]
+        and any(one.strip() in _NULLS for one in choices)
+    ):
+        rules.refuse_always(tool, "an enum with the text null where null is allowed too")
 
 
 def _check_text(rules: CallRules, tool: Tool, schema: Mapping[str, Any], *, has_texts: bool) -> None:
