@@ -89,6 +89,11 @@ def jobs_of(step: Step, vocab_size: int) -> list[SampleJob]:
     return [job_of(request, vocab_size) for request in step.samples]
 
 
+def replies_of(step: Step, outcomes: Sequence[SampleResult]) -> SampleReplies:
+    """Return the replies of a step to the head, in the order of its jobs."""
+    return SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
+
+
 def answer_of(outcome: SampleResult) -> SampleReply:
     """Return the reply to the head."""
     if outcome.error is not None:
@@ -96,11 +101,6 @@ def answer_of(outcome: SampleResult) -> SampleReply:
     sampled = outcome.sampled
     logits, state = _bytes_of(outcome.logits), _bytes_of(outcome.state)
     return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank, state)
-
-
-def replies_of(step: Step, outcomes: Sequence[SampleResult]) -> SampleReplies:
-    """Return the replies of a step to the head, in the order of its jobs."""
-    return SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
 
 
 def outcome_of(answer: SampleReply, job: SampleJob, vocab_size: int, output_size: int) -> SampleResult:
