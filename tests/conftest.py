@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from support.examined import examine_once
+from support.tls_files import trust_few
 from support.unit import Guard
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
@@ -84,7 +85,8 @@ def bound_memory(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def examined_once() -> Iterator[None]:
+def examined_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         examine_once(patch)
+        trust_few(patch, tmp_path_factory.mktemp("trusted"))
         yield
