@@ -42,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unit"):
         config.pluginmanager.register(Guard())
     bound_memory(config)
+
+
+def pytest_collectstart() -> None:
+    # Not in a process that only shares tests out, which would stay without a collector.
     gc.disable()
 
 
