@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from support.examined import examine_once
+from support.tls_files import trust_few
 from support.unit import Guard
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
@@ -41,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unit"):
         config.pluginmanager.register(Guard())
     bound_memory(config)
+
+
+def pytest_collectstart() -> None:
+    # Not in a process that only shares tests out, which would stay without a collector.
     gc.disable()
 
 
@@ -84,7 +89,8 @@ def bound_memory(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def examined_once() -> Iterator[None]:
+def examined_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         examine_once(patch)
+        trust_few(patch, tmp_path_factory.mktemp("trusted"))
         yield

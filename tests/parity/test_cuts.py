@@ -162,7 +162,14 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[
 
 
 @pytest.mark.parametrize(
-    ("layout", "chunk"), [("whole", 256), ("whole", 7), ("default", 7), ("reverse", 256), ("forward", 7)]
+    ("layout", "chunk"),
+    [
+        pytest.param("whole", 256, marks=pytest.mark.long),
+        ("whole", 7),
+        ("default", 7),
+        ("reverse", 256),
+        ("forward", 7),
+    ],
 )
 def test_a_shared_prefix_changes_no_bit(
     demo: ModelSource,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -80,14 +81,31 @@ def test_answers_of_a_model_match_their_grammar(alone: list[list[Output]]) -> No
     assert all(re.fullmatch(PATTERN, text) for text in [*texts(alone[1]), texts(alone[2])[0]])
 
 
+GUESSES: dict[str, dict[str, Any]] = {"off": {"jump_forward": False}, "forced": {}, "all": {"speculate": 8}}
+# Each layout with guesses of one kind, and one layout with each.
+QUICK = [
+    *(("default", guesses) for guesses in GUESSES),
+    *zip(
+        [name for name in LAYOUTS if name != "default"],
+        itertools.cycle(["all", "forced"]),
+        # the cycle has no end
+        strict=False,
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "changes", [{"jump_forward": False}, {}, {"speculate": 8}], ids=["off", "forced", "all"]
+    ("layout", "guesses"),
+    [
+        pytest.param(layout, guesses, marks=[] if (layout, guesses) in QUICK else [pytest.mark.long])
+        for layout in LAYOUTS
+        for guesses in GUESSES
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_grammar_gives_the_same_bits_on_any_layout_with_and_without_guesses(
-    demo: ModelSource, alone: list[list[Output]], layout: str, changes: dict[str, Any]
+    demo: ModelSource, alone: list[list[Output]], layout: str, guesses: str
 ) -> None:
-    spans, limits = LAYOUTS[layout]
+    (spans, limits), changes = LAYOUTS[layout], GUESSES[guesses]
     with running(demo, spans, **{**limits, **changes}) as cluster:
         told = answers(cluster, requests_for(demo))
         stats = cluster.engine.stats()

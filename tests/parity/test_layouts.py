@@ -124,7 +124,8 @@ def test_every_request_is_answered_as_by_one_member(
     spans = LAYOUTS[layout]
     with running_cluster(demo, len(spans), spans=spans, **pace) as cluster:
         assert answers(cluster) == expected
-        if not pace.get("num_blocks"):
+        # Few blocks keep nothing, and a prompt in chunks of one token takes its time.
+        if not pace.get("num_blocks") and pace.get("prefill_chunk") != 1:
             assert answers(cluster) == expected, "with what the first round left in the prefix cache"
         assert cluster.status().route.startswith("complete: ")
 

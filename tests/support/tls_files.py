@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import sys
 from pathlib import Path
 
+import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+
+
+def trust_few(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let HTTP clients of this process trust one certificate, in place of all that are known.
+
+    A client reads them when it is made, which takes 25 ms of processor time. Tests make thousands of clients,
+    for servers on loopback.
+    """
+    if "httpx" in sys.modules:
+        import certifi
+
+        file, _ = make_tls_files(folder)
+        patch.setattr(certifi, "where", lambda: file)
 
 
 def make_tls_files(folder: Path, *names: str) -> tuple[str, str]:
