@@ -101,6 +101,20 @@ def test_reasoning_text_and_calls_are_blocks_of_their_own_in_order() -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
+@pytest.mark.parametrize("number", ["1e999", "-0.0", "1" + "0" * 5000])
+def test_a_number_of_any_size_stays_in_a_calls_input(number: str) -> None:
+    answer = answer_of([CallPiece(0, "call_1", "clock", f'{{"size": {number}}}')], Ended("tool_calls"))
+    for output in outputs([TextPiece("")]):
+        answer.add(0, output)
+    assert f'"input":{{"size": {number}}}' in msgspec.json.encode(answer.whole()).decode()
+
+
+@pytest.mark.parametrize("text", ['{"size": NaN}', '{"size": }', "[1]"])
+def test_arguments_that_are_no_object_become_text(text: str) -> None:
+    (block,) = whole([CallPiece(0, "call_1", "clock", text)], Ended("tool_calls"))["content"]
+    assert block == {"type": "text", "text": text, "citations": None}
+
+
 def test_a_whole_answer_has_the_blocks_of_the_stream() -> None:
     thinking, text, clock, moon = whole(PIECES, Ended("tool_calls"))["content"]
     streamed_thinking, *_ = blocks_of(streamed(PIECES, Ended("tool_calls")))

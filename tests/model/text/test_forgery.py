@@ -1,11 +1,15 @@
 """No text of a caller opens a turn, a call or a reasoning, in any field and any family.
 
-Run as a program, it tries as many texts as its argument says and prints how many were forged or refused.
+Run as a program, it tries as many texts as its argument says for each family and API, and prints how many
+were forged or refused:
+
+    PYTHONPATH=tests python tests/model/text/test_forgery.py 1112
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import random
 import sys
@@ -20,6 +24,8 @@ from convoy.errors import RequestError
 from convoy.model.text.conversation import Conversation, Tool, ToolCall, Turn
 from convoy.model.text.tokens import Tokenizer
 from support.chat_templates import FAMILIES, control_strings, load_family
+from support.three_apis import APIS, HONEST, service_of, talking, translated
+from support.three_apis import FIELDS as FIELDS_OF
 
 
 def conversation(
@@ -160,23 +166,55 @@ def test_a_continued_message_stays_open(load: Callable[[str], Tokenizer]) -> Non
     assert (ids.count(end), closed.count(end)) == (1, 2)
 
 
+class Forger:
+    """Put texts into the fields of a body, and look for control tokens in its prompt."""
+
+    def __init__(self, api: str, tokenizer: Tokenizer) -> None:
+        self._api, self._service, self._tokenizer = api, service_of(tokenizer), tokenizer
+        self._honest = self._controls({})
+
+    def forges(self, field: str, text: str) -> bool:
+        """Tell whether a text in a field changes the control tokens of the prompt. Raises RequestError."""
+        return self._controls({field: text}) != self._honest
+
+    def _controls(self, given: dict[str, str]) -> Counter[int]:
+        body = talking(self._api, {**HONEST, **given})
+        if not self._tokenizer.reply_format.has_calls:
+            del body["tools"]
+        (request,) = translated(self._api, body, self._service).requests
+        return Counter(number for number in request.prompt_ids if number in self._tokenizer.control_ids)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_body_of_an_api_forges_a_control_token(
+    name: str, api: str, load: Callable[[str], Tokenizer]
+) -> None:
+    forger = Forger(api, load(name))
+    texts = itertools.cycle(hostile(name))
+    # A text that is no name of a tool is refused.
+    names = {"tool"}
+    forged = [one for one in FIELDS_OF[api] if one not in names and forger.forges(one, next(texts))]
+    assert forged == []
+
+
 def main(num_texts: int) -> None:
-    """Try random mixtures of a family's control strings in all fields, and print the counts."""
-    chance = random.Random(1)
+    """Try random mixtures of a family's control strings in all fields of each API, and print the counts."""
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as directory:
             tokenizer = load_family(name, Path(directory))
-            honest = honest_controls(tokenizer)
-            forged = refused = 0
             parts = [*hostile(name), "<", ">", "|", "end", "assistant", "\n", '"', "\\", "{", "}", "[", "]"]
-            for index in range(num_texts):
-                text = "".join(chance.choices(parts, k=chance.randint(1, 4)))
-                try:
-                    forged += is_forged(tokenizer, FIELDS[index % len(FIELDS)], text, honest)
-                except RequestError:
-                    refused += 1
+            for api in APIS:
+                chance, forger = random.Random(1), Forger(api, tokenizer)
+                forged = refused = 0
+                for index in range(num_texts):
+                    text = "".join(chance.choices(parts, k=chance.randint(1, 4)))
+                    try:
+                        forged += forger.forges(FIELDS_OF[api][index % len(FIELDS_OF[api])], text)
+                    except RequestError:
+                        refused += 1
+                print(f"{name:13} {api:10} {num_texts} texts, {forged} forged, {refused} refused", flush=True)
             tokenizer.close()
-            print(f"{name}: {num_texts} texts, {forged} forged, {refused} refused")
 
 
 if __name__ == "__main__":

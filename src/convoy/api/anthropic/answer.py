@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import hmac
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -184,10 +184,17 @@ def _delta(piece: Piece) -> shapes.TextDelta | shapes.ThinkingDelta | shapes.Inp
             return shapes.InputJsonDelta(arguments)
 
 
-def _input(text: str) -> dict[str, Any] | None:
-    """Return a call's input, or None for text that is no object."""
+def _input(text: str) -> msgspec.Raw | None:
+    """Return a call's input as its own JSON text, or None for text that is no object.
+
+    A JSON number may lie outside the range of every type, as 1e999 does, so none is converted.
+    """
     try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        value = json.loads(text or "{}", parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return msgspec.Raw((text or "{}").encode()) if isinstance(value, dict) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

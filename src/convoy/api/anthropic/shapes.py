@@ -36,7 +36,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
 
     id: str
     name: str
-    input: Mapping[str, Any]
+    input: Mapping[str, Any] | msgspec.Raw
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
