@@ -460,7 +460,8 @@ class SampleReplies(Message, frozen=True):
 
     def weight(self) -> int:
         num_objects = 1 + sum(1 + len(answer.top) for answer in self.answers)
-        return num_objects * OBJECT_BYTES + sum(len(answer.logits) for answer in self.answers)
+        num_bytes = sum(len(answer.logits) + len(answer.state) for answer in self.answers)
+        return num_objects * OBJECT_BYTES + num_bytes
 
     # Tokens must not reach logs or error texts, so the text form leaves them out.
     def __repr__(self) -> str:
