@@ -169,6 +169,8 @@ class PrefixCache:
         The list is empty for none.
         """
         counts: list[int] = []
+        if not self._enters_block(sequence, end):
+            return counts
         for one in self._overwritten(sequence, end):
             if one.is_shared:
                 counts = counts or [0] * len(self._strides)
@@ -178,6 +180,8 @@ class PrefixCache:
     def num_unshared(self, sequence: Sequence, most: int) -> int:
         """Return how many of the next ``most`` positions come before a block that another sequence shares."""
         start = sequence.num_scheduled
+        if not self._enters_block(sequence, start + most):
+            return most
         shared = [one.run * self._size for one in self._overwritten(sequence, start + most) if one.is_shared]
         return min((max(position, start) - start for position in shared), default=most)
 
@@ -187,7 +191,9 @@ class PrefixCache:
         Return the grants. The caller has checked that there is room for `num_shared`. Other blocks stay only
         while there is room.
         """
-        grants = []
+        grants: list[BlockGrant] = []
+        if not self._enters_block(sequence, end):
+            return grants
         for one in sorted(self._overwritten(sequence, end), key=lambda one: not one.is_shared):
             pool, table = self._pools[one.group], sequence.tables[one.group]
             place = one.run % len(table)
@@ -241,10 +247,17 @@ class PrefixCache:
         labelled = [pool.label(block, tag) for pool, block in zip(pools, blocks, strict=True)]
         sequence.passing = tag if all(labelled) and end not in sequence.marks else None
 
+    def _enters_block(self, sequence: Sequence, end: int) -> bool:
+        """Return whether a row up to ``end`` may write over a full block.
+
+        Most rows stay within a block, and a ring is written over from the start of one.
+        """
+        if not self._replaces or not sequence.tables:
+            return False
+        return bool(self._states) or -(-sequence.num_scheduled // self._size) != -(-end // self._size)
+
     def _overwritten(self, sequence: Sequence, end: int) -> Iterator[_Overwrite]:
         """Yield the full blocks that the next row, up to ``end``, is the first to write over."""
-        if not self._replaces or not sequence.tables:
-            return
         for group in self._states:
             pool, block = self._pools[group], sequence.tables[group][0]
             if pool.is_labelled(block) or pool.num_owners(block) > 1:

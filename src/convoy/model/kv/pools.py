@@ -102,6 +102,10 @@ class BlockTables:
         self._one_full = len(self._groups) == 1 and self._groups[0].is_full
         self._block_size = block_size
         self._max_context = max_context
+        # positions of a block; all that there are for one that holds a state
+        self._written_spans = [
+            max_context + 1 if group.recurrent else block_size * group.stride for group in groups
+        ]
         self._tables: dict[int, BlockTable] = {}
         # the number of tables that hold each block
         self._holders: Counter[_Block] = Counter()
@@ -207,9 +211,10 @@ class BlockTables:
         size, end = self._block_size, row.start + row.num_tokens
         first, num_ends = row.start // size, end // size - row.start // size
         # every block that the row wrote to loses its tag; the full ones get the new tags below
+        full = self._full
         for index in range(len(self._groups)):
             for block in self._written(index, row, table):
-                self._full.pop((index, block), None)
+                full.pop((index, block), None)
         table.last = {}
         if not row.tag:
             return
@@ -232,13 +237,14 @@ class BlockTables:
             elif end % size == 0:
                 self._full[index, blocks[0]] = table.ends[end // size]
 
-    def _written(self, group: int, row: Row, table: BlockTable) -> list[int]:
+    def _written(self, group: int, row: Row, table: BlockTable) -> Sequence[int]:
         """Return the blocks of a group that a checked row writes to."""
-        blocks, span = table.blocks[group], self._span(group)
-        if self._groups[group].recurrent:
-            return blocks[:1]
-        runs = range(row.start // span, -(-(row.start + row.num_tokens) // span))
-        return [blocks[run % len(blocks)] for run in runs]
+        blocks, span = table.blocks[group], self._written_spans[group]
+        first, last = row.start // span, (row.start + row.num_tokens - 1) // span
+        # the fast path: a decode
+        if first == last:
+            return (blocks[first % len(blocks)],)
+        return [blocks[run % len(blocks)] for run in range(first, last + 1)]
 
     def _grant(self, grant: BlockGrant, staged: StagedStep) -> None:
         tables = staged.tables
