@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from convoy.api.anthropic.answer import MessageAnswer
 from convoy.api.anthropic.bodies import decode_messages
@@ -26,6 +26,10 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
+from convoy.api.ollama.answer import OllamaAnswer
+from convoy.api.ollama.models import Lines, OllamaModels
+from convoy.api.ollama.problem import PREFIX, problem_of
+from convoy.api.ollama.translate import decode_chat, decode_prompt, read_ollama
 from convoy.api.openai.answers import Health, ModelCard, ModelList
 from convoy.api.openai.bodies import ChatBody, CompletionBody, decode_body
 from convoy.api.openai.chat_answer import ChatAnswer
@@ -33,6 +37,7 @@ from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, read_embeddings
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import detokenize, tokenize
+from convoy.api.problem import Problem
 from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
 from convoy.api.responses.endpoint import StoredResponses, StreamedRefusals
@@ -42,6 +47,9 @@ from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
+
+# The first arguments of every `Generate`.
+_Shared = tuple[Service, ServeOptions, Lifecycle, Intake, Repeats, KeptStreams]
 
 
 def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
@@ -79,6 +87,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/messages/count_tokens", count, methods=["POST"]),
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
+        *_ollama_routes(shared, dropped),
         Route("/", about.root, methods=["HEAD"]),
         Route("/tokenize", read_prompt(partial(tokenize, dropped=dropped)), methods=["POST"]),
         Route("/detokenize", read_prompt(detokenize), methods=["POST"]),
@@ -88,7 +97,29 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/status", about.status),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed, problem_for), routes)
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed, _problem_for), routes)
+
+
+def _ollama_routes(shared: _Shared, dropped: DroppedHistory) -> list[Route]:
+    read = partial(read_ollama, dropped=dropped)
+    chat, prompt = (
+        Lines(Generate(*shared, "chat", decode, read, partial(OllamaAnswer, is_chat=is_chat)))
+        for decode, is_chat in ((decode_chat, True), (decode_prompt, False))
+    )
+    service, options = shared[:2]
+    models = OllamaModels(service, options)
+    return [
+        Route("/api/chat", chat, methods=["POST"]),
+        Route("/api/generate", prompt, methods=["POST"]),
+        Route("/api/tags", models.tags),
+        Route("/api/show", models.show, methods=["POST"]),
+        Route("/api/version", models.version),
+    ]
+
+
+def _problem_for(scope: Scope) -> Problem:
+    """Return the form of errors for a request, by its path and its headers."""
+    return problem_of if scope["path"].startswith(PREFIX) else problem_for(scope)
 
 
 class _About:

@@ -35,6 +35,8 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         # Further headers of an error's answer.
         self.refusal_headers: Callable[[], Mapping[str, str]] = dict
+        # Whether a stream is lines of JSON in place of server-sent events.
+        self.sends_lines = False
         # An error in the form of the API that was asked: as a body, and as the events that end a stream.
         self.problem = problem
         self.failure: Callable[[BaseException], Sequence[msgspec.Struct]] = lambda error: [problem(error)]
@@ -87,15 +89,22 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def start_events(self) -> None:
-        """Send the headers of a stream of server-sent events."""
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+        """Send the headers of a stream."""
+        kind = "application/x-ndjson" if self.sends_lines else "text/event-stream; charset=utf-8"
+        headers = {"content-type": kind, "cache-control": "no-store"}
         # Without this header nginx buffers the stream and holds tokens back.
         headers["x-accel-buffering"] = "no"
         await self.send(answer_start(200, headers))
 
     async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
-        """Send some events in one write, and ``tail`` after them. The tag of a tagged struct is its name."""
-        data = b"".join(encode_event(event) for event in events) + tail
+        """Send some events in one write, and ``tail`` after them. The tag of a tagged struct is its name.
+
+        Lines of JSON have no names and no tail.
+        """
+        if self.sends_lines:
+            data = b"".join(_encoder.encode(event) + b"\n" for event in events)
+        else:
+            data = b"".join(encode_event(event) for event in events) + tail
         if data:
             await self.send_data(data)
 

@@ -77,14 +77,15 @@ class Generate(Generic[Body, Asked]):
         exchange: Exchange = scope["convoy.exchange"]
         caller: Caller = scope["convoy.caller"]
         headers = Headers(scope=scope)
-        last_id = headers.get(LAST_EVENT_ID)
+        # Lines of JSON have no ids.
+        last_id = None if exchange.sends_lines else headers.get(LAST_EVENT_ID)
         if last_id is not None:
             stream, number = self.streams.find(caller.salt, self.kind, last_id)
             # The running work of a stream counts as an answer itself.
             with nullcontext() if stream.is_working else self.lifecycle.answering(admitted=True):
                 await exchange.while_connected(stream.send_to(exchange, number))
             return
-        is_kept = asks_to_resume(headers)
+        is_kept = asks_to_resume(headers) and not exchange.sends_lines
         with ExitStack() as held:
             held.enter_context(self.lifecycle.answering())
             use = held.enter_context(caller.use.begin())

@@ -1,0 +1,93 @@
+"""Describe the served models, and mark the requests that get lines of JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from convoy import __version__
+from convoy.api.body.read_body import read_body
+from convoy.api.exchange import Exchange
+from convoy.api.listen.options import ServeOptions
+from convoy.api.ollama.translate import served_name
+from convoy.api.openai.bodies import convert_object, decode_object
+from convoy.api.service import ServedModel, Service
+
+# What this server does not know of a model.
+_DETAILS: dict[str, Any] = {
+    "parent_model": "",
+    "format": "",
+    "family": "",
+    "families": None,
+    "parameter_size": "",
+    "quantization_level": "",
+}
+_MAX_SHOW_BYTES = 64 * 1024
+
+
+class Lines:
+    """Wrap an endpoint that generates: its streams are lines of JSON, and not server-sent events."""
+
+    def __init__(self, generate: ASGIApp) -> None:
+        self._generate = generate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["convoy.exchange"]
+        exchange.sends_lines = True
+        await self._generate(scope, receive, send)
+
+
+class ShowBody(msgspec.Struct, frozen=True):
+    """Hold the body of POST /api/show. ``name`` is the older name of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class OllamaModels:
+    """Answer GET /api/tags, POST /api/show and GET /api/version."""
+
+    def __init__(self, service: Service, options: ServeOptions) -> None:
+        self._service = service
+        self._options = replace(options, max_body_bytes=_MAX_SHOW_BYTES)
+
+    async def tags(self, request: Request) -> Response:  # noqa: ARG002
+        return _json({"models": [_tag(model) for model in self._service.models]})
+
+    async def show(self, request: Request) -> Response:
+        """Return the description of one model. Raises `RequestError` or `UnknownModel`."""
+        data = await read_body(request.headers, request.receive, self._options)
+        body = convert_object(decode_object(data), ShowBody)
+        given = body.model or body.name
+        model = self._service.model(None if given is None else served_name(given, self._service))
+        tools = ["tools"] if model.tokenizer.reply_format.has_calls else []
+        return _json(
+            {
+                "modified_at": _time(model),
+                "details": _DETAILS,
+                "model_info": {"general.architecture": "convoy", "convoy.context_length": model.max_context},
+                "capabilities": ["completion", *tools],
+            }
+        )
+
+    async def version(self, request: Request) -> Response:  # noqa: ARG002
+        return _json({"version": __version__})
+
+
+def _tag(model: ServedModel) -> dict[str, Any]:
+    shown = {"name": model.name, "model": model.name, "modified_at": _time(model)}
+    return {**shown, "size": 0, "digest": "", "details": _DETAILS}
+
+
+def _time(model: ServedModel) -> str:
+    return datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
