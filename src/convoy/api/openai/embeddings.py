@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import cache_salt_of, check_room
 from convoy.api.chat.usage import UsageCounter
