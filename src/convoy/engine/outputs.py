@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal
 
 from convoy.errors import ConvoyError
+
+if TYPE_CHECKING:
+    # A proxy reads outputs' types and starts without numpy.
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import cache_salt_of, check_room
@@ -23,6 +21,10 @@ from convoy.engine.outputs import EmbeddingOutput, Output
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import RequestError
 from convoy.model.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Fields of OpenAI, vLLM and llama.cpp that change an embedding, with the values that ask for nothing. Null
 # asks for nothing too.
@@ -177,6 +179,9 @@ class EmbeddingAnswer:
 
 def normalised(state: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return ``state`` divided by its Euclidean length. A state of zeros stays as it is."""
+    # Imported late: a proxy starts without numpy.
+    import numpy as np
+
     wide = state.astype(np.float64)
     length = float(np.linalg.norm(wide))
     unit: npt.NDArray[np.float32] = (wide / (length or 1.0)).astype(np.float32)
