@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -141,12 +140,20 @@ def test_a_deep_recursion_fits_and_other_threads_keep_the_usual_stack() -> None:
         sys.setrecursionlimit(limit)
 
 
-def test_the_threads_end_with_their_pool() -> None:
-    before = set(threading.enumerate())
-    threads = DeepThreads(2, 1, MIB)
-    (first, second) = set(threading.enumerate()) - before
-    del threads
-    gc.collect()
-    for one in (first, second):
-        one.join(30)
-        assert not one.is_alive()
+def test_a_thread_ends_when_no_call_waits_and_a_later_call_has_a_new_one() -> None:
+    threads, seen = DeepThreads(2, 1, MIB), []
+    for caller in (b"a", b"b"):
+        threads.run(caller, lambda: seen.append(threading.current_thread()), 60.0)
+        seen[-1].join(30)
+        assert not seen[-1].is_alive()
+
+
+def test_as_many_callers_run_at_once_as_there_are_threads() -> None:
+    threads, both = DeepThreads(2, 1, MIB), threading.Barrier(2)
+    callers = [threading.Thread(target=threads.run, args=(name, both.wait, 60.0)) for name in (b"a", b"b")]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not both.broken
+    assert threads.num_waiting(b"a") == threads.num_waiting(b"b") == 0

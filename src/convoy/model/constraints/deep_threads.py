@@ -1,13 +1,13 @@
 """Run calls on a few threads with deep stacks, in turns of the callers.
 
-The threads begin with their pool and live as long as it does. The size of a stack can only be set for all
-threads of the process that begin meanwhile, so a pool is made before its process serves anything.
+A thread begins with a call and ends when no call waits, because its stack takes address space. The size of a
+stack can only be set for all threads of the process: one that another part starts in the same moment may get
+a deep stack too, which costs it address space alone.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -23,15 +23,8 @@ class DeepThreads:
     """Run one call of each caller at a time, and the callers in turn. Thread-safe."""
 
     def __init__(self, num_threads: int, max_waiting: int, stack_bytes: int) -> None:
-        """Start the threads. One caller may have ``max_waiting`` calls behind the one that runs."""
-        self._calls = _Calls(max_waiting)
-        usual = threading.stack_size(stack_bytes)
-        try:
-            for _ in range(num_threads):
-                threading.Thread(target=self._calls.work, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
-        weakref.finalize(self, self._calls.end)
+        """Bound the pool. One caller may have ``max_waiting`` calls behind the one that runs."""
+        self._calls = _Calls(num_threads, max_waiting, stack_bytes)
 
     def run(self, caller: bytes, function: Callable[[], _Result], timeout_s: float) -> _Result:
         """Return the result of ``function``, or raise its error.
@@ -76,21 +69,24 @@ class _Call(Generic[_Result]):
 
 
 class _Calls:
-    """Hold the waiting calls of all callers, and the loop of a thread. It does not know its pool."""
+    """Hold the waiting calls of all callers, and the threads that run them."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, num_threads: int, max_waiting: int, stack_bytes: int) -> None:
+        self._max_threads = num_threads
         self._max_waiting = max_waiting
+        self._stack_bytes = stack_bytes
         # The next caller comes first.
         self._waiting: OrderedDict[bytes, deque[_Call[Any]]] = OrderedDict()
         self._running: set[bytes] = set()
+        self._num_threads = 0
         self._changed = threading.Condition()
-        self._ended = False
 
     def add(self, caller: bytes, call: _Call[Any]) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(caller), _PATIENCE_S):
                 raise _too_many()
             self._waiting.setdefault(caller, deque()).append(call)
+            self._start_if_needed()
             self._changed.notify_all()
 
     def num_waiting(self, caller: bytes) -> int:
@@ -112,13 +108,22 @@ class _Calls:
             self._changed.notify_all()
             return True
 
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+    def _start_if_needed(self) -> None:
+        """Start a thread if a call can begin, and a thread is left."""
+        if self._next_caller() is None or self._num_threads == self._max_threads:
+            return
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            threading.Thread(target=self._work, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+        self._num_threads += 1
 
-    def work(self) -> None:
-        """Run calls until the end."""
+    def _next_caller(self) -> bytes | None:
+        return next((one for one in self._waiting if one not in self._running), None)
+
+    def _work(self) -> None:
+        """Run calls until none can begin."""
         while (taken := self._take()) is not None:
             caller, call = taken
             call.run()
@@ -130,20 +135,20 @@ class _Calls:
 
     def _take(self) -> tuple[bytes, _Call[Any]] | None:
         with self._changed:
-            while not self._ended:
-                caller = next((one for one in self._waiting if one not in self._running), None)
-                if caller is None:
-                    self._changed.wait()
-                    continue
-                calls = self._waiting.pop(caller)
-                call = calls.popleft()
-                if calls:
-                    self._waiting[caller] = calls
-                self._running.add(caller)
-                self._changed.notify_all()
-                call.begun.set()
-                return caller, call
-            return None
+            caller = self._next_caller()
+            if caller is None:
+                self._num_threads -= 1
+                return None
+            calls = self._waiting.pop(caller)
+            call = calls.popleft()
+            if calls:
+                self._waiting[caller] = calls
+            self._running.add(caller)
+            # The end of a call may have let two begin.
+            self._start_if_needed()
+            self._changed.notify_all()
+            call.begun.set()
+            return caller, call
 
 
 def _too_many() -> QueueFull:
