@@ -1,6 +1,7 @@
 """The three APIs through real processes: a coordinator, a provider of two members, and a blind proxy.
 
 The model has random weights, so a grammar makes it call: the answers are long, valid and the same each time.
+Reasoning is off, because random weights may open one and never end it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ JUDGED = {
             "max_tokens": LIMIT,
             "tools": [{"type": "function", "function": FUNCTION}],
             "tool_choice": "required",
+            "chat_template_kwargs": {"enable_thinking": False},
         },
         _streamed_chat,
         _whole_chat,
@@ -89,6 +91,7 @@ JUDGED = {
             "max_tokens": LIMIT,
             "tools": [{"name": "clock", "input_schema": SCHEMA}],
             "tool_choice": {"type": "any"},
+            "thinking": {"type": "disabled"},
         },
         _streamed_message,
         _whole_message,
@@ -101,6 +104,7 @@ JUDGED = {
             "tools": [{"type": "function", **FUNCTION}],
             "tool_choice": "required",
             "store": True,
+            "reasoning": {"effort": "none"},
         },
         lambda text: _call_of(parse_response_stream(text)[-1]["response"]),
         lambda text: _call_of(parse_response(text).to_dict()),
