@@ -39,6 +39,13 @@ const OPTIONS = {
   anthropic: { thinking: { type: "enabled", budgetTokens: 1024 } },
 };
 
+// Random weights may open a reasoning before a forced answer and never end it.
+const NO_REASONING = {
+  convoy: { reasoningEffort: "none" },
+  openai: { forceReasoning: true, reasoningEffort: "none", store: false, strictJsonSchema: true },
+  anthropic: { thinking: { type: "disabled" } },
+};
+
 const forecast = (execute) =>
   tool({ description: "Return the forecast of a city.", inputSchema: jsonSchema(CITY), ...(execute && { execute }) });
 
@@ -83,6 +90,7 @@ for (const [name, provide] of Object.entries(PROVIDERS)) {
         tools: { forecast: forecast() },
         toolChoice,
         maxOutputTokens: 200,
+        providerOptions: NO_REASONING,
       };
       const whole = await generateText(asked);
       assert.equal(whole.finishReason, "tool-calls");
@@ -92,8 +100,8 @@ for (const [name, provide] of Object.entries(PROVIDERS)) {
       const kinds = new Set();
       for await (const part of stream.stream) kinds.add(part.type);
       assert.ok(kinds.has("tool-input-delta"), [...kinds].join());
-      const [call] = await stream.toolCalls;
-      assert.deepEqual(call.input, whole.toolCalls[0].input);
+      // The OpenAI provider sends no temperature to a model of reasoning, so two answers may differ.
+      checkCity((await stream.toolCalls)[0].input);
     }
   });
 
@@ -111,7 +119,7 @@ for (const [name, provide] of Object.entries(PROVIDERS)) {
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
       stopWhen: stepCountIs(2),
       maxOutputTokens: 200,
-      providerOptions: { openai: { store: false } },
+      providerOptions: NO_REASONING,
     });
     assert.equal(done.steps.length, 2);
     assert.ok(cities.length > 0);
@@ -125,7 +133,7 @@ for (const [name, provide] of Object.entries(PROVIDERS)) {
       prompt: "Which city?",
       output: Output.object({ schema: jsonSchema(CITY) }),
       maxOutputTokens: 200,
-      providerOptions: { openai: { strictJsonSchema: true } },
+      providerOptions: NO_REASONING,
     };
     checkCity((await generateText(asked)).output);
     checkCity(await streamText(asked).output);
