@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import cast
 
 import pytest
@@ -21,6 +23,7 @@ from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import RequestError
 from convoy.model.constraints.compiler import GrammarLimits
+from convoy.model.constraints.matcher import AnswerLimits, CompiledGrammar, Matcher
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
@@ -236,3 +239,28 @@ def test_an_answer_ends_with_an_error_where_its_grammar_hits_a_limit(drafter: Dr
     assert len(done.tokens[0]) < ASKED.max_tokens
     assert isinstance(done.errors[0], RequestError)
     assert done.errors[0].param == "grammar"
+
+
+@pytest.mark.parametrize("max_states", range(4, 89, 3))
+def test_guesses_that_hit_their_limit_of_states_in_a_step_change_no_token(max_states: int) -> None:
+    few = letters(PATTERN, GrammarLimits(max_guess_states=max_states))
+    done = run(replace(ASKED, grammar=few), GrammarDrafter())
+    assert done.tokens == run(ASKED).tokens
+    assert done.reasons == {0: "stop"}
+
+
+class Ticking(CompiledGrammar):
+    """Let each look at the clock take one second, so that every piece of work takes one."""
+
+    def matcher(self, clock: Callable[[], float] | None = None) -> Matcher:
+        return super().matcher(clock or itertools.count().__next__)
+
+
+@pytest.mark.parametrize("first_s", range(1, 11))
+def test_guesses_that_use_up_their_time_in_a_step_change_no_token(first_s: int) -> None:
+    """An answer earns as much as its own work takes, and its guesses take more."""
+    compiled = letters(PATTERN, GrammarLimits(answer=AnswerLimits(first_s=first_s + 0.5, token_s=2.0)))
+    timed = Ticking(**{one.name: getattr(compiled, one.name) for one in fields(compiled) if one.init})
+    done = run(replace(ASKED, grammar=timed), GrammarDrafter())
+    assert done.tokens == run(ASKED).tokens
+    assert done.reasons == {0: "stop"}

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from convoy.errors import QueueFull, RequestError
+from convoy.errors import ConvoyError, QueueFull, RequestError
 from convoy.model.constraints.compiler import GrammarCompiler, GrammarLimits
+from convoy.model.constraints.deep_threads import DeepThreads
 from convoy.model.constraints.matcher import AnswerLimits, MaskFiller, Matcher
 from support.grammars import ByteVocabulary, compiled, grammar
+from support.waiting import wait_until
 
 OBJECT = {
     "type": "object",
@@ -182,19 +184,59 @@ class SlowVocabulary(ByteVocabulary):
         return super().encode_letters(text)
 
 
+class HeldThreads(DeepThreads):
+    """Let calls be late once the vocabulary holds one up, whatever time that takes."""
+
+    def __init__(self, vocabulary: SlowVocabulary) -> None:
+        super().__init__(2, 2, 16 * 1024 * 1024, wait=self._wait_for)
+        self._vocabulary = vocabulary
+        self.patient = False
+
+    def _wait_for(self, event: threading.Event, _timeout_s: float) -> bool:
+        if self.patient:
+            return event.wait(30.0)
+        assert self._vocabulary.asked.wait(30.0)
+        return event.is_set()
+
+
 def test_a_grammar_that_takes_too_long_is_refused_and_keeps_its_callers_slot_until_it_ends() -> None:
     vocabulary = SlowVocabulary()
-    vocabulary.go_on.set()
-    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=0.2, max_compiling=2))
-    compiler.compile(grammar("regex", "a"), "regex")
-    vocabulary.go_on.clear()
+    threads = HeldThreads(vocabulary)
+    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=0.2), threads=threads)
     with pytest.raises(RequestError, match=r"regex takes longer than 0\.2 s to compile"):
         compiler.compile(grammar("regex", "forced"), "regex")
-    assert vocabulary.asked.is_set()
     with pytest.raises(QueueFull):
         compiler.compile(grammar("regex", "[ab]+"), "regex")
+    threads.patient = True
     compiler.compile(grammar("regex", "[ab]+"), "regex", caller=b"another")
     vocabulary.go_on.set()
+
+
+@pytest.mark.parametrize("text", ["forced", "forced("])
+def test_requests_for_one_grammar_share_one_compilation_and_its_place(text: str) -> None:
+    vocabulary, found = SlowVocabulary(), list[object]()
+    threads = DeepThreads(2, 2, 16 * 1024 * 1024)
+    compiler = GrammarCompiler(vocabulary, GrammarLimits(deadline_s=60), threads=threads)
+
+    def ask(text: str) -> None:
+        try:
+            found.append(compiler.compile(grammar("regex", text), "regex"))
+        except ConvoyError as error:
+            found.append(str(error))
+
+    asking = [threading.Thread(target=ask, args=(one,)) for one in ["held", *[text] * 16, "other"]]
+    asking[0].start()
+    assert vocabulary.asked.wait(30)
+    for one in asking[1:-1]:
+        one.start()
+    wait_until(lambda: threads.num_waiting(b"") == 1)
+    asking[-1].start()
+    wait_until(lambda: threads.num_waiting(b"") == 2)
+    vocabulary.go_on.set()
+    for one in asking:
+        one.join(60)
+    assert len(found) == 18
+    assert len(set(found)) == 3, "one outcome for each grammar"
 
 
 def test_the_cache_keeps_the_last_used_grammars_within_their_price() -> None:
@@ -210,6 +252,20 @@ def test_the_cache_keeps_the_last_used_grammars_within_their_price() -> None:
     assert compiler.cached_bytes == 2 * compiler.price(one)
     assert compiler.compile(one, "regex") is first
     assert compiler.compile(grammar("regex", "b"), "regex") is not second
+
+
+def test_a_caller_with_many_grammars_displaces_its_own() -> None:
+    one = grammar("regex", "a")
+    price = GrammarCompiler(ByteVocabulary()).price(one)
+    compiler = GrammarCompiler(ByteVocabulary(), GrammarLimits(max_cache_bytes=4 * price))
+    kept = [compiler.compile(one, "regex", caller=caller) for caller in (b"a", b"b")]
+    greedy = [compiler.compile(grammar("regex", text), "regex") for text in "cdefg"]
+    assert compiler.cached_bytes == 4 * price
+    assert [compiler.compile(one, "regex", caller=caller) for caller in (b"a", b"b")] == kept
+    assert compiler.compile(grammar("regex", "g"), "regex") is greedy[-1]
+    new = compiler.compile(one, "regex", caller=b"new")
+    assert compiler.compile(one, "regex", caller=b"new") is new
+    assert [compiler.compile(one, "regex", caller=caller) for caller in (b"a", b"b")] == kept
 
 
 def test_a_grammar_that_is_larger_than_the_cache_is_not_kept() -> None:

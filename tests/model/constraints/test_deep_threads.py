@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from convoy.errors import QueueFull
-from convoy.model.constraints.deep_threads import DeepThreads
+from convoy.model.constraints.deep_threads import DeepThreads, start_deep
+from support.waiting import wait_until
 
 MIB = 1024 * 1024
 
@@ -20,6 +21,7 @@ class Held:
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.go_on = threading.Semaphore(0)
+        self.ended = threading.Event()
         self._changed = threading.Condition()
 
     def call(self, name: str) -> Callable[[], str]:
@@ -28,6 +30,7 @@ class Held:
                 self.begun.append(name)
                 self._changed.notify_all()
             assert self.go_on.acquire(timeout=30)
+            self.ended.set()
             return name
 
         return run
@@ -86,8 +89,7 @@ def test_callers_take_turns(held: Held) -> None:
 
 def threads_wait(threads: DeepThreads, caller: bytes, count: int) -> None:
     """Wait until ``count`` calls of a caller wait for a thread."""
-    while threads.num_waiting(caller) < count:
-        pass
+    wait_until(lambda: threads.num_waiting(caller) >= count)
 
 
 def test_too_many_waiting_calls_of_a_caller_are_refused(held: Held) -> None:
@@ -116,17 +118,21 @@ def test_a_call_that_does_not_begin_in_time_never_runs(held: Held) -> None:
 
 
 def test_a_call_that_is_late_is_left_behind(held: Held) -> None:
-    threads = DeepThreads(1, 2, MIB)
+    def wait_until_begun(event: threading.Event, timeout_s: float) -> bool:
+        held.wait_for(1)
+        return event.wait(timeout_s) if held.ended.is_set() else event.is_set()
+
+    threads = DeepThreads(1, 2, MIB, wait=wait_until_begun)
     with pytest.raises(TimeoutError):
-        threads.run(b"", held.call("late"), 0.05)
+        threads.run(b"", held.call("late"), 30.0)
     held.go_on.release()
+    assert held.ended.wait(30)
     assert threads.run(b"", lambda: 1, 30.0) == 1
 
 
 def test_a_deep_recursion_fits_and_other_threads_keep_the_usual_stack() -> None:
     usual = threading.stack_size()
     threads = DeepThreads(1, 1, 256 * MIB)
-    assert threading.stack_size() == usual
     limit = sys.getrecursionlimit()
 
     def depth(left: int) -> int:
@@ -138,6 +144,64 @@ def test_a_deep_recursion_fits_and_other_threads_keep_the_usual_stack() -> None:
         threads.run(b"", lambda: depth(9000), 60.0)
     finally:
         sys.setrecursionlimit(limit)
+    assert threading.stack_size() == usual
+
+
+def test_two_pools_at_once_leave_other_threads_the_usual_stack() -> None:
+    usual, interval_s = threading.stack_size(), sys.getswitchinterval()
+
+    def run_often(threads: DeepThreads) -> None:
+        for number in range(200):
+            threads.run(b"%d" % number, lambda: None, 30.0)
+
+    asking = [threading.Thread(target=run_often, args=(DeepThreads(1, 1, MIB),)) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join(60)
+    finally:
+        sys.setswitchinterval(interval_s)
+        found = threading.stack_size(usual)
+    assert found == usual
+
+
+class FewThreads:
+    """Start as many threads as are left, and then fail as Python does."""
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
+
+    def start(self, work: Callable[[], None], stack_bytes: int) -> None:
+        if not self.num_left:
+            raise RuntimeError("can't start new thread")
+        self.num_left -= 1
+        start_deep(work, stack_bytes)
+
+
+def test_a_call_without_a_thread_is_refused_and_a_later_one_runs() -> None:
+    few = FewThreads(0)
+    threads = DeepThreads(1, 1, MIB, start=few.start)
+    for _ in range(3):
+        with pytest.raises(QueueFull):
+            threads.run(b"", lambda: None, 30.0)
+    assert threads.num_waiting(b"") == 0
+    few.num_left = 1
+    assert threads.run(b"", lambda: 1, 30.0) == 1
+
+
+def test_calls_without_a_thread_of_their_own_wait_for_the_one_that_runs(held: Held) -> None:
+    threads = DeepThreads(2, 2, MIB, start=FewThreads(1).start)
+    asking = [ask(threads, held, b"first", "a")]
+    held.wait_for(1)
+    for caller in (b"first", b"second", b"third"):
+        asking.append(ask(threads, held, caller, "later"))
+        threads_wait(threads, caller, 1)
+    held.go_on.release(4)
+    for one in asking:
+        one.join(30)
+    assert len(held.begun) == 4
 
 
 def test_a_thread_ends_when_no_call_waits_and_a_later_call_has_a_new_one() -> None:

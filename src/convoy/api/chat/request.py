@@ -133,7 +133,12 @@ def _form(
         for tool in tools:
             model.grammars.check_schema(tool.parameters, "tools")
         text = own.call_grammar(
-            tools, parallel=choice.parallel, thinking=reply.thinking, may_think=may_think, opened=opened
+            tools,
+            parallel=choice.parallel,
+            thinking=reply.thinking,
+            continues=conversation.continues,
+            may_think=may_think,
+            opened=opened,
         )
         forced = Grammar("lark", text, param="tools")
         return model.grammars.compile(forced, "tools", caller=request.caller), reply

@@ -79,8 +79,10 @@ class Choice:
         matcher = self.sequence.matcher
         num_known = len(drafts) + 1 if matcher is None else len(matcher.masks)
         num_accepted = 0
-        of_drafts = list(zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True))
-        for outcome, draft in of_drafts[:num_known]:
+        known = outcomes[len(outcomes) - len(drafts) - 1 :][:num_known]
+        # The last known outcome is no guess's: a step that samples adds a token behind the accepted ones, and
+        # without it nothing would be left to schedule.
+        for outcome, draft in zip(known, [*drafts[: num_known - 1], None], strict=True):
             self._check_dead_end()
             if self._append(_sampled(outcome)):
                 return RowResult(num_accepted, complete=True)

@@ -11,9 +11,10 @@ import hashlib
 import json
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as SetOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,37 +90,80 @@ class GrammarLimits:
     answer: AnswerLimits = field(default_factory=AnswerLimits)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """Hold a grammar with its owner and its price."""
+
+    compiled: CompiledGrammar
+    caller: bytes
+    num_bytes: int
+
+
 class GrammarCompiler:
     """Compile grammars for one model's tokens, and cache the last used ones. Thread-safe."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, limits: GrammarLimits | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        limits: GrammarLimits | None = None,
+        *,
+        threads: DeepThreads | None = None,
+    ) -> None:
+        """Begin with an empty cache. ``threads`` run the library; the default ones keep ``limits``."""
         self._vocabulary = vocabulary
         self._limits = limits or GrammarLimits()
         self._tokens: LLTokenizer | None = None
-        self._cache: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
+        # The last used grammar comes last.
+        self._cache: OrderedDict[bytes, _Cached] = OrderedDict()
+        # The grammars that are being compiled, by their keys and the fields that their errors name.
+        self._in_flight: dict[tuple[bytes, str], Future[CompiledGrammar]] = {}
         self.cached_bytes = 0
         self._lock = threading.Lock()
         self._making_tokens = threading.Lock()
-        self._threads = DeepThreads(self._limits.max_compiling, self._limits.max_waiting, _STACK_BYTES)
+        self._threads = threads or DeepThreads(
+            self._limits.max_compiling, self._limits.max_waiting, _STACK_BYTES
+        )
 
     def compile(self, grammar: Grammar, param: str, *, caller: bytes = b"") -> CompiledGrammar:
         """Return the compiled grammar; ``param`` names the request's field for errors.
 
         ``caller`` names its owner: no other caller gets the same one or can tell that it was compiled, and
-        one caller has one grammar compiled at a time. Raises `RequestError` for a grammar that is malformed,
+        one caller has one grammar compiled at a time. Requests for one that is being compiled wait for it
+        and share its outcome. Raises `RequestError` for a grammar that is malformed,
         unsupported or beyond a limit, and `QueueFull` if too many others are being compiled.
         """
         num_bytes = _num_bytes(grammar.text)
         _check_size(num_bytes, self._limits.max_text_bytes, param)
         key = _key(grammar, caller)
         with self._lock:
-            if key in self._cache and not self._cache[key][0].worn:
+            if key in self._cache and not self._cache[key].compiled.worn:
                 self._cache.move_to_end(key)
-                return self._cache[key][0]
+                return self._cache[key].compiled
+            in_flight = self._in_flight.get((key, param))
+            own = Future[CompiledGrammar]()
+            if in_flight is None:
+                self._in_flight[key, param] = own
+        if in_flight is not None:
+            # The deadline of the request that compiles it bounds this wait too.
+            return in_flight.result()
+        try:
+            compiled = self._run(grammar, param, caller)
+            self._keep(key, _Cached(compiled, caller, self.price(grammar)))
+            own.set_result(compiled)
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._in_flight[key, param]
+        return compiled
+
+    def _run(self, grammar: Grammar, param: str, caller: bytes) -> CompiledGrammar:
+        """Compile on a thread with a deep stack, within the deadline."""
         # The deadline begins behind this: it is made once for the model, in a second for a large vocabulary.
         tokens = self._tokenizer()
         try:
-            compiled = self._threads.run(
+            return self._threads.run(
                 caller, lambda: self._compile(tokens, grammar, param), self._limits.deadline_s
             )
         except TimeoutError:
@@ -128,8 +172,6 @@ class GrammarCompiler:
                 param=param,
                 hint="use a simpler grammar",
             ) from None
-        self._keep(key, compiled, self.price(grammar))
-        return compiled
 
     def price(self, grammar: Grammar) -> int:
         """Return the most bytes of memory that a grammar takes once it is compiled, with all its answers."""
@@ -159,17 +201,28 @@ class GrammarCompiler:
         num_bytes = sum(_num_bytes(pattern) for pattern in _patterns(schema))
         _check_size(num_bytes, self._limits.max_regex_bytes, f"the text of all patterns in {param}", param)
 
-    def _keep(self, key: bytes, compiled: CompiledGrammar, num_bytes: int) -> None:
-        if num_bytes > self._limits.max_cache_bytes:
+    def _keep(self, key: bytes, new: _Cached) -> None:
+        """Put ``new`` into the cache. Its room comes from the caller with the most bytes.
+
+        So a caller with many grammars displaces its own.
+        """
+        if new.num_bytes > self._limits.max_cache_bytes:
             return
         with self._lock:
-            # Another request may have compiled it meanwhile, and a worn one is replaced.
-            _, freed = self._cache.pop(key, (None, 0))
-            self._cache[key] = (compiled, num_bytes)
-            self.cached_bytes += num_bytes - freed
-            while self.cached_bytes > self._limits.max_cache_bytes:
-                _, (_, freed) = self._cache.popitem(last=False)
-                self.cached_bytes -= freed
+            if key in self._cache:
+                # A worn one is replaced.
+                self.cached_bytes -= self._cache.pop(key).num_bytes
+            while self.cached_bytes + new.num_bytes > self._limits.max_cache_bytes:
+                self.cached_bytes -= self._cache.pop(self._next_out(new)).num_bytes
+            self._cache[key] = new
+            self.cached_bytes += new.num_bytes
+
+    def _next_out(self, new: _Cached) -> bytes:
+        """Return the key of the longest unused grammar of the caller with the most bytes, with ``new``."""
+        held = Counter({new.caller: new.num_bytes})
+        for one in self._cache.values():
+            held[one.caller] += one.num_bytes
+        return max(self._cache, key=lambda key: held[self._cache[key].caller])
 
     def _compile(self, tokens: LLTokenizer, grammar: Grammar, param: str) -> CompiledGrammar:
         from llguidance import LLMatcher

@@ -17,27 +17,53 @@ from convoy.errors import QueueFull
 _Result = TypeVar("_Result")
 # A caller with too many waiting calls is refused after this time. Most calls take a few milliseconds.
 _PATIENCE_S = 0.25
+# The size of a stack belongs to the process, so its lock does too: two pools that set and restore it across
+# each other would leave all later threads with deep stacks.
+_SETTING_STACK = threading.Lock()
+
+
+def start_deep(work: Callable[[], None], stack_bytes: int) -> None:
+    """Start a thread with a stack of ``stack_bytes``. Raises RuntimeError if the machine has none left."""
+    with _SETTING_STACK:
+        usual = threading.stack_size(stack_bytes)
+        try:
+            threading.Thread(target=work, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
 
 
 class DeepThreads:
     """Run one call of each caller at a time, and the callers in turn. Thread-safe."""
 
-    def __init__(self, num_threads: int, max_waiting: int, stack_bytes: int) -> None:
-        """Bound the pool. One caller may have ``max_waiting`` calls behind the one that runs."""
-        self._calls = _Calls(num_threads, max_waiting, stack_bytes)
+    def __init__(
+        self,
+        num_threads: int,
+        max_waiting: int,
+        stack_bytes: int,
+        *,
+        start: Callable[[Callable[[], None], int], None] = start_deep,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+    ) -> None:
+        """Bound the pool. One caller may have ``max_waiting`` calls behind the one that runs.
+
+        ``start`` starts a thread as `start_deep` does. ``wait`` waits for an event for some seconds, and
+        tells whether it is set.
+        """
+        self._calls = _Calls(num_threads, max_waiting, lambda work: start(work, stack_bytes))
+        self._wait = wait
 
     def run(self, caller: bytes, function: Callable[[], _Result], timeout_s: float) -> _Result:
         """Return the result of ``function``, or raise its error.
 
         Raises `TimeoutError` if it runs longer than ``timeout_s``. It cannot be interrupted, so its caller's
-        next call waits for its end. Raises `QueueFull` if it does not begin within ``timeout_s``, or if too
-        many calls of the caller wait.
+        next call waits for its end. Raises `QueueFull` if it does not begin within ``timeout_s``, if too many
+        calls of the caller wait, or if no thread is left for it.
         """
         call = _Call(function)
         self._calls.add(caller, call)
-        if not call.begun.wait(timeout_s) and self._calls.remove(caller, call):
+        if not self._wait(call.begun, timeout_s) and self._calls.remove(caller, call):
             raise _too_many()
-        if not call.done.wait(timeout_s):
+        if not self._wait(call.done, timeout_s):
             raise TimeoutError
         return call.result()
 
@@ -71,10 +97,12 @@ class _Call(Generic[_Result]):
 class _Calls:
     """Hold the waiting calls of all callers, and the threads that run them."""
 
-    def __init__(self, num_threads: int, max_waiting: int, stack_bytes: int) -> None:
+    def __init__(
+        self, num_threads: int, max_waiting: int, start: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._max_threads = num_threads
         self._max_waiting = max_waiting
-        self._stack_bytes = stack_bytes
+        self._start = start
         # The next caller comes first.
         self._waiting: OrderedDict[bytes, deque[_Call[Any]]] = OrderedDict()
         self._running: set[bytes] = set()
@@ -87,6 +115,9 @@ class _Calls:
                 raise _too_many()
             self._waiting.setdefault(caller, deque()).append(call)
             self._start_if_needed()
+            if not self._num_threads:
+                self.remove(caller, call)
+                raise _too_many()
             self._changed.notify_all()
 
     def num_waiting(self, caller: bytes) -> int:
@@ -112,11 +143,11 @@ class _Calls:
         """Start a thread if a call can begin, and a thread is left."""
         if self._next_caller() is None or self._num_threads == self._max_threads:
             return
-        usual = threading.stack_size(self._stack_bytes)
         try:
-            threading.Thread(target=self._work, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
+            self._start(self._work)
+        except RuntimeError:
+            # The machine has no thread left. The threads that run take the call when they are free.
+            return
         self._num_threads += 1
 
     def _next_caller(self) -> bytes | None:

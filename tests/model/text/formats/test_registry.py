@@ -97,11 +97,13 @@ def test_a_forced_call_may_come_behind_a_reasoning_that_the_model_opens_itself(n
     vocabulary = ByteMarks(ROWS[name], spelled=False)
     form = ReplyFormat(ROWS[name], vocabulary.tokens)
     opening, closing = (vocabulary.tokens[mark] for mark in ROWS[name].parser.think)
-    for may_think in (True, False):
-        text = form.call_grammar(TOOLS[1:], parallel=False, thinking=False, may_think=may_think)
+    for may_think, continues in ((True, False), (False, False), (True, True)):
+        text = form.call_grammar(
+            TOOLS[1:], parallel=False, thinking=False, may_think=may_think, continues=continues
+        )
         matcher = GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools").matcher()
         thought = [opening, *b"Hm", closing]
-        assert matcher.allowed_start(thought) == (len(thought) if may_think else 0)
+        assert matcher.allowed_start(thought) == (len(thought) if may_think and not continues else 0)
         assert not matcher.allowed_start([*b"~"])
 
 

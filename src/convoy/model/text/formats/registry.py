@@ -105,17 +105,17 @@ class ReplyFormat:
         *,
         parallel: bool,
         thinking: bool,
+        continues: bool = False,
         may_think: bool = False,
         opened: bool = True,
     ) -> str:
         """Return the Lark grammar of a reply that calls ``tools``, behind its reasoning if there is one.
 
-
         ``thinking`` and ``may_think`` tell where the prompt ends; see `may_open_reasoning` for the second.
-        ``opened`` tells whether the prompt has opened the assistant's turn.
+        ``continues`` tells that the prompt ends inside the text, and ``opened`` that it has opened the turn.
         """
         assert self.row.grammar is not None, "only a format with calls can force them"
-        return self.row.grammar(self._rules(tools, parallel, thinking, may_think, opened))
+        return self.row.grammar(self._rules(tools, parallel, thinking, may_think and not continues, opened))
 
     def answer_grammar(
         self,
