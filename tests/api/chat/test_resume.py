@@ -20,7 +20,7 @@ from convoy.api.chat.resume import KeptStream, KeptStreams
 from convoy.api.exchange import Exchange
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ResumeOptions, ServeOptions
-from convoy.api.refusals import RateLimited, UnknownStream
+from convoy.api.refusals import RateLimited, StreamTaken, UnknownStream
 from convoy.errors import StageLost
 from convoy.testing import Cut, serve
 from support.fake_service import REPLY, Running, events, serving
@@ -398,6 +398,46 @@ def test_the_largest_key_pays_when_all_keys_have_too_much() -> None:
         assert b"".join(message.get("body", b"") for message in sent) == small_data
         with pytest.raises(UnknownStream):
             streams.find(b"bob", "completion", f"{large.name}-0")
+
+    asyncio.run(run())
+
+
+def test_a_resumed_stream_is_sent_in_small_parts() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions())
+        stream, whole = await complete(streams, b"ann", ["a" * 1000] * 3000)
+        sent: list[Message] = []
+        await stream.send_to(exchange_of(sent))
+        bodies = [message.get("body", b"") for message in sent]
+        assert b"".join(bodies) == whole
+        assert max(map(len, bodies)) <= 256 * 1024
+        _, large = await complete(streams, b"bob", ["b" * 300_000] * 2)
+        assert large.count(b"\n\n") == 2, "an event over the limit is sent whole"
+
+    asyncio.run(run())
+
+
+def test_a_newer_connection_ends_one_that_does_not_read() -> None:
+    async def run() -> None:
+        stream, whole = await complete(KeptStreams(ResumeOptions()), b"ann", ["a" * 1000] * 1000)
+        is_blocked = asyncio.Event()
+
+        async def receive() -> Message:
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                is_blocked.set()
+                await asyncio.get_running_loop().create_future()
+
+        older = Exchange(receive, send, 3600.0)
+        waiting = asyncio.ensure_future(older.while_connected(stream.send_to(older)))
+        await asyncio.wait_for(is_blocked.wait(), WAIT_S)
+        sent: list[Message] = []
+        await stream.send_to(exchange_of(sent))
+        assert b"".join(message.get("body", b"") for message in sent) == whole
+        with pytest.raises(StreamTaken):
+            await asyncio.wait_for(waiting, WAIT_S)
 
     asyncio.run(run())
 

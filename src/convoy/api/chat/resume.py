@@ -25,6 +25,9 @@ RESUMABLE = "convoy-resumable"
 LAST_EVENT_ID = "last-event-id"
 # For an event's place in the list.
 _EVENT_BYTES = 64
+# A client that does not read makes the server hold no more than one such part of a stream a second time.
+_MAX_WRITE_BYTES = 256 * 1024
+_TAKEN = "another connection has resumed this stream"
 
 
 class EventSink(Protocol):
@@ -88,6 +91,7 @@ class KeptStream:
         self._error: BaseException | None = None
         # Set when there is something new, or when another connection takes over. None without a connection.
         self._woken: asyncio.Event | None = None
+        self._exchange: Exchange | None = None
         self._is_free = asyncio.Event()
         self._was_sent = False
         self._work: asyncio.Task[None] | None = None
@@ -132,15 +136,16 @@ class KeptStream:
     async def send_to(self, exchange: Exchange, number: int = 0) -> None:
         """Send the events from ``number`` on, those that are still to come included, until the last one.
 
-        An earlier connection of this stream ends with `StreamTaken`. Raises `UnknownStream` if some of these
-        events are no longer here, and the error that the generation ended with.
+        An earlier connection of this stream ends with `StreamTaken`, also one that does not read. Raises
+        `UnknownStream` if some of these events are no longer here, and the error that the generation ended
+        with.
         """
-        woken = self._attach()
+        woken = self._attach(exchange)
         try:
             while self._woken is woken:
                 if not self._first <= number <= self._first + len(self._events):
                     raise UnknownStream("the events after this id are no longer kept")
-                new = self._events[number - self._first :]
+                new = self._part(number)
                 if self.status and not exchange.status:
                     exchange.failure = self.failure
                     await exchange.start_events()
@@ -160,7 +165,7 @@ class KeptStream:
                 else:
                     await woken.wait()
                     woken.clear()
-            raise StreamTaken("another connection has resumed this stream")
+            raise StreamTaken(_TAKEN)
         finally:
             self._detach(woken)
 
@@ -197,12 +202,27 @@ class KeptStream:
         self._events.append(event)
         self._streams.grow(self, len(event) + _EVENT_BYTES)
 
+    def _part(self, number: int) -> list[bytes]:
+        """Return the events from ``number`` on that one write sends: at least one if there is one."""
+        begin = end = number - self._first
+        num_bytes = 0
+        while end < len(self._events):
+            num_bytes += len(self._events[end])
+            if end > begin and num_bytes > _MAX_WRITE_BYTES:
+                break
+            end += 1
+        return self._events[begin:end]
+
     def _wake(self) -> None:
         if self._woken is not None:
             self._woken.set()
 
-    def _attach(self) -> asyncio.Event:
+    def _attach(self, exchange: Exchange) -> asyncio.Event:
         self._wake()
+        if self._exchange is not None:
+            # It may wait for its client to read, and would not notice until the write timeout.
+            self._exchange.fail(StreamTaken(_TAKEN))
+        self._exchange = exchange
         self._woken = asyncio.Event()
         self._is_free.clear()
         self._comment = b""
@@ -215,6 +235,7 @@ class KeptStream:
         if self._woken is not woken:
             return
         self._woken = None
+        self._exchange = None
         self._is_free.set()
         if self._was_sent:
             self._expiry = asyncio.ensure_future(self._expire())
