@@ -402,6 +402,47 @@ def test_the_largest_key_pays_when_all_keys_have_too_much() -> None:
     asyncio.run(run())
 
 
+def test_streams_of_one_large_event_stay_within_both_limits() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_bytes=8_000, max_bytes_each=3_000))
+        for num_keys, key in enumerate((b"ann", b"bob", b"carl", b"dan"), 1):
+            for _ in range(4):
+                stream = streams.open(key, "completion", exchange_of([]))
+                await stream.start_events()
+                for _ in range(2):
+                    await stream.send_events([Word("x" * 1000)])
+                    assert streams.num_bytes <= min(8_000, 3_000 * num_keys)
+        large = streams.open(b"eve", "completion", exchange_of([]))
+        await large.start_events()
+        await large.send_events([Word("x" * 10_000)])
+        assert streams.num_bytes <= 8_000
+        exchange = exchange_of([])
+        with pytest.raises(UnknownStream, match="no longer kept"):
+            await large.send_to(exchange)
+        assert exchange.status == 0
+
+    asyncio.run(run())
+
+
+def test_a_largest_stream_of_one_event_does_not_shield_the_others() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_bytes_each=10_000))
+        one = streams.open(b"ann", "completion", exchange_of([]))
+        await one.start_events()
+        await one.send_events([Word("x" * 6_000)])
+        other = streams.open(b"ann", "completion", exchange_of([]))
+        await other.start_events()
+        for _ in range(100):
+            await other.send_events([Word("y" * 100)])
+            assert streams.num_bytes <= 10_000
+        await one.end_events()
+        sent: list[Message] = []
+        await one.send_to(exchange_of(sent))
+        assert b"x" * 6_000 in b"".join(message.get("body", b"") for message in sent)
+
+    asyncio.run(run())
+
+
 def test_a_resumed_stream_is_sent_in_small_parts() -> None:
     async def run() -> None:
         streams = KeptStreams(ResumeOptions())

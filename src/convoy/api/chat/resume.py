@@ -169,15 +169,17 @@ class KeptStream:
         finally:
             self._detach(woken)
 
-    def trim(self) -> bool:
-        """Forget the older half of the events, but never the last one. Return whether any was forgotten."""
-        half = len(self._events) // 2
-        freed = sum(len(event) + _EVENT_BYTES for event in self._events[:half])
-        del self._events[:half]
-        self._first += half
+    def trim(self, *, keep_last: bool) -> bool:
+        """Forget the older half of the events, or all of them without ``keep_last``. Return whether any was
+        forgotten.
+        """
+        num_events = len(self._events) // 2 if keep_last else len(self._events)
+        freed = sum(len(event) + _EVENT_BYTES for event in self._events[:num_events])
+        del self._events[:num_events]
+        self._first += num_events
         self.num_bytes -= freed
         self.share.num_bytes -= freed
-        return half > 0
+        return num_events > 0
 
     def drop(self) -> None:
         """Forget everything, and end the work that still runs."""
@@ -257,14 +259,17 @@ class _Share:
     num_bytes: int = 0
 
     def free(self) -> bool:
-        """Drop the oldest stream that is over, or else the older events of the largest. Return whether
-        anything was there to free.
+        """Drop the oldest stream that is over, or else the older events of the largest that has several.
+
+        If each stream has one event at most, the largest is emptied. Return whether anything was there to
+        free.
         """
         over = next((stream for stream in self.streams.values() if stream.is_over), None)
         if over is not None:
             over.drop()
             return True
-        return max(self.streams.values(), key=lambda stream: stream.num_bytes).trim()
+        streams = sorted(self.streams.values(), key=lambda stream: stream.num_bytes, reverse=True)
+        return any(stream.trim(keep_last=keep) for keep in (True, False) for stream in streams)
 
 
 class KeptStreams:
@@ -331,7 +336,8 @@ class KeptStreams:
         while stream.share.num_bytes > self.options.max_bytes_each and stream.share.free():
             pass
         while self.num_bytes > self.options.max_bytes:
-            if not max(self._shares.values(), key=lambda share: share.num_bytes).free():
+            shares = sorted(self._shares.values(), key=lambda share: share.num_bytes, reverse=True)
+            if not any(share.free() for share in shares):
                 return
 
     def forget(self, stream: KeptStream) -> None:
