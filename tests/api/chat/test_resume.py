@@ -351,11 +351,35 @@ def test_a_key_loses_its_oldest_stream_and_no_other_keys() -> None:
         with pytest.raises(UnknownStream):
             streams.find(b"ann", "completion", f"{first.name}-0")
         assert streams.num_streams == 3
-        with pytest.raises(RateLimited, match="the limits are 2 and 3"):
-            streams.open(b"carl", "completion", exchange_of([]))
         for stream in (second, third, other):
             stream.drop()
         assert (streams.num_streams, streams.num_bytes) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_the_key_with_the_most_streams_gives_way_to_a_new_key() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_streams=4, max_streams_each=3))
+        running = [streams.open(b"bob", "completion", exchange_of([])) for _ in range(2)]
+        (first, _), (second, _) = [await complete(streams, b"ann", ["a"]) for _ in range(2)]
+        running += [streams.open(b"carl", "completion", exchange_of([]))]
+        # Bob has more streams, but all of them run.
+        running += [streams.open(b"carl", "completion", exchange_of([]))]
+        for stream in (first, second):
+            with pytest.raises(UnknownStream):
+                streams.find(b"ann", "completion", f"{stream.name}-0")
+        assert streams.num_streams == 4
+        with pytest.raises(RateLimited, match=r"0 streams of this key and 4 in all .* limits are 3 and 4"):
+            streams.open(b"dan", "completion", exchange_of([]))
+        for stream in running:
+            stream.drop()
+        await complete(streams, b"ann", ["a"])
+        largest = [(await complete(streams, b"bob", ["b"]))[0] for _ in range(3)]
+        await complete(streams, b"dan", ["d"])
+        with pytest.raises(UnknownStream):
+            streams.find(b"bob", "completion", f"{largest[0].name}-0")
+        assert streams.find(b"bob", "completion", f"{largest[1].name}-0")[0] is largest[1]
 
     asyncio.run(run())
 

@@ -292,12 +292,19 @@ class KeptStreams:
     def open(self, key: bytes, kind: str, exchange: Exchange) -> KeptStream:
         """Return a new stream of the key with the salt ``key``. Raises `RateLimited`.
 
-        A key with all its streams loses the oldest one that is over.
+        A key with all its streams loses the oldest one that is over. If there are too many in all, the key
+        with the most streams loses one.
         """
         options = self.options
         share = self._shares.get(key) or _Share(key)
-        while len(share.streams) >= options.max_streams_each or self.num_streams >= options.max_streams:
-            over = next((stream for stream in share.streams.values() if stream.is_over), None)
+        while True:
+            if len(share.streams) >= options.max_streams_each:
+                shares = [share]
+            elif self.num_streams >= options.max_streams:
+                shares = sorted(self._shares.values(), key=lambda one: len(one.streams), reverse=True)
+            else:
+                break
+            over = next((stream for one in shares for stream in one.streams.values() if stream.is_over), None)
             if over is None:
                 raise RateLimited(
                     f"{len(share.streams)} streams of this key and {self.num_streams} in all can be resumed, "
