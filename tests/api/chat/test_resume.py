@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ import msgspec
 import pytest
 from starlette.types import Message
 
+from convoy.api.chat.generate import Generate
 from convoy.api.chat.resume import KeptStream, KeptStreams
 from convoy.api.exchange import Exchange
-from convoy.api.keys.keys import KeyRing
+from convoy.api.keys.keys import KeyRing, anyone
+from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ResumeOptions, ServeOptions
 from convoy.api.refusals import RateLimited, StreamTaken, UnknownStream
 from convoy.errors import StageLost
@@ -323,6 +325,11 @@ class Word(msgspec.Struct):
     text: str
 
 
+async def never() -> Message:
+    """Receive nothing from a client that stays connected."""
+    return await asyncio.get_running_loop().create_future()
+
+
 def exchange_of(sent: list[Message]) -> Exchange:
     async def receive() -> Message:
         raise AssertionError("nothing is read")
@@ -493,15 +500,12 @@ def test_a_newer_connection_ends_one_that_does_not_read() -> None:
         stream, whole = await complete(KeptStreams(ResumeOptions()), b"ann", ["a" * 1000] * 1000)
         is_blocked = asyncio.Event()
 
-        async def receive() -> Message:
-            return await asyncio.get_running_loop().create_future()
-
         async def send(message: Message) -> None:
             if message["type"] == "http.response.body":
                 is_blocked.set()
-                await asyncio.get_running_loop().create_future()
+                await never()
 
-        older = Exchange(receive, send, 3600.0)
+        older = Exchange(never, send, 3600.0)
         waiting = asyncio.ensure_future(older.while_connected(stream.send_to(older)))
         await asyncio.wait_for(is_blocked.wait(), WAIT_S)
         sent: list[Message] = []
@@ -509,6 +513,104 @@ def test_a_newer_connection_ends_one_that_does_not_read() -> None:
         assert b"".join(message.get("body", b"") for message in sent) == whole
         with pytest.raises(StreamTaken):
             await asyncio.wait_for(waiting, WAIT_S)
+
+    asyncio.run(run())
+
+
+def test_an_unknown_event_leaves_the_present_connection_alone() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions())
+        stream = streams.open(b"ann", "completion", exchange_of([]))
+        is_sent, sent = asyncio.Event(), list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            if b'"one"' in message.get("body", b""):
+                is_sent.set()
+
+        present = asyncio.ensure_future(stream.send_to(Exchange(never, send, 10.0)))
+        await stream.start_events()
+        await stream.send_events([Word("one")])
+        await asyncio.wait_for(is_sent.wait(), WAIT_S)
+        with pytest.raises(UnknownStream):
+            await stream.send_to(exchange_of([]), 99)
+        await stream.send_events([Word("two")])
+        await stream.end_events()
+        await asyncio.wait_for(present, WAIT_S)
+        assert b'"two"' in b"".join(message.get("body", b"") for message in sent)
+        stream.drop()
+
+    asyncio.run(run())
+
+
+def test_an_internal_error_without_a_client_is_logged_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        stream = KeptStreams(ResumeOptions()).open(b"ann", "completion", exchange_of([]))
+        ended = asyncio.Event()
+
+        async def work(error: Exception) -> None:
+            raise error
+
+        for error in (ValueError("a prompt"), StageLost("beta is gone", public="a stage is gone")):
+            with ExitStack() as held:
+                held.callback(ended.set)
+                stream.begin(work(error), held.pop_all())
+            await asyncio.wait_for(ended.wait(), WAIT_S)
+            ended.clear()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert f"request={stream.id} class=ValueError at={__file__}:" in caplog.text
+        assert "a prompt" not in caplog.text
+
+    asyncio.run(run())
+
+
+def test_a_resumed_stream_counts_as_an_answer_once_its_work_has_ended() -> None:
+    async def run() -> None:
+        unused: Any = None
+        streams, lifecycle, caller = KeptStreams(ResumeOptions()), Lifecycle(), anyone()
+        stream = streams.open(caller.salt, "completion", exchange_of([]))
+        may_end, counts = asyncio.Event(), list[int]()
+
+        async def work() -> None:
+            await stream.start_events()
+            await stream.send_events([Word("one"), Word("two")])
+            await may_end.wait()
+            await stream.end_events()
+
+        async def send(_: Message) -> None:
+            counts.append(lifecycle.num_answers)
+
+        with ExitStack() as held:
+            held.enter_context(lifecycle.answering())
+            stream.begin(work(), held.pop_all())
+        # The work now waits.
+        await asyncio.sleep(0)
+        lifecycle.draining = True
+        app = Generate(
+            service=unused,
+            options=unused,
+            lifecycle=lifecycle,
+            intake=unused,
+            repeats=unused,
+            streams=streams,
+            kind="completion",
+            decode=unused,
+            translate=unused,
+            answer=unused,
+        )
+        exchange = Exchange(never, send, 10.0)
+        headers = [(b"last-event-id", f"{stream.name}-0".encode())]
+        scope = {"convoy.exchange": exchange, "convoy.caller": caller, "headers": headers}
+        resumed = asyncio.ensure_future(app(scope, never, send))
+        # The work ends after the application has found the stream, and before its connection is attached.
+        may_end.set()
+        await asyncio.wait_for(resumed, WAIT_S)
+        assert exchange.complete
+        assert min(counts) == 1
+        assert lifecycle.num_answers == 0
+        stream.drop()
 
     asyncio.run(run())
 

@@ -7,6 +7,7 @@ instead of a connection. Connections come and go: each sends the events from a n
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,11 @@ import msgspec
 
 from convoy.api.exchange import Exchange, encode_event
 from convoy.api.listen.options import ResumeOptions
+from convoy.api.problem import log_internal_error
 from convoy.api.refusals import RateLimited, StreamTaken, UnknownStream
-from convoy.errors import RequestError
+from convoy.errors import ConvoyError, RequestError
+
+_log = logging.getLogger(__name__)
 
 # Names in lower case, as ASGI has them.
 RESUMABLE = "convoy-resumable"
@@ -102,11 +106,6 @@ class KeptStream:
         """Return whether the answer has ended and no connection reads it."""
         return (self._is_complete or self._error is not None) and self._woken is None
 
-    @property
-    def is_working(self) -> bool:
-        """Return whether the work still runs, or its connection still sends."""
-        return self._work is not None and not self._work.done()
-
     def begin(self, work: Awaitable[None], held: AbstractContextManager[object]) -> None:
         """Run ``work``, which writes the events. An error of it ends the connection.
 
@@ -140,11 +139,12 @@ class KeptStream:
         `UnknownStream` if some of these events are no longer here, and the error that the generation ended
         with.
         """
+        # A number that is refused must not end the present connection.
+        self._check(number)
         woken = self._attach(exchange)
         try:
             while self._woken is woken:
-                if not self._first <= number <= self._first + len(self._events):
-                    raise UnknownStream("the events after this id are no longer kept")
+                self._check(number)
                 new = self._part(number)
                 if self.status and not exchange.status:
                     exchange.failure = self.failure
@@ -195,6 +195,9 @@ class KeptStream:
                 await work
             except Exception as error:  # noqa: BLE001 - raised again where a connection reads the stream
                 self._error = error
+                if self._woken is None and not isinstance(error, ConvoyError):
+                    # With a connection, the guard logs it.
+                    log_internal_error(_log, self.id, error)
                 self._wake()
             while self._woken is not None:
                 await self._is_free.wait()
@@ -203,6 +206,10 @@ class KeptStream:
         event = f"id: {self.name}-{self._first + len(self._events)}\n".encode() + event
         self._events.append(event)
         self._streams.grow(self, len(event) + _EVENT_BYTES)
+
+    def _check(self, number: int) -> None:
+        if not self._first <= number <= self._first + len(self._events):
+            raise UnknownStream("the events after this id are no longer kept")
 
     def _part(self, number: int) -> list[bytes]:
         """Return the events from ``number`` on that one write sends: at least one if there is one."""
