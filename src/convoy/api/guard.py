@@ -15,7 +15,7 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.keys import Caller, anyone, key_of
 from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.origins import Origins, preflight
-from convoy.api.problem import Problem, answer_for, body_for, headers_for
+from convoy.api.problem import Problem, answer_for, body_for, headers_for, log_internal_error
 from convoy.api.refusals import ClientGone, Unauthenticated, UnknownPath, WrongMethod
 from convoy.errors import ConvoyError
 
@@ -66,9 +66,7 @@ class Guard:
         except ConvoyError as error:
             await self._refuse(exchange, error)
         except Exception as error:  # noqa: BLE001 - reported by class and place; its text may hold a prompt
-            _log.error(
-                "internal error request=%s class=%s at=%s", exchange.id, type(error).__name__, _place(error)
-            )
+            log_internal_error(_log, exchange.id, error)
             await self._refuse(exchange, error)
         finally:
             if self._options.access_log:
@@ -123,11 +121,3 @@ def _routing_error(scope: Scope, error: HTTPException) -> ConvoyError:
         allow = (error.headers or {}).get("Allow", "")
         return WrongMethod(f"{path} does not take {method}, expected {allow}", allow=allow)
     return UnknownPath(f"nothing is served at {path}")
-
-
-def _place(error: BaseException) -> str:
-    """Return ``file:line`` of the place that raised ``error``."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "?"

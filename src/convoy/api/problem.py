@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,3 +134,12 @@ def headers_for(error: BaseException) -> dict[str, str]:
     if status in {408, 413, 431} or isinstance(error, errors.Draining | refusals.NotHttp):
         headers["connection"] = "close"
     return headers
+
+
+def log_internal_error(log: logging.Logger, request_id: str, error: BaseException) -> None:
+    """Log the class of an internal error and the ``file:line`` that raised it. Its text may hold a prompt."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "?"
+    log.error("internal error request=%s class=%s at=%s", request_id, type(error).__name__, place)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,17 @@ import msgspec
 import pytest
 from starlette.types import Message
 
+from convoy.api.chat.generate import Generate
 from convoy.api.chat.resume import KeptStream, KeptStreams
 from convoy.api.exchange import Exchange
-from convoy.api.keys.keys import KeyRing
+from convoy.api.keys.keys import KeyRing, anyone
+from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ResumeOptions, ServeOptions
-from convoy.api.refusals import RateLimited, UnknownStream
+from convoy.api.refusals import RateLimited, StreamTaken, UnknownStream
 from convoy.errors import StageLost
 from convoy.testing import Cut, serve
 from support.fake_service import REPLY, Running, events, serving
+from support.waiting import wait_until
 
 TEXT = "/v1/completions"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -186,8 +191,7 @@ def test_a_complete_stream_is_kept_until_the_deadline() -> None:
         seen = ids_of(whole)
         assert whole.endswith(resume(running, TEXT, seen[0]).content)
         deadline.over.set()
-        while resume(running, TEXT, seen[0]).status_code == 200:
-            pass
+        wait_until(lambda: resume(running, TEXT, seen[0]).status_code != 200)
         assert resume(running, TEXT, seen[0]).status_code == 404
 
 
@@ -202,8 +206,13 @@ def test_without_the_header_a_closed_connection_aborts() -> None:
 def test_a_client_that_leaves_before_the_first_event_aborts() -> None:
     with serving(options=options_of(Deadline(), heartbeat_s=60.0)) as running:
         running.engine.pause_after = 0
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(running.url + TEXT, json=BODIES[TEXT], headers=ASKED, timeout=0.3)
+        url = httpx.URL(running.url)
+        client = http.client.HTTPConnection(url.host, url.port, timeout=WAIT_S)
+        # The call returns once the request is written. No byte of an answer comes before the first token.
+        headers = {**ASKED, "content-type": "application/json"}
+        client.request("POST", TEXT, body=json.dumps(BODIES[TEXT]), headers=headers)
+        assert running.engine.admitted.wait(WAIT_S)
+        client.close()
         assert running.engine.handles[0].aborted.wait(WAIT_S)
 
 
@@ -300,8 +309,7 @@ def test_a_drain_waits_for_a_detached_stream_and_lets_it_be_resumed() -> None:
             pass
         assert deadline.begun.wait(WAIT_S)
         running.stop.request()
-        while httpx.get(f"{running.url}/health").status_code == 200:
-            pass
+        wait_until(lambda: httpx.get(f"{running.url}/health").status_code != 200)
         with httpx.stream(
             "POST", running.url + TEXT, headers={"last-event-id": ids_of(first)[-1]}, timeout=WAIT_S
         ) as answer:
@@ -315,6 +323,11 @@ class Word(msgspec.Struct):
     """An event of a known size."""
 
     text: str
+
+
+async def never() -> Message:
+    """Receive nothing from a client that stays connected."""
+    return await asyncio.get_running_loop().create_future()
 
 
 def exchange_of(sent: list[Message]) -> Exchange:
@@ -351,11 +364,35 @@ def test_a_key_loses_its_oldest_stream_and_no_other_keys() -> None:
         with pytest.raises(UnknownStream):
             streams.find(b"ann", "completion", f"{first.name}-0")
         assert streams.num_streams == 3
-        with pytest.raises(RateLimited, match="the limits are 2 and 3"):
-            streams.open(b"carl", "completion", exchange_of([]))
         for stream in (second, third, other):
             stream.drop()
         assert (streams.num_streams, streams.num_bytes) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_the_key_with_the_most_streams_gives_way_to_a_new_key() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_streams=4, max_streams_each=3))
+        running = [streams.open(b"bob", "completion", exchange_of([])) for _ in range(2)]
+        (first, _), (second, _) = [await complete(streams, b"ann", ["a"]) for _ in range(2)]
+        running += [streams.open(b"carl", "completion", exchange_of([]))]
+        # Bob has more streams, but all of them run.
+        running += [streams.open(b"carl", "completion", exchange_of([]))]
+        for stream in (first, second):
+            with pytest.raises(UnknownStream):
+                streams.find(b"ann", "completion", f"{stream.name}-0")
+        assert streams.num_streams == 4
+        with pytest.raises(RateLimited, match=r"0 streams of this key and 4 in all .* limits are 3 and 4"):
+            streams.open(b"dan", "completion", exchange_of([]))
+        for stream in running:
+            stream.drop()
+        await complete(streams, b"ann", ["a"])
+        largest = [(await complete(streams, b"bob", ["b"]))[0] for _ in range(3)]
+        await complete(streams, b"dan", ["d"])
+        with pytest.raises(UnknownStream):
+            streams.find(b"bob", "completion", f"{largest[0].name}-0")
+        assert streams.find(b"bob", "completion", f"{largest[1].name}-0")[0] is largest[1]
 
     asyncio.run(run())
 
@@ -398,6 +435,182 @@ def test_the_largest_key_pays_when_all_keys_have_too_much() -> None:
         assert b"".join(message.get("body", b"") for message in sent) == small_data
         with pytest.raises(UnknownStream):
             streams.find(b"bob", "completion", f"{large.name}-0")
+
+    asyncio.run(run())
+
+
+def test_streams_of_one_large_event_stay_within_both_limits() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_bytes=8_000, max_bytes_each=3_000))
+        for num_keys, key in enumerate((b"ann", b"bob", b"carl", b"dan"), 1):
+            for _ in range(4):
+                stream = streams.open(key, "completion", exchange_of([]))
+                await stream.start_events()
+                for _ in range(2):
+                    await stream.send_events([Word("x" * 1000)])
+                    assert streams.num_bytes <= min(8_000, 3_000 * num_keys)
+        large = streams.open(b"eve", "completion", exchange_of([]))
+        await large.start_events()
+        await large.send_events([Word("x" * 10_000)])
+        assert streams.num_bytes <= 8_000
+        exchange = exchange_of([])
+        with pytest.raises(UnknownStream, match="no longer kept"):
+            await large.send_to(exchange)
+        assert exchange.status == 0
+
+    asyncio.run(run())
+
+
+def test_a_largest_stream_of_one_event_does_not_shield_the_others() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions(max_bytes_each=10_000))
+        one = streams.open(b"ann", "completion", exchange_of([]))
+        await one.start_events()
+        await one.send_events([Word("x" * 6_000)])
+        other = streams.open(b"ann", "completion", exchange_of([]))
+        await other.start_events()
+        for _ in range(100):
+            await other.send_events([Word("y" * 100)])
+            assert streams.num_bytes <= 10_000
+        await one.end_events()
+        sent: list[Message] = []
+        await one.send_to(exchange_of(sent))
+        assert b"x" * 6_000 in b"".join(message.get("body", b"") for message in sent)
+
+    asyncio.run(run())
+
+
+def test_a_resumed_stream_is_sent_in_small_parts() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions())
+        stream, whole = await complete(streams, b"ann", ["a" * 1000] * 3000)
+        sent: list[Message] = []
+        await stream.send_to(exchange_of(sent))
+        bodies = [message.get("body", b"") for message in sent]
+        assert b"".join(bodies) == whole
+        assert max(map(len, bodies)) <= 256 * 1024
+        _, large = await complete(streams, b"bob", ["b" * 300_000] * 2)
+        assert large.count(b"\n\n") == 2, "an event over the limit is sent whole"
+
+    asyncio.run(run())
+
+
+def test_a_newer_connection_ends_one_that_does_not_read() -> None:
+    async def run() -> None:
+        stream, whole = await complete(KeptStreams(ResumeOptions()), b"ann", ["a" * 1000] * 1000)
+        is_blocked = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                is_blocked.set()
+                await never()
+
+        older = Exchange(never, send, 3600.0)
+        waiting = asyncio.ensure_future(older.while_connected(stream.send_to(older)))
+        await asyncio.wait_for(is_blocked.wait(), WAIT_S)
+        sent: list[Message] = []
+        await stream.send_to(exchange_of(sent))
+        assert b"".join(message.get("body", b"") for message in sent) == whole
+        with pytest.raises(StreamTaken):
+            await asyncio.wait_for(waiting, WAIT_S)
+
+    asyncio.run(run())
+
+
+def test_an_unknown_event_leaves_the_present_connection_alone() -> None:
+    async def run() -> None:
+        streams = KeptStreams(ResumeOptions())
+        stream = streams.open(b"ann", "completion", exchange_of([]))
+        is_sent, sent = asyncio.Event(), list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            if b'"one"' in message.get("body", b""):
+                is_sent.set()
+
+        present = asyncio.ensure_future(stream.send_to(Exchange(never, send, 10.0)))
+        await stream.start_events()
+        await stream.send_events([Word("one")])
+        await asyncio.wait_for(is_sent.wait(), WAIT_S)
+        with pytest.raises(UnknownStream):
+            await stream.send_to(exchange_of([]), 99)
+        await stream.send_events([Word("two")])
+        await stream.end_events()
+        await asyncio.wait_for(present, WAIT_S)
+        assert b'"two"' in b"".join(message.get("body", b"") for message in sent)
+        stream.drop()
+
+    asyncio.run(run())
+
+
+def test_an_internal_error_without_a_client_is_logged_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        stream = KeptStreams(ResumeOptions()).open(b"ann", "completion", exchange_of([]))
+        ended = asyncio.Event()
+
+        async def work(error: Exception) -> None:
+            raise error
+
+        for error in (ValueError("a prompt"), StageLost("beta is gone", public="a stage is gone")):
+            with ExitStack() as held:
+                held.callback(ended.set)
+                stream.begin(work(error), held.pop_all())
+            await asyncio.wait_for(ended.wait(), WAIT_S)
+            ended.clear()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert f"request={stream.id} class=ValueError at={__file__}:" in caplog.text
+        assert "a prompt" not in caplog.text
+
+    asyncio.run(run())
+
+
+def test_a_resumed_stream_counts_as_an_answer_once_its_work_has_ended() -> None:
+    async def run() -> None:
+        unused: Any = None
+        streams, lifecycle, caller = KeptStreams(ResumeOptions()), Lifecycle(), anyone()
+        stream = streams.open(caller.salt, "completion", exchange_of([]))
+        may_end, counts = asyncio.Event(), list[int]()
+
+        async def work() -> None:
+            await stream.start_events()
+            await stream.send_events([Word("one"), Word("two")])
+            await may_end.wait()
+            await stream.end_events()
+
+        async def send(_: Message) -> None:
+            counts.append(lifecycle.num_answers)
+
+        with ExitStack() as held:
+            held.enter_context(lifecycle.answering())
+            stream.begin(work(), held.pop_all())
+        # The work now waits.
+        await asyncio.sleep(0)
+        lifecycle.draining = True
+        app = Generate(
+            service=unused,
+            options=unused,
+            lifecycle=lifecycle,
+            intake=unused,
+            repeats=unused,
+            streams=streams,
+            kind="completion",
+            decode=unused,
+            translate=unused,
+            answer=unused,
+        )
+        exchange = Exchange(never, send, 10.0)
+        headers = [(b"last-event-id", f"{stream.name}-0".encode())]
+        scope = {"convoy.exchange": exchange, "convoy.caller": caller, "headers": headers}
+        resumed = asyncio.ensure_future(app(scope, never, send))
+        # The work ends after the application has found the stream, and before its connection is attached.
+        may_end.set()
+        await asyncio.wait_for(resumed, WAIT_S)
+        assert exchange.complete
+        assert min(counts) == 1
+        assert lifecycle.num_answers == 0
+        stream.drop()
 
     asyncio.run(run())
 

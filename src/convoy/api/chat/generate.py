@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -81,8 +81,8 @@ class Generate(Generic[Body, Asked]):
         last_id = None if exchange.sends_lines else headers.get(LAST_EVENT_ID)
         if last_id is not None:
             stream, number = self.streams.find(caller.salt, self.kind, last_id)
-            # The running work of a stream counts as an answer itself.
-            with nullcontext() if stream.is_working else self.lifecycle.answering(admitted=True):
+            # The work of the stream counts as an answer, too, but it may end before the stream is attached.
+            with self.lifecycle.answering(admitted=True):
                 await exchange.while_connected(stream.send_to(exchange, number))
             return
         is_kept = asks_to_resume(headers) and not exchange.sends_lines

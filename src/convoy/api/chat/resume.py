@@ -7,6 +7,7 @@ instead of a connection. Connections come and go: each sends the events from a n
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,14 +18,20 @@ import msgspec
 
 from convoy.api.exchange import Exchange, encode_event
 from convoy.api.listen.options import ResumeOptions
+from convoy.api.problem import log_internal_error
 from convoy.api.refusals import RateLimited, StreamTaken, UnknownStream
-from convoy.errors import RequestError
+from convoy.errors import ConvoyError, RequestError
+
+_log = logging.getLogger(__name__)
 
 # Names in lower case, as ASGI has them.
 RESUMABLE = "convoy-resumable"
 LAST_EVENT_ID = "last-event-id"
 # For an event's place in the list.
 _EVENT_BYTES = 64
+# A client that does not read makes the server hold no more than one such part of a stream a second time.
+_MAX_WRITE_BYTES = 256 * 1024
+_TAKEN = "another connection has resumed this stream"
 
 
 class EventSink(Protocol):
@@ -88,6 +95,7 @@ class KeptStream:
         self._error: BaseException | None = None
         # Set when there is something new, or when another connection takes over. None without a connection.
         self._woken: asyncio.Event | None = None
+        self._exchange: Exchange | None = None
         self._is_free = asyncio.Event()
         self._was_sent = False
         self._work: asyncio.Task[None] | None = None
@@ -97,11 +105,6 @@ class KeptStream:
     def is_over(self) -> bool:
         """Return whether the answer has ended and no connection reads it."""
         return (self._is_complete or self._error is not None) and self._woken is None
-
-    @property
-    def is_working(self) -> bool:
-        """Return whether the work still runs, or its connection still sends."""
-        return self._work is not None and not self._work.done()
 
     def begin(self, work: Awaitable[None], held: AbstractContextManager[object]) -> None:
         """Run ``work``, which writes the events. An error of it ends the connection.
@@ -132,15 +135,17 @@ class KeptStream:
     async def send_to(self, exchange: Exchange, number: int = 0) -> None:
         """Send the events from ``number`` on, those that are still to come included, until the last one.
 
-        An earlier connection of this stream ends with `StreamTaken`. Raises `UnknownStream` if some of these
-        events are no longer here, and the error that the generation ended with.
+        An earlier connection of this stream ends with `StreamTaken`, also one that does not read. Raises
+        `UnknownStream` if some of these events are no longer here, and the error that the generation ended
+        with.
         """
-        woken = self._attach()
+        # A number that is refused must not end the present connection.
+        self._check(number)
+        woken = self._attach(exchange)
         try:
             while self._woken is woken:
-                if not self._first <= number <= self._first + len(self._events):
-                    raise UnknownStream("the events after this id are no longer kept")
-                new = self._events[number - self._first :]
+                self._check(number)
+                new = self._part(number)
                 if self.status and not exchange.status:
                     exchange.failure = self.failure
                     await exchange.start_events()
@@ -160,19 +165,21 @@ class KeptStream:
                 else:
                     await woken.wait()
                     woken.clear()
-            raise StreamTaken("another connection has resumed this stream")
+            raise StreamTaken(_TAKEN)
         finally:
             self._detach(woken)
 
-    def trim(self) -> bool:
-        """Forget the older half of the events, but never the last one. Return whether any was forgotten."""
-        half = len(self._events) // 2
-        freed = sum(len(event) + _EVENT_BYTES for event in self._events[:half])
-        del self._events[:half]
-        self._first += half
+    def trim(self, *, keep_last: bool) -> bool:
+        """Forget the older half of the events, or all of them without ``keep_last``. Return whether any was
+        forgotten.
+        """
+        num_events = len(self._events) // 2 if keep_last else len(self._events)
+        freed = sum(len(event) + _EVENT_BYTES for event in self._events[:num_events])
+        del self._events[:num_events]
+        self._first += num_events
         self.num_bytes -= freed
         self.share.num_bytes -= freed
-        return half > 0
+        return num_events > 0
 
     def drop(self) -> None:
         """Forget everything, and end the work that still runs."""
@@ -188,6 +195,9 @@ class KeptStream:
                 await work
             except Exception as error:  # noqa: BLE001 - raised again where a connection reads the stream
                 self._error = error
+                if self._woken is None and not isinstance(error, ConvoyError):
+                    # With a connection, the guard logs it.
+                    log_internal_error(_log, self.id, error)
                 self._wake()
             while self._woken is not None:
                 await self._is_free.wait()
@@ -197,12 +207,31 @@ class KeptStream:
         self._events.append(event)
         self._streams.grow(self, len(event) + _EVENT_BYTES)
 
+    def _check(self, number: int) -> None:
+        if not self._first <= number <= self._first + len(self._events):
+            raise UnknownStream("the events after this id are no longer kept")
+
+    def _part(self, number: int) -> list[bytes]:
+        """Return the events from ``number`` on that one write sends: at least one if there is one."""
+        begin = end = number - self._first
+        num_bytes = 0
+        while end < len(self._events):
+            num_bytes += len(self._events[end])
+            if end > begin and num_bytes > _MAX_WRITE_BYTES:
+                break
+            end += 1
+        return self._events[begin:end]
+
     def _wake(self) -> None:
         if self._woken is not None:
             self._woken.set()
 
-    def _attach(self) -> asyncio.Event:
+    def _attach(self, exchange: Exchange) -> asyncio.Event:
         self._wake()
+        if self._exchange is not None:
+            # It may wait for its client to read, and would not notice until the write timeout.
+            self._exchange.fail(StreamTaken(_TAKEN))
+        self._exchange = exchange
         self._woken = asyncio.Event()
         self._is_free.clear()
         self._comment = b""
@@ -215,6 +244,7 @@ class KeptStream:
         if self._woken is not woken:
             return
         self._woken = None
+        self._exchange = None
         self._is_free.set()
         if self._was_sent:
             self._expiry = asyncio.ensure_future(self._expire())
@@ -236,14 +266,17 @@ class _Share:
     num_bytes: int = 0
 
     def free(self) -> bool:
-        """Drop the oldest stream that is over, or else the older events of the largest. Return whether
-        anything was there to free.
+        """Drop the oldest stream that is over, or else the older events of the largest that has several.
+
+        If each stream has one event at most, the largest is emptied. Return whether anything was there to
+        free.
         """
         over = next((stream for stream in self.streams.values() if stream.is_over), None)
         if over is not None:
             over.drop()
             return True
-        return max(self.streams.values(), key=lambda stream: stream.num_bytes).trim()
+        streams = sorted(self.streams.values(), key=lambda stream: stream.num_bytes, reverse=True)
+        return any(stream.trim(keep_last=keep) for keep in (True, False) for stream in streams)
 
 
 class KeptStreams:
@@ -266,12 +299,19 @@ class KeptStreams:
     def open(self, key: bytes, kind: str, exchange: Exchange) -> KeptStream:
         """Return a new stream of the key with the salt ``key``. Raises `RateLimited`.
 
-        A key with all its streams loses the oldest one that is over.
+        A key with all its streams loses the oldest one that is over. If there are too many in all, the key
+        with the most streams loses one.
         """
         options = self.options
         share = self._shares.get(key) or _Share(key)
-        while len(share.streams) >= options.max_streams_each or self.num_streams >= options.max_streams:
-            over = next((stream for stream in share.streams.values() if stream.is_over), None)
+        while True:
+            if len(share.streams) >= options.max_streams_each:
+                shares = [share]
+            elif self.num_streams >= options.max_streams:
+                shares = sorted(self._shares.values(), key=lambda one: len(one.streams), reverse=True)
+            else:
+                break
+            over = next((stream for one in shares for stream in one.streams.values() if stream.is_over), None)
             if over is None:
                 raise RateLimited(
                     f"{len(share.streams)} streams of this key and {self.num_streams} in all can be resumed, "
@@ -310,7 +350,8 @@ class KeptStreams:
         while stream.share.num_bytes > self.options.max_bytes_each and stream.share.free():
             pass
         while self.num_bytes > self.options.max_bytes:
-            if not max(self._shares.values(), key=lambda share: share.num_bytes).free():
+            shares = sorted(self._shares.values(), key=lambda share: share.num_bytes, reverse=True)
+            if not any(share.free() for share in shares):
                 return
 
     def forget(self, stream: KeptStream) -> None:

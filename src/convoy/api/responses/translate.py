@@ -33,6 +33,9 @@ _ENCODED_REASONING = "reasoning.encrypted_content"
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_VALUE_CHARS = 512
+# For a text that each answer repeats several times, as of metadata.
+_MAX_ECHOED_CHARS = 512
+_ECHOED = ("prompt_cache_key", "safety_identifier", "user")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +237,7 @@ def _shown(
     if truncation not in ("auto", "disabled"):
         text = f"truncation is {truncation[:40]!r}, expected one of: auto, disabled"
         raise RequestError(text, param="truncation")
+    _check_echoed(body)
     params, given = request.params, _format(body)
     form: dict[str, Any] = {"type": given.type}
     if given.schema is not None and given.type == "json_schema":
@@ -262,6 +266,14 @@ def _shown(
         user=body.user,
         store=stored,
     )
+
+
+def _check_echoed(body: ResponsesBody) -> None:
+    for name in _ECHOED:
+        num_chars = len(getattr(body, name) or "")
+        if num_chars > _MAX_ECHOED_CHARS:
+            text = f"{name} has {num_chars} characters, and the limit is {_MAX_ECHOED_CHARS}"
+            raise RequestError(text, param=name)
 
 
 def _summary(body: ResponsesBody) -> str | None:
