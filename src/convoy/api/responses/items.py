@@ -100,6 +100,8 @@ class _Reader:
         self._names: dict[str, str] = {}
         self._cut_calls: set[str] = set()
         self._open: Turn | None = None
+        # The reasoning of the open turn. It is joined once, because a request may have thousands of items.
+        self._reasonings: list[str] = []
         self._left = max_items
         self._max_items = max_items
 
@@ -207,13 +209,15 @@ class _Reader:
             return
         if self._open is not None and (self._open.content or self._open.calls):
             self._close()
-        turn = self._open or Turn("assistant")
-        self._open = replace(turn, reasoning=f"{turn.reasoning}\n{text}" if turn.reasoning else text)
+        self._open = self._open or Turn("assistant")
+        self._reasonings.append(text)
 
     def _close(self) -> None:
-        turn, self._open = self._open, None
-        if turn is None:
+        if self._open is None:
             return
+        turn = replace(self._open, reasoning="\n".join(self._reasonings))
+        self._open = None
+        self._reasonings.clear()
         if turn.content or turn.calls or not turn.reasoning:
             self._turns.append(turn)
         else:
