@@ -42,6 +42,11 @@ class History:
     dropped: tuple[str, ...] = ()
 
 
+def is_reference(item: Mapping[str, Any]) -> bool:
+    """Return whether an item names a stored one. A reference may come without its type."""
+    return item.get("type") == "item_reference" or set(item) == {"id"}
+
+
 def nothing_stored(item: str, param: str) -> Mapping[str, Any]:  # noqa: ARG001 - no id names an item
     """Find no item, because the server stores none. Raises `UnknownResponse`."""
     raise UnknownResponse(
@@ -118,12 +123,9 @@ class _Reader:
         self._count(where)
         if not isinstance(item, dict):
             raise RequestError(f"{where} is not an object", param=where, code="invalid_type")
-        # A reference may come without its type.
-        untyped = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
-        kind = item.get("type", untyped)
-        if kind == "item_reference":
+        if is_reference(item):
             item = self._stored(_text(item, "id", where), f"{where}.id")
-            kind = item["type"]
+        kind = item.get("type", "message" if "role" in item else None)
         match kind:
             case "message":
                 self._message(item, where)
