@@ -11,6 +11,9 @@ import httpx
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from convoy.fleet.books.price import Price
 from convoy.fleet.consumer_request import ModelOptions
@@ -145,3 +148,29 @@ def test_an_engine_without_a_path_is_no_fault_of_its_provider(tmp_path: Path, wa
             assert f"does not serve {path}" in answer.json()["error"]["message"]
         assert fleet.paid() == 0
         assert fleet.ask(way, "/v1/chat/completions", **question(1, 2)).status_code == 200
+
+
+@WAYS
+def test_an_engine_that_keeps_no_such_item_has_the_path(tmp_path: Path, way: str) -> None:
+    errors = iter(
+        [
+            {"message": "nothing is kept", "type": "x", "param": "input[0].id", "code": None},
+            {"message": "nothing is kept", "type": "x", "param": None, "code": "item_not_found"},
+            {"message": "nothing is kept", "type": "x", "param": None, "code": "not_found"},
+        ]
+    )
+
+    async def answer(_: Request) -> JSONResponse:
+        return JSONResponse({"error": next(errors)}, 404)
+
+    engine = ChatEngine()
+    engine.app.router.routes.append(Route("/v1/responses", answer, methods=["POST"]))
+    with ExitStack() as stack:
+        fleet = Fleet(tmp_path, stack, stack.enter_context(engine_server(engine)))
+        for number, found in enumerate(
+            [("input[0].id", None), (None, "item_not_found"), (None, "unsupported_endpoint")]
+        ):
+            refusal = fleet.ask(way, "/v1/responses", model=MODEL, input=f"hi {number}")
+            error = refusal.json()["error"]
+            assert (refusal.status_code, error["param"], error["code"]) == (400, *found)
+        assert fleet.paid() == 0

@@ -120,6 +120,8 @@ def test_requests_that_name_texts_elsewhere_are_refused_and_cost_nothing(fleet: 
     asked, before = len(fleet.engine.handles), fleet.fleet.ledger.balance("ann")
     for more, status, code in (
         ({"previous_response_id": "resp_1"}, 404, "previous_response_not_found"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "item_not_found"),
+        ({"input": [{"role": "user", "content": "a"}, {"id": "rs_1"}]}, 404, "item_not_found"),
         ({"conversation": "conv_1"}, 400, "unsupported_parameter"),
         ({"prompt": {"id": "pmpt_1"}}, 400, "unsupported_parameter"),
         ({"model": "nobody-serves-this"}, 404, "model_not_found"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,28 @@ def test_results_belong_to_the_calls_of_their_tools(ollama: Client, server: Runn
     assert "rain<result of call_0 weather>" in found
 
 
+def test_a_result_without_a_name_is_of_the_first_call_that_is_open(ollama: Client, server: Running) -> None:
+    names = ["weather", "time", "weather", "time"]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": n, "arguments": {}}} for n in names]}
+    results = [{"role": "tool", "content": "a", "tool_name": "time"}]
+    results += [{"role": "tool", "content": "b"}, {"role": "tool", "content": "c"}]
+    results += [{"role": "tool", "content": "d", "tool_name": "time"}]
+    ollama.chat("fake", messages=[*ASK, called, *results], tools=[TOOL])
+    found = prompt_of(server)
+    for text, call in (("a", "call_1 time"), ("b", "call_0 weather"), ("c", "call_2 weather")):
+        assert f"{text}<result of {call}>" in found
+    assert "d<result of call_3 time>" in found
+
+
+def test_results_are_matched_in_linear_time(http: httpx.Client) -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ["a"] * 8000 + ["b"] * 4000]
+    messages = [{"role": "assistant", "tool_calls": calls}, *[{"role": "tool", "tool_name": "b"}] * 4000]
+    began_s = time.process_time()
+    answer = http.post("/api/chat", json={"model": "fake", "messages": messages})
+    assert time.process_time() - began_s < 1.5
+    assert "tool_calls has 12000 calls" in answer.json()["error"]
+
+
 def test_an_answer_has_the_form_that_is_asked_for(ollama: Client, server: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for form in ("json", schema):
@@ -155,6 +178,7 @@ def test_an_answer_has_the_form_that_is_asked_for(ollama: Client, server: Runnin
         ("/api/chat", {}, "messages"),
         ("/api/chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, "no message made"),
+        ("/api/chat", {"messages": [{"role": "tool", "content": "x"}] * 5000}, "has 5000 messages"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["aa"]}]}, "messages[0].images"),
         ("/api/chat", {"messages": ASK, "options": {"mirostat": 2}}, "options.mirostat"),
         ("/api/chat", {"messages": ASK, "options": {"repeat_penalty": 1.3}}, "options.repeat_penalty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,15 @@ def test_a_reference_stands_for_the_stored_item(item: dict[str, str]) -> None:
     with pytest.raises(UnknownResponse) as raised:
         read(item)
     assert (raised.value.param, raised.value.code) == ("input[0].id", "item_not_found")
+
+
+def test_reasonings_in_a_row_are_joined_in_linear_time() -> None:
+    texts = [f"{number}{'x' * 4000}" for number in range(4000)]
+    items = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in texts]
+    began_s = time.thread_time()
+    (turn,) = read_items([*items, {"role": "assistant", "content": "a"}], max_items=5000).turns
+    assert time.thread_time() - began_s < 1.0
+    assert turn == Turn("assistant", "a", "\n".join(texts))
 
 
 def test_a_part_whose_type_is_no_text_is_dropped() -> None:

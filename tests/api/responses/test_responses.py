@@ -575,6 +575,18 @@ def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running
             assert (caught.value.param, caught.value.code) == ("input[0].id", "item_not_found")
 
 
+def test_references_bring_at_most_the_bytes_of_a_body() -> None:
+    options = ServeOptions(port=0, store_responses=True, max_body_bytes=4000)
+    with serving(options=options) as running, httpx.Client(base_url=running.url, timeout=20.0) as http:
+        (item,) = whole(http)["output"]
+        most = 4000 // len(json.dumps(item, separators=(",", ":")))
+        reference = {"id": item["id"]}
+        whole(http, input=[reference] * most)
+        error = refused(http, 413, input=[reference] * (most + 1))
+    assert (error["param"], error["code"]) == (f"input[{most}].id", "body_too_long")
+    assert "4000 bytes" in error["message"]
+
+
 def test_callers_that_share_a_key_are_kept_apart_by_their_cache_salt(storing: Running) -> None:
     headers = {"authorization": f"Bearer {ANN}"}
     with httpx.Client(base_url=storing.url, timeout=20.0, headers=headers) as http:

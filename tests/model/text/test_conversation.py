@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from convoy.model.text.conversation import ToolCall, Turn, fold_turns, is_tool_name
@@ -35,6 +37,14 @@ def test_calls_and_results_keep_turns_of_their_own() -> None:
         Turn("user", "e", name="bob"),
     )
     assert fold_turns(given) == given
+
+
+def test_turns_of_one_user_are_joined_in_linear_time() -> None:
+    texts = [f"{number}{'x' * 2000}" for number in range(4000)]
+    began_s = time.thread_time()
+    (turn,) = fold_turns([Turn("user", text) for text in texts])
+    assert time.thread_time() - began_s < 1.0
+    assert turn.content == "\n\n".join(texts)
 
 
 @pytest.mark.parametrize(

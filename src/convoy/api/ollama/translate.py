@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,7 +122,7 @@ def read_ollama(
         system = [{"role": "system", "content": body.system}] if body.system else []
         chat["messages"] = [*system, {"role": "user", "content": body.prompt}]
     else:
-        chat["messages"] = _messages(body.messages)
+        chat["messages"] = _messages(body.messages, options.max_messages)
         chat["tools"] = body.tools
     return read_chat(convert_object(chat, ChatBody), service, options, salt, dropped=dropped)
 
@@ -178,29 +178,60 @@ def _thinking(given: bool | str | None) -> dict[str, Any]:
     return {"reasoning_effort": given}
 
 
-def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def _messages(given: Sequence[OllamaMessage], max_messages: int) -> list[dict[str, Any]]:
     """Return the messages in OpenAI's form. A result belongs to the first open call of its tool."""
+    if len(given) > max_messages:
+        raise RequestError(
+            f"messages has {len(given)} messages, and the limit is {max_messages}", param="messages"
+        )
     found: list[dict[str, Any]] = []
-    # The id and the name of each call without a result.
-    waiting: deque[tuple[str, str]] = deque()
-    num_calls = 0
+    waiting = _OpenCalls()
     for index, message in enumerate(given):
         _refuse(f"messages[{index}].images", message.images, ([],))
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.role == "tool":
-            call = next((one for one in waiting if message.tool_name in (None, "", one[1])), None)
-            if call is None:
+            call_id = waiting.take(message.tool_name)
+            if call_id is None:
                 where = f"messages[{index}]"
                 raise RequestError(f"{where} is a result of a call that no message made", param=where)
-            waiting.remove(call)
-            turn["tool_call_id"] = call[0]
+            turn["tool_call_id"] = call_id
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         for called in message.tool_calls or ():
-            number, num_calls = f"call_{num_calls}", num_calls + 1
-            waiting.append((number, called.function.name))
+            name = called.function.name
             arguments = msgspec.json.encode(called.function.arguments).decode()
-            function = {"name": called.function.name, "arguments": arguments}
-            turn.setdefault("tool_calls", []).append({"id": number, "function": function})
+            function = {"name": name, "arguments": arguments}
+            turn.setdefault("tool_calls", []).append({"id": waiting.add(name), "function": function})
         found.append(turn)
     return found
+
+
+class _OpenCalls:
+    """Number the calls of a conversation, and find those without a result in constant time."""
+
+    def __init__(self) -> None:
+        self._is_open: list[bool] = []
+        # The numbers of all calls and of those of each tool. A number whose call has its result is skipped.
+        self._all: deque[int] = deque()
+        self._of_tool: defaultdict[str, deque[int]] = defaultdict(deque)
+
+    def add(self, tool: str) -> str:
+        """Return the id of a new call of ``tool``."""
+        number = len(self._is_open)
+        self._is_open.append(True)
+        self._all.append(number)
+        self._of_tool[tool].append(number)
+        return f"call_{number}"
+
+    def take(self, tool: str | None) -> str | None:
+        """Return the id of the first open call of ``tool``, or of any tool if it has no name, and close it.
+
+        Returns None if there is no such call.
+        """
+        numbers = self._of_tool.get(tool, deque()) if tool else self._all
+        while numbers:
+            number = numbers.popleft()
+            if self._is_open[number]:
+                self._is_open[number] = False
+                return f"call_{number}"
+        return None

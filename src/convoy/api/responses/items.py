@@ -42,6 +42,11 @@ class History:
     dropped: tuple[str, ...] = ()
 
 
+def is_reference(item: Mapping[str, Any]) -> bool:
+    """Return whether an item names a stored one. A reference may come without its type."""
+    return item.get("type") == "item_reference" or set(item) == {"id"}
+
+
 def nothing_stored(item: str, param: str) -> Mapping[str, Any]:  # noqa: ARG001 - no id names an item
     """Find no item, because the server stores none. Raises `UnknownResponse`."""
     raise UnknownResponse(
@@ -100,6 +105,8 @@ class _Reader:
         self._names: dict[str, str] = {}
         self._cut_calls: set[str] = set()
         self._open: Turn | None = None
+        # The reasoning of the open turn. It is joined once, because a request may have thousands of items.
+        self._reasonings: list[str] = []
         self._left = max_items
         self._max_items = max_items
 
@@ -116,12 +123,9 @@ class _Reader:
         self._count(where)
         if not isinstance(item, dict):
             raise RequestError(f"{where} is not an object", param=where, code="invalid_type")
-        # A reference may come without its type.
-        untyped = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
-        kind = item.get("type", untyped)
-        if kind == "item_reference":
+        if is_reference(item):
             item = self._stored(_text(item, "id", where), f"{where}.id")
-            kind = item["type"]
+        kind = item.get("type", "message" if "role" in item else None)
         match kind:
             case "message":
                 self._message(item, where)
@@ -207,13 +211,15 @@ class _Reader:
             return
         if self._open is not None and (self._open.content or self._open.calls):
             self._close()
-        turn = self._open or Turn("assistant")
-        self._open = replace(turn, reasoning=f"{turn.reasoning}\n{text}" if turn.reasoning else text)
+        self._open = self._open or Turn("assistant")
+        self._reasonings.append(text)
 
     def _close(self) -> None:
-        turn, self._open = self._open, None
-        if turn is None:
+        if self._open is None:
             return
+        turn = replace(self._open, reasoning="\n".join(self._reasonings))
+        self._open = None
+        self._reasonings.clear()
         if turn.content or turn.calls or not turn.reasoning:
             self._turns.append(turn)
         else:

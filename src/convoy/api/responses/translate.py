@@ -14,7 +14,7 @@ from convoy.api.chat.request import ChatRequest, cache_salt_of, parse_chat
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.conversation import EFFORTS
-from convoy.api.refusals import UnknownResponse
+from convoy.api.refusals import BodyTooLong, UnknownResponse
 from convoy.api.responses.bodies import ResponsesBody, TextFormat
 from convoy.api.responses.items import SEND_ITEM, UNKNOWN_ITEM, nothing_stored, read_items
 from convoy.api.responses.shapes import ReasoningShown, ResponseObject
@@ -83,7 +83,7 @@ def read_response(
     _check_elsewhere(body)
     key, salt = salt, cache_salt_of(salt, body.cache_salt)
     model = service.model(body.model)
-    stored = nothing_stored if store is None else _StoredItems(store, salt).find
+    stored = nothing_stored if store is None else _StoredItems(store, salt, options.max_body_bytes).find
     earlier = _earlier(body, store, salt)
     history = read_items(body.input, earlier, max_items=options.max_messages, stored=stored)
     dropped.count("responses", history.dropped)
@@ -145,15 +145,34 @@ def _earlier(body: ResponsesBody, store: ResponseStore | None, salt: bytes) -> t
 
 
 class _StoredItems:
-    """Find the items that a request refers to. Each response is decoded once."""
+    """Find the items that a request refers to. Each response is decoded once.
 
-    def __init__(self, store: ResponseStore, owner: bytes) -> None:
+    Together they have at most the bytes of a body, because a reference is much shorter than its item.
+    """
+
+    def __init__(self, store: ResponseStore, owner: bytes, max_bytes: int) -> None:
         self._store = store
         self._owner = owner
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._sizes: dict[str, int] = {}
         self._outputs: dict[str, Mapping[str, Mapping[str, Any]]] = {}
 
     def find(self, item: str, param: str) -> Mapping[str, Any]:
-        """Return the item with that id. Raises `UnknownResponse` with the field's name."""
+        """Return the item with that id.
+
+        Raises `UnknownResponse` with the field's name, and `BodyTooLong` once the items have too many bytes.
+        """
+        found = self._find(item, param)
+        if item not in self._sizes:
+            self._sizes[item] = len(msgspec.json.encode(found))
+        self._num_bytes += self._sizes[item]
+        if self._num_bytes > self._max_bytes:
+            text = f"the items that input refers to have more than {self._max_bytes} bytes"
+            raise BodyTooLong(f"{text}, and that is the limit", param=param)
+        return found
+
+    def _find(self, item: str, param: str) -> Mapping[str, Any]:
         response_id = response_of(item)
         try:
             if response_id not in self._outputs:

@@ -13,6 +13,7 @@ import msgspec
 from convoy.api.exchange import encode_event
 from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.api.refusals import UnknownResponse
+from convoy.api.responses.items import SEND_ITEM, UNKNOWN_ITEM, is_reference
 from convoy.api.responses.problem import error_of, failed_error
 from convoy.api.responses.shapes import Event, ResponseError, ResponseObject
 from convoy.errors import RequestError
@@ -117,6 +118,16 @@ def check_response(body: Mapping[str, Any]) -> None:
             code="previous_response_not_found",
             hint="send the whole conversation as input",
         )
+    items = body.get("input")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict) and is_reference(item):
+            param = f"input[{index}].id"
+            raise UnknownResponse(
+                f"a fleet stores no responses, so {param} names no item",
+                param=param,
+                code=UNKNOWN_ITEM,
+                hint=SEND_ITEM,
+            )
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise RequestError(

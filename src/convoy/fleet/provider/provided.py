@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from convoy.api.keys.repeats import CONTEXT_ERROR
+from convoy.api.problem import ErrorBody
 from convoy.crypto.sealed.answer import MAX_CHUNK_BYTES, AnswerSealer
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
@@ -40,6 +41,10 @@ _RATE_LIMITED = 429
 # An engine answers so to a path that it does not have. It has the one by which it was measured.
 _NO_PATH = frozenset({404, 405, 501})
 _MEASURED: Kind = "chat"
+# An engine that has the path answers 404 with these codes: a request names something that it does not keep.
+_CODES_OF_REQUESTS = frozenset({"item_not_found", "previous_response_not_found", "response_not_found"})
+# Characters of an engine's error that a client may read, and of each word beside it.
+_MAX_MESSAGE, _MAX_WORD = 1000, 100
 # The limit of the bytes before a first token, in events of the longest kind.
 _MAX_EARLY_EVENTS = 4
 
@@ -203,6 +208,8 @@ class Provided:
         is_read = is_rate or may_lack or not is_of_engine(answer.status)
         body = await _start_of(answer.body) if is_read else b""
         if may_lack and not _names_model(body):
+            if (error := _error_of_request(body)) is not None:
+                raise error
             # Other requests are answered here, so this is no fault of the provider.
             text = f"the engine of this provider does not serve {self._api.path}"
             raise RequestError(text, code="unsupported_endpoint")
@@ -329,6 +336,18 @@ async def _to_first_token(pieces: AsyncIterator[bytes], reader: EventReader) -> 
 def _names_model(refusal: bytes) -> bool:
     """Return whether a refusal is about the model, and so not about the path."""
     return b"model" in refusal.lower()
+
+
+def _error_of_request(refusal: bytes) -> RequestError | None:
+    """Return the error of a refusal that is about this request, and so not about the path."""
+    try:
+        error = msgspec.json.decode(refusal, type=ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if error.param is None and error.code not in _CODES_OF_REQUESTS:
+        return None
+    param, code = (text and text[:_MAX_WORD] for text in (error.param, error.code))
+    return RequestError(error.message[:_MAX_MESSAGE], param=param, code=code)
 
 
 async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:

@@ -95,12 +95,19 @@ def fold_turns(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     that the model can tell it from the user's own text.
     """
     folded: list[Turn] = []
+    # The texts of each folded turn. They are joined once, because a request may have thousands of turns.
+    texts: list[list[str]] = []
+    begun = False
     for turn in turns:
-        late = turn.role == "system" and any(one.role != "system" for one in folded)
+        late, begun = begun and turn.role == "system", begun or turn.role != "system"
         given = Turn("user", f"<system-reminder>\n{turn.content}\n</system-reminder>") if late else turn
         same = bool(folded) and (folded[-1].role, folded[-1].name) == (given.role, given.name)
         if same and given.role in ("system", "user"):
-            folded[-1] = replace(folded[-1], content=f"{folded[-1].content}\n\n{given.content}")
+            texts[-1].append(given.content)
         else:
             folded.append(given)
-    return tuple(folded)
+            texts.append([given.content])
+    return tuple(
+        turn if len(parts) == 1 else replace(turn, content="\n\n".join(parts))
+        for turn, parts in zip(folded, texts, strict=True)
+    )
