@@ -327,7 +327,8 @@ class Word(msgspec.Struct):
 
 async def never() -> Message:
     """Receive nothing from a client that stays connected."""
-    return await asyncio.get_running_loop().create_future()
+    coming: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await coming
 
 
 def exchange_of(sent: list[Message]) -> Exchange:
