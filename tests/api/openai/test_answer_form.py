@@ -130,6 +130,17 @@ def test_only_a_strict_response_format_refuses_a_keyword_that_cannot_be_enforced
     assert takes(asked(server, CHAT, response_format=form()), "[1, 1]")
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_cache_salt_divides_the_compiled_grammars_of_one_key(server: Running, path: str) -> None:
+    def grammar(**fields: Any) -> object:
+        return asked(server, path, guided_regex="[ab]+", **fields).grammar
+
+    plain, first = grammar(), grammar(cache_salt="first")
+    assert grammar() is plain
+    assert grammar(cache_salt="first") is first is not plain
+    assert grammar(cache_salt="second") not in (plain, first)
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

@@ -279,6 +279,25 @@ def test_a_caller_gets_no_grammar_of_another() -> None:
     assert compiler.compile(one, "regex", caller=b"b") is not compiler.compile(one, "regex", caller=b"a")
 
 
+def test_users_behind_one_caller_share_its_place_and_no_grammar() -> None:
+    vocabulary, one = SlowVocabulary(), grammar("regex", "a")
+    threads = HeldThreads(vocabulary)
+    compiler = GrammarCompiler(vocabulary, threads=threads)
+    threads.patient = True
+    vocabulary.go_on.set()
+    first = compiler.compile(one, "regex", caller=b"key", owner=b"first")
+    assert compiler.compile(one, "regex", caller=b"key", owner=b"second") is not first
+    assert compiler.compile(one, "regex", caller=b"key", owner=b"first") is first
+    vocabulary.go_on.clear()
+    vocabulary.asked.clear()
+    threads.patient = False
+    with pytest.raises(RequestError, match="takes longer"):
+        compiler.compile(grammar("regex", "forced"), "regex", caller=b"key", owner=b"first")
+    with pytest.raises(QueueFull):
+        compiler.compile(grammar("regex", "[ab]+"), "regex", caller=b"key", owner=b"second")
+    vocabulary.go_on.set()
+
+
 def test_a_grammar_is_compiled_anew_once_its_answers_have_worn_it() -> None:
     """All copies share one automaton, so a limit that one answer hits ends the later ones too."""
     limits = GrammarLimits(answer=AnswerLimits(shared_tokens=3))

@@ -35,7 +35,7 @@ class ChatRequest:
 
 
 def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
-    """Return the engine's request. ``salt`` is that of the caller's key.
+    """Return the engine's request. ``salt`` is that of its cached prefixes; see `cache_salt_of`.
 
     Raises `RequestError` or `UnknownModel`. A `RequestError` about the length has the code
     "context_length_exceeded" and the numbers of the prompt's tokens and of the room.
@@ -47,7 +47,7 @@ def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedReq
     prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
     reply = _parser_options(conversation, model, prompt_ids)
     may_think = model.tokenizer.reply_format.may_open_reasoning(prompt_ids, model.tokenizer.decode)
-    grammar, reply = _form(request, reply, model, may_think=may_think)
+    grammar, reply = _form(request, reply, model, may_think=may_think, salt=salt)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
@@ -120,7 +120,7 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
 
 
 def _form(
-    request: ChatRequest, reply: ParserOptions, model: ServedModel, *, may_think: bool
+    request: ChatRequest, reply: ParserOptions, model: ServedModel, *, may_think: bool, salt: bytes
 ) -> tuple[CompiledGrammar | None, ParserOptions]:
     """Return the grammar of the answer, and the options that read it.
 
@@ -141,7 +141,7 @@ def _form(
             opened=opened,
         )
         forced = Grammar("lark", text, param="tools")
-        return model.grammars.compile(forced, "tools", caller=request.caller), reply
+        return model.grammars.compile(forced, "tools", caller=request.caller, owner=salt), reply
     if request.grammar is None:
         return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
@@ -155,7 +155,7 @@ def _form(
     if grammar is request.grammar:
         # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.
         reply = replace(reply, thinking=False)
-    return model.grammars.compile(grammar, grammar.param, caller=request.caller), reply
+    return model.grammars.compile(grammar, grammar.param, caller=request.caller, owner=salt), reply
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

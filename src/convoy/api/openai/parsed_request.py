@@ -124,7 +124,7 @@ def _read(
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
     shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
-    grammar = _compiled(read_form(body), model, salt)
+    grammar = _compiled(read_form(body), model, salt, shared.cache_salt)
     shared = replace(shared, ignore_eos=shared.ignore_eos or scoring, grammar=grammar)
     requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
     return ParsedRequest(
@@ -168,11 +168,13 @@ def _shared(
     )
 
 
-def _compiled(form: Grammar | None, model: ServedModel, caller: bytes) -> CompiledGrammar | None:
+def _compiled(
+    form: Grammar | None, model: ServedModel, caller: bytes, owner: bytes
+) -> CompiledGrammar | None:
     if form is None:
         return None
     model.grammars.check(form, form.param)
-    return model.grammars.compile(form, form.param, caller=caller)
+    return model.grammars.compile(form, form.param, caller=caller, owner=owner)
 
 
 def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:

@@ -124,17 +124,19 @@ class GrammarCompiler:
             self._limits.max_compiling, self._limits.max_waiting, _STACK_BYTES
         )
 
-    def compile(self, grammar: Grammar, param: str, *, caller: bytes = b"") -> CompiledGrammar:
+    def compile(
+        self, grammar: Grammar, param: str, *, caller: bytes = b"", owner: bytes = b""
+    ) -> CompiledGrammar:
         """Return the compiled grammar; ``param`` names the request's field for errors.
 
-        ``caller`` names its owner: no other caller gets the same one or can tell that it was compiled, and
-        one caller has one grammar compiled at a time. Requests for one that is being compiled wait for it
-        and share its outcome. Raises `RequestError` for a grammar that is malformed,
-        unsupported or beyond a limit, and `QueueFull` if too many others are being compiled.
+        One ``caller`` has one grammar compiled at a time, and ``owner`` separates the users behind it. No
+        other caller or owner gets the same grammar or can tell that it was compiled. Requests for one that is
+        being compiled wait for it and share its outcome. Raises `RequestError` for a grammar that is
+        malformed, unsupported or beyond a limit, and `QueueFull` if too many others are being compiled.
         """
         num_bytes = _num_bytes(grammar.text)
         _check_size(num_bytes, self._limits.max_text_bytes, param)
-        key = _key(grammar, caller)
+        key = _key(grammar, caller, owner)
         with self._lock:
             if key in self._cache and not self._cache[key].compiled.worn:
                 self._cache.move_to_end(key)
@@ -342,8 +344,8 @@ def _patterns(schema: object) -> Iterator[str]:
             yield from _patterns(value)
 
 
-def _key(grammar: Grammar, caller: bytes) -> bytes:
-    parts = f"{grammar.kind}\0{grammar.strict}\0{caller.hex()}\0{grammar.text}"
+def _key(grammar: Grammar, caller: bytes, owner: bytes) -> bytes:
+    parts = f"{grammar.kind}\0{grammar.strict}\0{caller.hex()}\0{owner.hex()}\0{grammar.text}"
     return hashlib.sha256(parts.encode(errors="surrogatepass")).digest()
 
 
