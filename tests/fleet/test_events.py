@@ -90,6 +90,25 @@ def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
     assert reader.ended
 
 
+def test_cached_tokens_beside_a_chats_count_are_a_part_of_it() -> None:
+    reader = EventReader("chat", stream=False)
+    reader.whole(
+        b'{"usage": {"prompt_tokens": 1000, "completion_tokens": 2, "input_tokens": 1000, "output_tokens": 2,'
+        b'"cache_read_input_tokens": 900, "cache_creation_input_tokens": 50}}'
+    )
+    assert (reader.prompt_tokens, reader.completion_tokens) == (1000, 2)
+
+
+def test_a_later_count_without_cached_tokens_does_not_lower_that_of_a_message() -> None:
+    reader = EventReader("messages", stream=True)
+    reader.feed(
+        b'data: {"type":"message_start","message":{"usage":{"input_tokens":100,'
+        b'"cache_read_input_tokens":900,"output_tokens":1}}}\n\n'
+        b'data: {"type":"message_delta","usage":{"input_tokens":100,"output_tokens":5}}\n\n'
+    )
+    assert (reader.prompt_tokens, reader.completion_tokens) == (1000, 5)
+
+
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
 WAITS = b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n'
 ADDED = b'event: x\ndata: {"type":"response.output_text.delta","delta":"x"}\n\n'
