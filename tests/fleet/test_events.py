@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from convoy.errors import ProviderError
 from convoy.fleet.events import MAX_EVENT_BYTES, EventReader
+from convoy.wire.fleet.messages import Kind
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
@@ -107,6 +108,18 @@ def test_a_later_count_without_cached_tokens_does_not_lower_that_of_a_message() 
         b'data: {"type":"message_delta","usage":{"input_tokens":100,"output_tokens":5}}\n\n'
     )
     assert (reader.prompt_tokens, reader.completion_tokens) == (1000, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("completion", '{"index":0,"text":"","logprobs":{"tokens":["a"],"token_logprobs":[-1.0]}}'),
+        ("chat", '{"index":0,"delta":{},"logprobs":{"content":[{"token":"a","logprob":-1.0}]}}'),
+    ],
+)
+def test_log_probabilities_without_text_are_passed_on(kind: Kind, choice: str) -> None:
+    event = f'data: {{"choices":[{choice}]}}\n\n'.encode()
+    assert EventReader(kind, stream=True).feed(event * 3) == event * 3
 
 
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
