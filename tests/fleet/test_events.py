@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from convoy.errors import ProviderError
 from convoy.fleet.events import MAX_EVENT_BYTES, EventReader
+from convoy.wire.fleet.messages import Kind
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
@@ -88,6 +89,37 @@ def test_events_of_the_messages_api_are_counted_by_their_types() -> None:
     assert reader.feed(whole) == whole
     assert (reader.tokens, reader.prompt_tokens, reader.completion_tokens) == (1, 9, 1)
     assert reader.ended
+
+
+def test_cached_tokens_beside_a_chats_count_are_a_part_of_it() -> None:
+    reader = EventReader("chat", stream=False)
+    reader.whole(
+        b'{"usage": {"prompt_tokens": 1000, "completion_tokens": 2, "input_tokens": 1000, "output_tokens": 2,'
+        b'"cache_read_input_tokens": 900, "cache_creation_input_tokens": 50}}'
+    )
+    assert (reader.prompt_tokens, reader.completion_tokens) == (1000, 2)
+
+
+def test_a_later_count_without_cached_tokens_does_not_lower_that_of_a_message() -> None:
+    reader = EventReader("messages", stream=True)
+    reader.feed(
+        b'data: {"type":"message_start","message":{"usage":{"input_tokens":100,'
+        b'"cache_read_input_tokens":900,"output_tokens":1}}}\n\n'
+        b'data: {"type":"message_delta","usage":{"input_tokens":100,"output_tokens":5}}\n\n'
+    )
+    assert (reader.prompt_tokens, reader.completion_tokens) == (1000, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("completion", '{"index":0,"text":"","logprobs":{"tokens":["a"],"token_logprobs":[-1.0]}}'),
+        ("chat", '{"index":0,"delta":{},"logprobs":{"content":[{"token":"a","logprob":-1.0}]}}'),
+    ],
+)
+def test_log_probabilities_without_text_are_passed_on(kind: Kind, choice: str) -> None:
+    event = f'data: {{"choices":[{choice}]}}\n\n'.encode()
+    assert EventReader(kind, stream=True).feed(event * 3) == event * 3
 
 
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'

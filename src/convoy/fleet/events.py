@@ -16,14 +16,11 @@ MAX_EVENT_BYTES = 1024 * 1024
 _DONE = b"[DONE]"
 # Characters of an upstream's error that a client may read.
 _MAX_MESSAGE = 1000
-# The fields of an answer's usage that make each count: those of OpenAI's chat, then those of the Messages
-# API, of which the Responses API has some.
-_COUNTS = {
-    "prompt_tokens": (
-        *("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
-    ),
-    "completion_tokens": ("completion_tokens", "output_tokens"),
-}
+# The Messages API's counts of a prompt are apart. The Responses API has the first of them, for all.
+_PROMPT_PARTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+# A chat's count of the answer, and the one of both other APIs.
+_GIVEN = ("completion_tokens", "output_tokens")
+_MAX_COUNT = 1 << 40
 
 
 class EventReader:
@@ -94,11 +91,24 @@ class EventReader:
         self.refusal = RequestError(text[:_MAX_MESSAGE], code=CONTEXT_ERROR)
 
     def _count(self, usage: object) -> None:
-        if isinstance(usage, dict):
-            for name, parts in _COUNTS.items():
-                values = [value for part in parts if (value := usage.get(part)) is not None]
-                if values and all(isinstance(value, int) and 0 <= value <= 1 << 40 for value in values):
-                    setattr(self, name, sum(values))
+        if not isinstance(usage, dict):
+            return
+        if (whole := usage.get("prompt_tokens")) is not None:
+            # Some engines tell beside it how many of these tokens were cached.
+            if _is_count(whole):
+                self.prompt_tokens = whole
+        else:
+            parts = [value for name in _PROMPT_PARTS if (value := usage.get(name)) is not None]
+            if all(map(_is_count, parts)):
+                # The usage at the end of a stream may leave out the cached tokens that the start told.
+                self.prompt_tokens = max(self.prompt_tokens, sum(parts))
+        given = [value for name in _GIVEN if (value := usage.get(name)) is not None]
+        if given and _is_count(given[0]):
+            self.completion_tokens = given[0]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= _MAX_COUNT
 
 
 def _object(data: bytes) -> dict[str, Any]:

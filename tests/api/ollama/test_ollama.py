@@ -116,6 +116,18 @@ def test_thinking_and_calls_come_apart_from_the_text() -> None:
     assert plain.thinking == "hm"
 
 
+@pytest.mark.parametrize("number", ["1e999", "-0.0", "1" + "0" * 1000])
+def test_a_number_of_any_size_stays_in_a_calls_arguments(number: str) -> None:
+    call = f'<tool_call>{{"name": "weather", "arguments": {{\n"size": {number}\r\n}}}}</tool_call>'
+    for stream in (False, True):
+        with serving(FakeEngine(call)) as running:
+            body = {"model": "fake", "messages": ASK, "tools": [TOOL], "stream": stream}
+            text = httpx.post(f"{running.url}/api/chat", json=body, timeout=20.0).text
+        lines = [json.loads(line, parse_int=str, parse_float=str) for line in text.splitlines()]
+        calls = [one for line in lines for one in line["message"].get("tool_calls", ())]
+        assert calls == [{"function": {"name": "weather", "arguments": {"size": number}}}]
+
+
 def test_a_call_that_was_cut_off_is_text() -> None:
     with serving(FakeEngine(CALL)) as running:
         client = Client(host=running.url, timeout=20.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hmac
-import json
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from convoy.api.anthropic import shapes
 from convoy.api.anthropic.problem import problem_of
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.reply import Ended, ReplyReader
+from convoy.api.chat.reply import Ended, ReplyReader, raw_object
 from convoy.api.chat.usage import UsageCounter
 from convoy.engine.outputs import Output
 from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
@@ -142,7 +141,7 @@ class BlockWriter:
                 self.blocks.append(shapes.ThinkingBlock(text, signature))
                 events.append(shapes.BlockDelta(index, shapes.SignatureDelta(signature)))
             case CallPiece(id=call_id, name=name):
-                given = _input(text)
+                given = raw_object(text)
                 if given is None and not cut:
                     self.has_malformed = True
                     self.blocks.append(shapes.TextBlock(text))
@@ -182,19 +181,3 @@ def _delta(piece: Piece) -> shapes.TextDelta | shapes.ThinkingDelta | shapes.Inp
             return shapes.ThinkingDelta(text)
         case CallPiece(arguments=arguments):
             return shapes.InputJsonDelta(arguments)
-
-
-def _input(text: str) -> msgspec.Raw | None:
-    """Return a call's input as its own JSON text, or None for text that is no object.
-
-    A JSON number may lie outside the range of every type, as 1e999 does, so none is converted.
-    """
-    try:
-        value = json.loads(text or "{}", parse_int=str, parse_float=str, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return None
-    return msgspec.Raw((text or "{}").encode()) if isinstance(value, dict) else None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
@@ -67,3 +70,22 @@ class _Choice:
 
     def _parse(self, lexemes: list[Lexeme]) -> list[Piece]:
         return [piece for lexeme in lexemes for piece in self._parser.read(lexeme)]
+
+
+def raw_object(arguments: str) -> msgspec.Raw | None:
+    """Return a call's arguments as the JSON text of an object on one line, or None for any other text.
+
+    A JSON number may lie outside the range of every type, as 1e999 does, so none is converted.
+    """
+    text = arguments or "{}"
+    try:
+        value = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    # In a JSON text that is valid, these stand between values alone.
+    line = text.replace("\n", " ").replace("\r", " ")
+    return msgspec.Raw(line.encode()) if isinstance(value, dict) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

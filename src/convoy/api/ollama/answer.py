@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.reply import Ended, ReplyReader
+from convoy.api.chat.reply import Ended, ReplyReader, raw_object
 from convoy.api.chat.usage import UsageCounter
 from convoy.api.ollama.problem import OllamaError, problem_of
 from convoy.engine.outputs import Output
@@ -20,10 +20,10 @@ _NS = 1_000_000_000
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
-    """Hold the function of a call, with its arguments as an object."""
+    """Hold the function of a call, with its arguments as the JSON text of an object."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: msgspec.Raw
 
 
 class OllamaCalled(msgspec.Struct, frozen=True):
@@ -131,9 +131,8 @@ class OllamaAnswer:
             return []
         (name, pieces), self._call = self._call, None
         text = "".join(pieces)
-        try:
-            arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
+        arguments = raw_object(text)
+        if arguments is None:
             return [OllamaReply(content=text)] if text else []
         return [OllamaReply(content="", tool_calls=(OllamaCalled(OllamaFunction(name, arguments)),))]
 

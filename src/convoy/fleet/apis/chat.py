@@ -264,7 +264,8 @@ def _says_something(choice: Mapping[str, Any]) -> bool:
 
 def _is_silent(choice: Mapping[str, Any]) -> bool:
     empty = choice.get("delta") == {} or choice.get("text") == ""
-    return empty and choice.get("finish_reason") is None
+    # A token may have a log-probability before its bytes make a character.
+    return empty and choice.get("finish_reason") is None and choice.get("logprobs") is None
 
 
 class ChunkForm:
