@@ -170,7 +170,8 @@ def test_results_are_matched_in_linear_time(http: httpx.Client) -> None:
     messages = [{"role": "assistant", "tool_calls": calls}, *[{"role": "tool", "tool_name": "b"}] * 4000]
     began_s = time.process_time()
     answer = http.post("/api/chat", json={"model": "fake", "messages": messages})
-    assert time.process_time() - began_s < 1.5
+    # Matching each result against all calls took 8.5 s.
+    assert time.process_time() - began_s < 5.0
     assert "tool_calls has 12000 calls" in answer.json()["error"]
 
 
