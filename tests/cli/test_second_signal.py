@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import asyncio, sys, threading
+import asyncio, signal, sys, threading
 from convoy.cli import join, main
 from convoy.fleet.provider import run
 from convoy.api import ending
+
+SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+def take_signals():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    threading.Event().wait()
 
 def stuck(*_arguments):
     print("stuck", flush=True)
@@ -45,6 +51,9 @@ async def measure(*_arguments):
     return {}
 
 def command():
+    # The system delivers signals to another thread, so no wait of the main thread is interrupted.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=take_signals, daemon=True).start()
     if sys.argv[1] == "join":
         join._run_until_asked(Peer(), ("127.0.0.1", 0), False)
     else:

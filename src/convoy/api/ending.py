@@ -1,4 +1,4 @@
-"""End this process within a bound, even if its threads hang."""
+"""End this process within a bound, even if its threads hang, and let no signal wait for its handler."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import faulthandler
 import itertools
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 # An orderly end takes a second or two; on a busy machine more.
 END_S = 10.0
+# Between two interruptions of the main thread, until it has run the handlers.
+_AGAIN_S = 0.05
 
 
 def end_within(seconds: float | None = None) -> None:
@@ -39,3 +43,34 @@ def on_signals(asked: Callable[[], object]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
+
+
+def run_handlers_soon() -> None:
+    """Start a thread that interrupts the main thread until the handler of a signal has run.
+
+    Python runs handlers on the main thread alone. A signal interrupts no wait if it comes just before that
+    thread enters the wait, or if the system delivers it to another thread. The handler would then wait, too,
+    for as long as the main thread does. The thread learns of signals from `signal.set_wakeup_fd`. Call this
+    once, on the main thread.
+    """
+    main = threading.get_ident()
+    page, written = os.pipe()
+    os.set_blocking(written, False)
+    num_runs = 0
+
+    def handled(_number: int, _frame: FrameType | None) -> None:
+        nonlocal num_runs
+        num_runs += 1
+
+    def interrupt() -> None:
+        while number := os.read(page, 1):
+            before = num_runs
+            # The interruption is a signal itself, with a byte of its own.
+            while number[0] != signal.SIGURG and num_runs == before:
+                signal.pthread_kill(main, signal.SIGURG)
+                time.sleep(_AGAIN_S)
+
+    # This signal does nothing in a process without a handler for it.
+    signal.signal(signal.SIGURG, handled)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    threading.Thread(target=interrupt, name="signals", daemon=True).start()

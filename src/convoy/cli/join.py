@@ -5,7 +5,6 @@ The peer waits for the head and holds the layers that the head assigns. It waits
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import sys
@@ -59,7 +58,6 @@ ModelFlag = Annotated[
 CacheFlag = Annotated[Path | None, option("model", "cache")]
 StdinFlag = Annotated[bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")]
 PortFlag = Annotated[int | None, option("listen", "port")]
-_LOOK_UP_S = 0.5
 # Kinds of events that only --verbose shows: "ready" names the layers afterwards.
 _STEPS = frozenset({"loading", "active"})
 
@@ -238,20 +236,10 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
     running.start()
     if until_stdin_closes:
         threading.Thread(target=read_to_end, daemon=True).start()
-    first = _first(ends)
+    first = ends.get()
     # Wait for the peer's thread, so that its links are closed before the command ends.
     peer.stop()
     running.join()
     if isinstance(first, BaseException):
         raise first
     return first
-
-
-def _first(ends: queue.SimpleQueue[BaseException | str]) -> BaseException | str:
-    """Return the first item of ``ends``.
-
-    The wait wakes up every 0.5 s: a signal just before a wait begins does not end the wait.
-    """
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return ends.get(timeout=_LOOK_UP_S)

@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.api.ending import end_within
+from convoy.api.ending import end_within, run_handlers_soon
 from convoy.cli.running.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
 from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
 from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = 
     stopped = _terminator()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, stopped)
+    run_handlers_soon()
     code = run(list(sys.argv[1:] if arguments is None else arguments), commands)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # The process ends anyway: a signal must not interrupt its end.
