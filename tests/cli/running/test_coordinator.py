@@ -139,7 +139,7 @@ def test_a_start_writes_its_prices_down_and_keeps_a_private_secret_for_bodies(tm
         assert secret.read_bytes() == kept
     found = [entry for entry in read_entries(home.identity / "audit.jsonl") if isinstance(entry, Entry)]
     assert [one.fields["action"] for one in found] == ["make API key", "set prices", "set prices"]
-    first, second = (dict(one.fields["subject"]) for one in found[1:])  # type: ignore[call-overload]
+    first, second = (dict(one.fields["subject"]) for one in found[1:])
     assert (first["prices"], second["prices"]) == (["adder: 3 5"], ["adder: 4 5"])
     assert first["digest"] != second["digest"]
     secret.write_bytes(kept[:31])
