@@ -118,11 +118,30 @@ BODIES = {
 def test_six_long_bodies_at_once_are_refused_and_leave_nothing_behind(
     head: Served, row: Row, body: str
 ) -> None:
+    check_refused(head, row, body, 6)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(name, marks=pytest.mark.attack(f"four of: {name}", layer="http"))
+        for name in BODIES
+        if name.startswith("text of 8 MiB")
+    ],
+)
+def test_four_long_bodies_at_once_are_refused_and_leave_nothing_behind(
+    head: Served, row: Row, body: str
+) -> None:
+    check_refused(head, row, body, 4)
+
+
+def check_refused(head: Served, row: Row, body: str, num_bodies: int) -> None:
+    """Send ``num_bodies`` bodies at once beside a stream; see `others_beside` for what the row then shows."""
     path, data = BODIES[body]
     before = head.memory()
-    with others_beside(head.url, row), ThreadPoolExecutor(6) as clients:
+    with others_beside(head.url, row), ThreadPoolExecutor(num_bodies) as clients:
         # Each body ends in another number of blanks: a server refuses the sixth of six equal ones unread.
-        for answer in clients.map(lambda number: head.post(path, data + b" " * number), range(6)):
+        for answer in clients.map(lambda number: head.post(path, data + b" " * number), range(num_bodies)):
             assert answer.status_code in {400, 413}, answer.text
             row.tried(answer.json()["error"]["code"] or "refused")
     head.check_unharmed()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
 from adversary.ledger import Row
 
+_NUM_PAIRS, _PAUSE_S = 5, 0.01
 # Far above what an idle machine shows, so that a busy one does not fail by chance.
 MAX_HEALTH_S = 10.0
-BODY = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+BODY: dict[str, Any] = {
+    "prompt": "a",
+    "max_tokens": 200,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 @contextmanager
@@ -62,3 +71,46 @@ def others_beside(url: str, row: Row) -> Iterator[None]:
         row.outcomes[f"{len(streams.result())} streams whole"] += 1
         row.outcomes[f"health within {health_s:.1f} s, a stream's longest pause {gap_s:.1f} s"] += 1
         assert health_s < MAX_HEALTH_S
+
+
+def rate_beside(url: str, row: Row, attack: Callable[[], None]) -> None:
+    """Write into the row the best rate of a stream beside the attack, over the best one alone in this run.
+
+    The best ones, because other programs make a stream slower and never faster. Streams with and without
+    ``attack`` take turns. While a stream runs, the attack comes again `_PAUSE_S` after it is over: without a
+    pause, the attacker takes a core of this machine. Every stream must end with all its tokens. The ratio
+    rests on the machine, so it is only shown.
+    """
+    alone, beside = list[float](), list[float]()
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(_NUM_PAIRS):
+            alone.append(_tokens_per_s(url))
+            over = threading.Event()
+            attacking = threads.submit(_repeat, attack, over)
+            try:
+                beside.append(_tokens_per_s(url))
+            finally:
+                over.set()
+            attacking.result()
+    row.outcomes[f"a stream at {max(beside) / max(alone):.2f} of its rate alone"] += 1
+
+
+def _repeat(attack: Callable[[], None], over: threading.Event) -> None:
+    attack()
+    while not over.wait(_PAUSE_S):
+        attack()
+
+
+def _tokens_per_s(url: str) -> float:
+    """Return the rate of one stream from its first event on."""
+    body = {**BODY, "stream_options": {"include_usage": True}}
+    events, times_s = [], []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+                times_s.append(time.monotonic())
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] == BODY["max_tokens"]
+    return float(BODY["max_tokens"]) / (times_s[-1] - times_s[0])

@@ -163,6 +163,21 @@ def test_what_is_not_json_is_refused_as_such(http: httpx.Client, body: bytes) ->
     assert answer.json()["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    ("body", "byte"),
+    [
+        (b'{"prompt": "\xff"}', 12),
+        (b'\xef\xbb\xbf{"prompt": "ab\xff"}', 17),
+        (b'{"a": 1, "\xff": 1}', 10),
+        (b'{"prompt": "\xed\xa0\x80"}', 12),
+    ],
+)
+def test_a_byte_that_is_not_utf_8_is_named_by_its_place(body: bytes, byte: int) -> None:
+    with pytest.raises(RequestError, match=rf"the body is not UTF-8 \(byte {byte}\)$") as caught:
+        decode_body(body, ChatBody)
+    assert (caught.value.code, caught.value.param) == ("invalid_json", None)
+
+
 def test_a_byte_order_mark_is_accepted(http: httpx.Client) -> None:
     body = b"\xef\xbb\xbf" + b'{"prompt": "a"}'
     answer = http.post(TEXT, content=body, headers={"content-type": "application/json"})

@@ -103,8 +103,9 @@ def test_a_passphrase_and_a_certificate_are_in_the_log_and_no_secret_is(signed: 
     (signed / "word").chmod(0o600)
     ran(signed, "identity", "passphrase", "--new-passphrase-file", "word")
     ran(signed, "identity", "certify", "ab" * 32, "a provider", "--passphrase-file", "word")
+    ran(signed, "identity", "passphrase", "--passphrase-file", "word", "--remove")
     actions = [entry["action"] for entry in shown(signed)]
-    assert actions[-2:] == ["set passphrase", "certify provider"]
+    assert actions[-3:] == ["set passphrase", "certify provider", "remove passphrase"]
     assert "secret" not in (signed / LOG / "audit.jsonl").read_text()
 
 

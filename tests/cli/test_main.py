@@ -129,6 +129,20 @@ def test_the_entry_imports_no_module_that_windows_lacks() -> None:
     assert done.returncode == 78, done.stderr
 
 
+def test_the_command_raises_its_limit_of_open_files() -> None:
+    code = (
+        "import resource\n"
+        "from convoy.__main__ import main\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+        "try: main()\n"
+        "finally: print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], env=ENVIRONMENT, capture_output=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == b"300 300"
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys, convoy.cli.main; print([name for name in sys.argv[1:] if name in sys.modules])"
     done = subprocess.run(

@@ -168,8 +168,9 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
 
 
 def test_a_head_that_is_interrupted_while_it_starts_says_that_it_ended(two: LocalCluster) -> None:
-    with shown("serve", "demo-mini", "--config", str(two.config_file("alpha")), "--port", "0") as head:
-        head.wait_for(r"waiting for beta, at most .* s \(--wait\)")
+    flags = ("--config", str(two.config_file("alpha")), "--port", "0", "--wait", "77")
+    with shown("serve", "demo-mini", *flags) as head:
+        head.wait_for(r"waiting for beta, at most 77 s \(--wait\)")
         head.process.send_signal(signal.SIGINT)
         assert head.end()[-1] == "ended: while starting; nothing was served"
         assert head.process.returncode == 130

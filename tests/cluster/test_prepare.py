@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.recovery.test_recovery import stages
-from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.recovery import rebalance as renewal
+from convoy.cluster.options import HeadOptions, PeerOptions, RebalanceOptions
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.weights.peer_weights import PeerWeights
 from convoy.engine.completion import generate
@@ -33,11 +32,12 @@ REQUEST = GenerationRequest((3, 9, 20, 7), SamplingParams(temperature=0.0), max_
 class Cluster:
     """alpha and beta run; gamma comes when it is told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rebalance: RebalanceOptions | None = None) -> None:
         self.model = make_odd_llama(folder / "odd")
         self.network, self.members = MemoryNetwork(), make_local_members(("alpha", "beta", "gamma"))
         self.peers = [self.join(1, PeerOptions(MEMBER, model_path=self.model))]
-        options = HeadOptions(MEMBER, wait_s=3, num_blocks=64)
+        rebalance = rebalance or RebalanceOptions()
+        options = HeadOptions(MEMBER, wait_s=3, num_blocks=64, rebalance=rebalance)
         source = ModelSource.resolve(str(self.model))
         self.running = RunningCluster.start(
             membership_of(self.members[0]), source, options, network=self.network
@@ -102,9 +102,7 @@ def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
 def test_a_newcomer_is_used_after_a_disk_that_was_full_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renewal, "AGAIN_S", 0.2)
-    monkeypatch.setattr(renewal, "BUSY_S", 0.2)
-    cluster = Cluster(tmp_path)
+    cluster = Cluster(tmp_path, RebalanceOptions(busy_s=0.2, again_s=0.2))
     failures = iter(["the disk is full"])
     make_ready = PeerWeights.make_ready
 

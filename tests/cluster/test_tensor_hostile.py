@@ -131,7 +131,7 @@ def test_a_link_of_a_plan_that_is_over_leads_nobody_and_its_end_is_not_that_of_t
     new, _ = memory_link_pair(gamma, beta)
     stage = StageAssignment("beta", 0, 4, True, True, ["beta", "gamma"])
     plan = Plan(2, "demo-mini", "0" * 64, [stage], "exact-f32", "float32", 16, 64)
-    group = RankPeers(plan, b"", 0, "gamma", 2)
+    group = RankPeers(plan, b"", 0, "gamma", 2, join_s=15.0)
     loaded = LoadedPlan(plan, b"", cast("HostStage", None), 0, 0, ranks=group)
     assert not loaded.is_led_by(old, 1)
     assert loaded.is_led_by(new, 2)

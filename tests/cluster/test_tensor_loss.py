@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from convoy.cluster.peer.ranks import RankPeers
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import CollectiveError, PeerRefused
+from support.cluster import MEMBER
 from support.rank_scene import break_joining, refuse, scene
 from support.waiting import wait_until
 
@@ -100,12 +102,12 @@ def test_where_ranks_do_not_come_together_whole_layers_take_over_and_it_is_said(
 def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
+    member = replace(MEMBER, ranks_join_s=0.5)
     released = threading.Event()
     break_joining(monkeypatch, lambda _ranks: released.wait(3))
     # The error names the deadline that ended the wait.
     what = r"the ranks of a stage did not come together: .* within 0\.5 s"
-    with pytest.raises(PeerRefused, match=what) as caught, scene(2, parallel="tensor"):
+    with pytest.raises(PeerRefused, match=what) as caught, scene(2, member=member, parallel="tensor"):
         pass
     released.set()
     assert "--parallel" in (caught.value.hint or "")

@@ -66,9 +66,8 @@ def test_a_rank_that_says_nothing_until_the_deadline_leaves_a_pipeline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     break_joining(monkeypatch, say_nothing(released))
-    with scene(2, **AUTO) as s:
+    with scene(2, member=replace(PLAIN, ranks_join_s=0.5), parallel="auto") as s:
         released.set()
         assert s.mode == "pipeline"
         assert "did not find together within 0.5 s" in s.cluster.status().parallel.reason

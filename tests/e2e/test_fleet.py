@@ -5,6 +5,7 @@ The scenarios of `bench/compare.py providers` ask it under load; here something 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +109,14 @@ def test_a_coordinator_that_is_killed_loses_nothing_that_was_settled(fleet: Loca
     fleet.wait_registered(2)  # nobody told them
     with client_of(fleet.url, key) as client:
         assert client.post("/v1/chat/completions", json=question).status_code == 200
+
+
+def test_commands_for_administrators_find_the_coordinator_of_their_folder(
+    fleet: LocalFleet, tmp_path: Path
+) -> None:
+    done = run_convoy(["coordinator", "status", "--dir", str(fleet.directory), "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {one["name"] for one in json.loads(done.stdout)["providers"]} == set(fleet.names)
 
 
 def test_convoy_chat_asks_a_fleet_without_being_told_the_model(fleet: LocalFleet, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from cli.transcript import run_convoy
 from comparisons.local_fleet import FleetOptions, LocalFleet
 from support.anthropic_events import blocks_of, parse_message, parse_stream
 from support.chat_events import parse_chat_stream
@@ -157,6 +158,16 @@ def test_a_call_is_the_same_streamed_and_whole_and_on_both_ways(fleet: Fleet, ap
         found += [judged.streamed(fleet.post(way, judged.path, **judged.body, stream=True).text)]
     assert set(found[0]) == {"zone", "hours"}
     assert found == [found[0]] * 4
+
+
+def test_convoy_chat_asks_both_ways_without_being_told_the_model(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "ann.key").touch(mode=0o600)
+    (tmp_path / "ann.key").write_text(fleet.key + "\n")
+    for way in WAYS:
+        flags = ["--url", fleet.urls[way], "--api-key-file", "ann.key", "--max-tokens", "5"]
+        done = run_convoy(["chat", "When is it?", *flags], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
 
 
 def test_no_response_of_a_fleet_is_stored(fleet: Fleet) -> None:

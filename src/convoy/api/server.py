@@ -14,12 +14,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from convoy.api.app import make_app
 from convoy.api.ending import end_within
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.acceptor import Acceptor
@@ -29,9 +28,11 @@ from convoy.api.listen.keep_place import keeping_place
 from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.paths import at_plain_path
 from convoy.api.listen.tls import check_certificate, load_certificate
-from convoy.api.service import Service
 from convoy.errors import ConfigError
 from convoy.transport.listen.places import ConnectionSlot, ConnectionSlots
+
+if TYPE_CHECKING:
+    from convoy.api.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -159,6 +160,9 @@ async def _serve(
     on_drain: Callable[[int, float], None],
 ) -> int:
     lifecycle = Lifecycle()
+    # A coordinator and a proxy serve with this module too, and have no use for the modules of a model's API.
+    from convoy.api.app import make_app
+
     app = make_app(service, options, lifecycle)
     server = HttpServer(app, tls=options.tls, limits=options.limits)
     url = url_of(options.host, listener, tls=options.tls is not None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.keys import ExpiresFlag, seconds_of
 from convoy.cli.operator.home import DEFAULT_HOME, Home
-from convoy.cli.proxy import read_keys
 from convoy.cli.running.coordinator import (
     ADMIN_KEY,
     DEFAULT_ADMIN_PORT,
@@ -34,10 +33,11 @@ from convoy.cli.running.coordinator import (
     run_here,
 )
 from convoy.cli.running.coordinator_file import load_fleet_config, load_telemetry
-from convoy.cli.running.endpoint import client_key
 from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note, print_table
 from convoy.errors import ConfigError, UsageError
-from convoy.sdk.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from convoy.sdk.endpoint import Endpoint
 
 app = typer.Typer(help="Route requests of accounts to providers; administer both.", rich_markup_mode=None)
 # A folder of its own: a provider on the same machine has another identity, with another key.
@@ -98,6 +98,10 @@ def coordinator(
 
 
 def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
+    # A coordinator that serves calls no HTTP API itself.
+    from convoy.cli.running.endpoint import client_key
+    from convoy.sdk.endpoint import Endpoint
+
     file = key_file or directory / ADMIN_KEY
     if not file.exists():
         raise ConfigError(
@@ -162,6 +166,8 @@ def providers(
     admin = _admin(url, key_file, directory)
     said: object
     if approve is not None:
+        from convoy.cli.proxy import read_keys
+
         read_keys("--approve", [approve[0]])
         if approve[1].startswith("-"):
             raise UsageError(

@@ -58,6 +58,11 @@ class MemberOptions:
     hub_retry_s: float | None = None
     # How long a head waits until a peer says which tensors it has.
     held_answer_s: float = 12.0
+    # How long a peer that sends a part of the weights to the head may be silent. Four of them may be so
+    # before the member that waits for the head gives up.
+    part_stall_s: float = 12.0
+    # How long the ranks of a stage may take from the activation until all of them have computed one sum.
+    ranks_join_s: float = 15.0
     signed: str | None = None
 
 
@@ -75,6 +80,20 @@ class PeerOptions:
     exit_with_head: bool = False
     # No stage until another member is lost.
     standby: bool = CLUSTER.standby
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceOptions:
+    """Limit how often a member that came interrupts running requests.
+
+    Until ``busy_s`` after it came, a member is used only if no request runs. ``again_s`` lie between two
+    interruptions because of one member. A member that comes and goes is used ``max_at_once`` times as soon
+    as no request runs; later it must wait.
+    """
+
+    busy_s: float = 30.0
+    again_s: float = 180.0
+    max_at_once: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +149,7 @@ class HeadOptions:
     max_waiting: int = SERVE.max_waiting
     parallel: Asked = PLAN.parallel
     ranks: int | None = PLAN.ranks
+    rebalance: RebalanceOptions = RebalanceOptions()
 
     def check_context(self, spec: ModelSpec) -> None:
         """Raise `ConfigError` for a longer context than the model has."""

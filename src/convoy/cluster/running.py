@@ -195,7 +195,10 @@ def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: 
         recovery=recovery,
     )
     head.peers.on_gone = recovery.lost
-    renewals = Rebalancer(head.peers, recovery, engine.renew, engine.between_steps, head.prepare)
+    renewals = Rebalancer(
+        *(head.peers, recovery, engine.renew, engine.between_steps, head.prepare),
+        options=options.rebalance,
+    )
     recovery.on_plan = renewals.plan_began
     head.seek(engine.wake, joined)
     # A member may have come while the first plan was loaded.

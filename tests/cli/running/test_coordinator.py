@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,12 @@ from convoy.cli.operator.home import Home
 from convoy.cli.running.coordinator import (
     ADMIN_KEY,
     ADMIN_URL,
+    BODY_KEY,
     ListenFlags,
     admin_url_of,
     database_url,
     ensure_admin_key,
+    run_here,
 )
 from convoy.cli.running.coordinator_file import load_fleet_config
 from convoy.crypto.certificate import certificate_names
@@ -33,8 +37,11 @@ from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError, IdentityError, UsageError
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import Scope
+from convoy.fleet.books.price import Price
 from convoy.fleet.books.store import Store
-from convoy.trust.audit import AuditLog, verify_log
+from convoy.fleet.consumer_request import ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.trust.audit import AuditLog, Entry, read_entries, verify_log
 from support.tls_files import make_tls_files
 
 
@@ -110,6 +117,35 @@ def test_a_new_database_gets_an_administrators_key_though_a_file_is_there(tmp_pa
         assert verify_log(audit.path).num_entries == 1
     finally:
         store.close()
+
+
+def test_a_start_writes_its_prices_down_and_keeps_a_private_secret_for_bodies(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = flags(port=taken.getsockname()[1])
+
+        def start(prompt_micro: int) -> None:
+            """Do all that a start does before it listens."""
+            models = {"adder": ModelOptions(Price(prompt_micro, 5))}
+            with pytest.raises(ConfigError, match="is taken"):
+                run_here(CoordinatorOptions(models=models), listen, home, None, as_json=True)
+
+        start(3)
+        secret = tmp_path / BODY_KEY
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        kept = secret.read_bytes()
+        assert len(kept) == 32
+        start(4)
+        assert secret.read_bytes() == kept
+    found = [entry for entry in read_entries(home.identity / "audit.jsonl") if isinstance(entry, Entry)]
+    assert [one.fields["action"] for one in found] == ["make API key", "set prices", "set prices"]
+    first, second = (dict(one.fields["subject"]) for one in found[1:])
+    assert (first["prices"], second["prices"]) == (["adder: 3 5"], ["adder: 4 5"])
+    assert first["digest"] != second["digest"]
+    secret.write_bytes(kept[:31])
+    with pytest.raises(ConfigError, match=r"idempotency\.key has 31 bytes, expected 32") as caught:
+        run_here(CoordinatorOptions(), flags(), home, None, as_json=True)
+    assert "remove it" in str(caught.value.hint)
 
 
 def test_a_key_of_a_file_that_is_misspelt_is_named_with_the_nearest_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from convoy.cluster.checkup import machine as machine_check
 from convoy.cluster.checkup import member as member_check
 from convoy.cluster.checkup import network as network_check
 from convoy.cluster.checkup.finding import Check, Finding, at_once, examine
+from convoy.cluster.own_speed import own_speed
 from convoy.crypto.cipher import Cipher
 from convoy.crypto.identity import OPERATOR_KEY, TLS_KEY, Identity
 from convoy.errors import ConfigError, PeerUnreachable
 from convoy.plan.memory.memory import format_bytes
+from convoy.plan.speed import Speed
 from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember, Member
@@ -73,6 +76,18 @@ def test_looks_with_a_deadline_go_on_beside_one_that_hangs() -> None:
 def test_this_machine_has_what_the_project_asks_for() -> None:
     assert set(levels(machine_check.check_python())) == {"ok"}
     assert levels(machine_check.check_packages()) == ["ok"]
+
+
+@pytest.mark.parametrize(("busy", "found"), [(0.1, ["ok"]), (0.9, ["ok", "warn"])])
+def test_figures_that_were_measured_on_a_busy_machine_are_a_warning(busy: float, found: list[str]) -> None:
+    speed = Speed(2.1e9, 5e9, layer_s=1e-4)
+    measure = partial(own_speed, measure=lambda *_: speed, busy=lambda: busy)
+    shown = list(machine_check.check_speed("exact-f32", 1, "cpu", measure=measure))
+    assert levels(shown) == found
+    assert "cpu reads 2.1 GB/s" in shown[0].what
+    if busy == 0.9:
+        assert shown[1].what == "programs use 90% of this machine's cores: figures may be too low"
+        assert shown[1].mend == "measure again when the machine is idle: `convoy doctor`"
 
 
 @pytest.mark.parametrize("version", [(3, 10, 9), (3, 14, 0)])

@@ -14,9 +14,9 @@ import pytest
 from msgspec.structs import replace as change
 
 from cluster.recovery.test_recovery import Scene, ask, scene, small, stages
+from convoy.cluster.options import RebalanceOptions
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.presence.slow_members import SlowMembers
-from convoy.cluster.recovery import rebalance as renewal
 from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.running import RunningCluster
@@ -29,6 +29,9 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.wire.messages.control import StepFailed
 from support.waiting import wait_until
 
+# A member that comes is used soon after it came, while something runs. Without ``max_at_once``, a moment
+# without work would do.
+SOON = RebalanceOptions(busy_s=0.1, max_at_once=0)
 LOAD = GenerationRequest(tuple(range(5, 25)), SamplingParams(temperature=0.0), 60, ignore_eos=True)
 
 
@@ -75,46 +78,25 @@ def loaded(cluster: RunningCluster) -> Iterator[Load]:
         load.stop()
 
 
-def lose_gamma_and_let_it_come_back(s: Scene) -> RunningCluster:
+def lose_gamma_and_let_it_come_back(s: Scene, rebalance: RebalanceOptions) -> RunningCluster:
     s.join("beta")
     gone = s.join("gamma")
-    cluster = s.serve(num_blocks=64)
+    cluster = s.serve(num_blocks=64, rebalance=rebalance)
     gone.stop()
     wait_until(lambda: stages(cluster) == ["alpha", "beta"])
     return cluster
 
 
 @pytest.mark.long
-def test_one_that_came_back_is_used_although_something_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "BUSY_S", 0.3)
-    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # a moment without work would do otherwise
+def test_one_that_came_back_is_used_although_something_always_runs() -> None:
     with scene("beta", "gamma") as s:
-        cluster = lose_gamma_and_let_it_come_back(s)
+        cluster = lose_gamma_and_let_it_come_back(s, SOON)
         with loaded(cluster) as load:
             s.join("gamma")
             wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
         assert not load.errors
         assert len(set(load.texts)) == 1, "one text: on the old stages, on the new, and across both"
         assert cluster.engine.stats().recoveries == 1
-
-
-def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
-    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
-    with scene("beta", "gamma") as s:
-        cluster = lose_gamma_and_let_it_come_back(s)
-        came = s.join("gamma")
-        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
-        came.stop()
-        wait_until(lambda: cluster.engine.stats().recoveries == 2)
-        considered = watch_arrivals(cluster)
-        s.join("gamma")
-        assert considered.get(timeout=30) == "gamma"
-        threading.Event().wait(0.5)  # several times BUSY_S
-        assert stages(cluster) == ["alpha", "beta"], "it interrupted a moment ago"
-        assert ask(cluster) == "17"
 
 
 def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
@@ -151,13 +133,15 @@ def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
     return considered
 
 
-def lose_gamma_and_let_it_come_back_too_soon(s: Scene, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+def lose_gamma_and_let_it_come_back_too_soon(
+    s: Scene, monkeypatch: pytest.MonkeyPatch, rebalance: RebalanceOptions
+) -> RunningCluster:
     """Gamma redials while the others still load for the plan without it, and is considered in vain."""
     loaded = threading.Event()
     s.stack.callback(loaded.set)
     for name in ("beta", "gamma"):
         s.join(name)
-    cluster = s.serve(num_blocks=64)
+    cluster = s.serve(num_blocks=64, rebalance=rebalance)
     considered = watch_arrivals(cluster)
     never_loads(monkeypatch, loaded)
     s.peers["gamma"].stop()
@@ -174,7 +158,7 @@ def test_a_member_that_comes_back_during_the_recovery_is_used_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with scene("beta", "gamma") as s:
-        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch, RebalanceOptions())
         wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
         assert ask(cluster) == "17"
         assert cluster.engine.stats().recoveries == 1
@@ -183,23 +167,18 @@ def test_a_member_that_comes_back_during_the_recovery_is_used_after_it(
 def test_a_member_that_comes_back_during_the_recovery_is_used_although_something_always_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
-    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
     with scene("beta", "gamma") as s:
-        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch, SOON)
         with loaded(cluster) as load:
             wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
         assert not load.errors
         assert len(set(load.texts)) == 1
 
 
-def test_a_member_without_a_stage_is_in_the_status_with_the_time_since(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # so it stays idle for BUSY_S
+def test_a_member_without_a_stage_is_in_the_status_with_the_time_since() -> None:
     with scene("beta", "gamma") as s:
         began_s = time.time()
-        cluster = lose_gamma_and_let_it_come_back(s)
+        cluster = lose_gamma_and_let_it_come_back(s, RebalanceOptions(busy_s=600.0, max_at_once=0))
         assert cluster.status().idle == []
         s.join("gamma")
         wait_until(lambda: [one.name for one in cluster.status().idle] == ["gamma"])
@@ -239,7 +218,10 @@ def test_a_head_that_may_not_wait_looks_for_stages_with_pauses(caplog: pytest.Lo
         cluster = s.serve(member=small(), recover_wait_s=0)
         s.peers["beta"].stop()
         wait_until(lambda: "nothing can run now" in caplog.text)
-        threading.Event().wait(1.2)  # the time in which it would say so thousands of times
+        recovery = cluster.engine.recovery
+        assert isinstance(recovery, StageRecovery)
+        first = recovery.gave_up
+        wait_until(lambda: recovery.gave_up is not first)
         assert caplog.text.count("nothing can run now") == 1
         s.join("beta")
         assert ask_when_ready(cluster) == "17"
@@ -351,6 +333,7 @@ def renewals_over_fakes(
     num_failures: int = 0,
     peers: FakeCompany | None = None,
     between_steps: Callable[[object], None] = never,
+    options: RebalanceOptions | None = None,
 ) -> Iterator[tuple[Rebalancer, FakeCompany, queue.SimpleQueue[str]]]:
     """The first ``num_failures`` preparations fail."""
     peers, asked, prepared = peers or FakeCompany(), queue.SimpleQueue[str](), list[str]()
@@ -362,7 +345,12 @@ def renewals_over_fakes(
     try:
         yield (
             Rebalancer(
-                cast(Peers, peers), cast(StageRecovery, FakeRecovery()), asked.put, between_steps, prepare
+                cast(Peers, peers),
+                cast(StageRecovery, FakeRecovery()),
+                asked.put,
+                between_steps,
+                prepare,
+                options=options or RebalanceOptions(),
             ),
             peers,
             asked,
@@ -381,7 +369,7 @@ def test_a_member_with_which_no_plan_came_to_run_is_not_tried_again_at_once() ->
     with renewals_over_fakes() as (renewals, peers, asked):
         renewals.plan_began({"beta", "gamma"})
         peers.waits_s.get(timeout=30)
-        assert renewals.left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
+        assert renewals.left_s("gamma") > RebalanceOptions().busy_s, "as long as after an interruption"
         assert asked.empty()
 
 
@@ -410,15 +398,25 @@ class TimeForCompany(FakeCompany):
         return self.closed.wait(timeout_s)
 
 
-def test_a_member_whose_preparation_failed_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "AGAIN_S", 0.01)
-    monkeypatch.setattr(renewal, "BUSY_S", 0.01)
+def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes() -> None:
+    interrupted: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with renewals_over_fakes(0, TimeForCompany(), interrupted.put, SOON) as (renewals, _, asked):
+        renewals.joined("gamma")
+        assert interrupted.get(timeout=30)
+        renewals.joined("gamma")
+        assert renewals.left_s("gamma") > SOON.again_s / 2, "it interrupted a moment ago"
+        assert interrupted.empty()
+        assert asked.empty()
+
+
+def test_a_member_whose_preparation_failed_is_prepared_again() -> None:
+    at_once = RebalanceOptions(busy_s=0.01, again_s=0.01)
     worked = threading.Event()
 
     def between_steps(_work: object) -> None:
         worked.set()
 
-    with renewals_over_fakes(3, TimeForCompany(), between_steps) as (renewals, _, _asked):
+    with renewals_over_fakes(3, TimeForCompany(), between_steps, at_once) as (renewals, _, _asked):
         renewals.joined("gamma")
         assert worked.wait(30), "the fourth preparation succeeds"
 
@@ -427,10 +425,11 @@ def test_a_member_whose_preparations_fail_waits_twice_as_long_each_time() -> Non
     with renewals_over_fakes(9) as (renewals, peers, asked):
         renewals.joined("gamma")
         peers.waits_s.get(timeout=30)
-        assert renewal.AGAIN_S * 0.5 < renewals.left_s("gamma") <= renewal.AGAIN_S
+        again_s = RebalanceOptions().again_s
+        assert again_s * 0.5 < renewals.left_s("gamma") <= again_s
         for _ in range(2):
             renewals.begin("gamma")
-        assert renewal.AGAIN_S * 3.5 < renewals.left_s("gamma") <= renewal.AGAIN_S * 4
+        assert again_s * 3.5 < renewals.left_s("gamma") <= again_s * 4
         renewals.plan_began(())
         assert asked.empty()
         assert peers.waits_s.empty(), "one thread waits for it"

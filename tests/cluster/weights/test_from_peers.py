@@ -19,11 +19,11 @@ import pytest
 from cluster.weights.test_peer_weights import answer_of, change_a_byte
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.weights import peer_source as sources
 from convoy.cluster.weights import request_queue as answers
 from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.cluster.weights.part_index import PartLocation, tensor_places, to_bits
 from convoy.cluster.weights.peer_server import held
+from convoy.cluster.weights.peer_source import PeerWeightSource
 from convoy.errors import ModelError, PeerRefused
 from convoy.model.checkpoints.hub.stream import HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
@@ -78,11 +78,14 @@ def offline(
     bends: dict[str, Bend] | None = None,
     spans: dict[str, str] | None = None,
     change: Callable[[PeerThread], None] = lambda _thread: None,
-    held_answer_s: float = 12.0,
+    **waits_s: float,
 ) -> Iterator[tuple[RunningCluster, Heard]]:
-    """``bends``: what becomes of the answers of peers, by name. ``change`` is done to each peer."""
+    """``bends``: what becomes of the answers of peers, by name. ``change`` is done to each peer.
+
+    ``waits_s`` are deadlines of the head's `MemberOptions`.
+    """
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[: 1 + len(peers)]), Heard()
-    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE, held_answer_s=held_answer_s)
+    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE, **waits_s)  # type: ignore[arg-type]
     options = HeadOptions(head, spans=spans or SPANS, wait_s=60, num_blocks=64)
     with ExitStack() as stack:
         for me, peer in zip(members[1:], peers, strict=True):
@@ -320,9 +323,8 @@ def test_a_member_that_answers_nothing_is_passed_over(
 
 
 def test_a_member_that_stalls_in_the_midst_is_passed_over(
-    model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sources, "STALL_S", 0.3)
     over = threading.Event()
 
     def hang(_link: Link, question: Message, answer: Message) -> Message:
@@ -334,7 +336,7 @@ def test_a_member_that_stalls_in_the_midst_is_passed_over(
     spans = {"alpha": "0:1,output", "beta": "2:2", "delta": "3:3", "gamma": "4:4"}
     peers = with_files(model), without(tmp_path), with_files(model)
     try:
-        with offline(own, *peers, spans=spans, bends={"beta": hang}) as (cluster, _):
+        with offline(own, *peers, spans=spans, bends={"beta": hang}, part_stall_s=0.3) as (cluster, _):
             assert len(answer_of(cluster)) == 12
             assert "delta" in got(cluster, "gamma")
     finally:
@@ -446,7 +448,8 @@ def test_a_model_of_more_tensors_than_one_message_lists_is_named_before_anybody_
         raise AssertionError("members were asked")
 
     said = f"a model of {MAX_HELD_TENSORS + 1} tensors is got from no other member, expected at most"
+    source = PeerWeightSource(nobody, answer_s=12.0, stall_s=12.0)
     with pytest.raises(ModelError, match=said):
-        sources.PeerWeightSource(nobody, answer_s=12.0).having(more, "one.more", "gamma", [], lambda: None)
+        source.having(more, "one.more", "gamma", [], lambda: None)
     answer = held("0" * 64, lambda: (more, {}))
     assert (answer.tensors, answer.error.startswith(said)) == (b"", True)

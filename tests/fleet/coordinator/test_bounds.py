@@ -110,6 +110,11 @@ def test_a_provider_bills_what_was_sent_and_seen_and_no_more(
         assert admin.get("/providers").json()[0]["unbilled_tokens"] == beyond
 
 
+def test_of_several_choices_each_bills_max_tokens_at_most(fleet: FleetUnderTest) -> None:
+    body = msgspec.json.encode(question(20, 22, stream=True, max_tokens=2, n=3))
+    assert charged(fleet, body, BilledOutcome(14, 1000)) == 14 + 3 * 2
+
+
 def test_what_was_not_billed_and_the_template_are_shown(fleet: FleetUnderTest, tmp_path: Path) -> None:
     charged(fleet, BODY, BilledOutcome(10_000, 1000), 7)
     with fleet.admin() as admin:

@@ -284,16 +284,22 @@ def test_a_bundled_model_speaks(name: str) -> None:
 
 def test_other_threads_run_while_a_long_text_is_tokenised(byte_level: Tokenizer) -> None:
     text = "hello world, how are you today? " * 100_000
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(len(byte_level.encode(text))))
-    turns = 0
-    thread.start()
-    while thread.is_alive():
-        turns += 1
-        time.sleep(0.001)
-    assert found[0] > 1_000_000
-    # With the interpreter lock held, there are two or three.
-    assert turns >= 20
+
+    def turns_beside() -> int:
+        """Return the turns of this thread while another one tokenises the text once."""
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(len(byte_level.encode(text))))
+        turns = 0
+        thread.start()
+        while thread.is_alive():
+            turns += 1
+            time.sleep(0.001)
+        assert found[0] > 1_000_000
+        return turns
+
+    # With the interpreter lock held, there are two or three each time, however long it takes. Other programs
+    # may leave this thread no more in one of the tries, but not in all.
+    assert any(turns_beside() >= 20 for _ in range(10))
 
 
 @pytest.mark.parametrize("size", [10, 4095, 4096, 4097, 50_000])

@@ -11,14 +11,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from convoy.api.listen.options import ServeOptions
-from convoy.api.service import ServedModel
 from convoy.errors import QueueFull
 from convoy.model.kernels.release_memory import release_freed
 from convoy.model.text.token_size import most_message_bytes, most_text_bytes
+
+if TYPE_CHECKING:
+    from convoy.api.service import ServedModel
 
 T = TypeVar("T")
 

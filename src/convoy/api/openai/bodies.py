@@ -161,7 +161,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {_reason(error)}", code="invalid_json") from None
+        reason = _reason(error, data)
+        raise RequestError(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise RequestError("the body is JSON, but not an object", code="invalid_json")
     _check_sizes(raw)
@@ -189,13 +190,17 @@ def _check_sizes(raw: dict[str, Any]) -> None:
             raise RequestError(text, param=name[:40], code="invalid_type")
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, data: bytes) -> str:
     match error:
         case RecursionError():
             return "it is nested too deeply"
         case UnicodeDecodeError():
-            # The error does not tell in which string of the body the byte is.
-            return "a string has a byte that is not UTF-8"
+            # The decoder counts from the string's own start, and does not tell its field.
+            try:
+                data.decode("utf-8")
+            except UnicodeDecodeError as found:
+                return f"the body is not UTF-8 (byte {found.start})"
+            return "the body is not UTF-8"
         case _:
             return in_words(str(error), _WORDS)[0]
 

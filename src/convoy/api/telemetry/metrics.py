@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from convoy.api.keys.keys import Caller
 from convoy.api.lifecycle import Lifecycle
-from convoy.cluster.metrics.families import CONTENT_TYPE_LATEST, Metric, Source, gauge, text_of
+from convoy.cluster.metrics.families import Metric, Source, content_type, gauge, text_of
 
 OfCaller = Callable[[Caller], Iterable[Metric]]
 
@@ -33,7 +33,7 @@ class Metrics:
         if self._of_caller is not None:
             sources = (*sources, partial(self._of_caller, request.scope["convoy.caller"]))
         text = await anyio.to_thread.run_sync(text_of, sources)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
+        return Response(text, headers={"content-type": content_type(), "cache-control": "no-store"})
 
 
 def http_families(lifecycle: Lifecycle) -> Iterator[Metric]:

@@ -12,14 +12,18 @@ import shutil
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from convoy.cluster.checkup.finding import Finding, fail, ok, warn
 from convoy.crypto.cipher import KEY_BYTES, NONCE_BYTES, Cipher, local_ciphers
 from convoy.plan.memory.memory import format_bytes
+
+if TYPE_CHECKING:
+    from convoy.cluster.own_speed import OwnSpeed
 
 # The least version, and the first one that is too new.
 PYTHON = ((3, 11), (3, 14))
@@ -100,9 +104,16 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
 
 
 def check_speed(
-    kernel: str = "auto", num_threads: int | None = None, device: str = "auto", folder: Path | None = None
+    kernel: str = "auto",
+    num_threads: int | None = None,
+    device: str = "auto",
+    folder: Path | None = None,
+    measure: Callable[[str, int | None, str, Path | None], OwnSpeed] | None = None,
 ) -> Iterator[Finding]:
-    """Measure how fast this machine reads and multiplies, in the form that `convoy plan` takes."""
+    """Measure how fast this machine reads and multiplies, in the form that `convoy plan` takes.
+
+    ``measure`` None means `own_speed`.
+    """
     from convoy.cluster.own_speed import own_speed
     from convoy.config.kernels import EXACT, PLAIN
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
@@ -113,7 +124,7 @@ def check_speed(
         kernel = kernel_on_cuda(kernel)
     elif kernel == "auto":
         kernel = PLAIN if why_not_exact(num_threads) else EXACT
-    found = own_speed(kernel, num_threads, place, folder)
+    found = (measure or own_speed)(kernel, num_threads, place, folder)
     speed = found.speed
     read, multiplied = speed.read_bytes_per_s / 1e9, speed.flop_per_s / 1e9
     yield ok(

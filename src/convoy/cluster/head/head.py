@@ -291,7 +291,10 @@ class Head:
     def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> LoadedStage:
         position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
         options = stage_options(plan, position, self._options.member)
-        self._ranks = ranks = ranks_of(plan, plan_digest(plan), position, self.name, self._source.spec)
+        self._ranks = ranks = ranks_of(
+            *(plan, plan_digest(plan), position, self.name, self._source.spec),
+            options=self._options.member,
+        )
 
         def progress(done: int, total: int) -> None:
             watch()

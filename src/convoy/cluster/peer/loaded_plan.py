@@ -251,7 +251,7 @@ def load_plan(
     weights.make_ready(asker, found, plan.stages[position])
     chosen = stage_options(plan, position, options.member)
     progress = partial(asker.tell, "")
-    ranks = ranks_of(plan, digest, position, me, source.spec)
+    ranks = ranks_of(plan, digest, position, me, source.spec, options=options.member)
     stage: LoadedStage
     if ranks is None:
         stage = load_member_stage(source, plan.stages[position], chosen, progress, before=before)
@@ -261,11 +261,14 @@ def load_plan(
     return LoadedPlan(plan, digest, stage, position, max(0, room), ranks=ranks)
 
 
-def ranks_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankPeers | None:
+def ranks_of(
+    plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec, *, options: MemberOptions
+) -> RankPeers | None:
     """Return the ranks that hold a stage together with this member; None if it holds the stage alone."""
     if plan.stages[position].world_size == 1:
         return None
-    return RankPeers(plan, digest, position, me, spec.cache_groups[0].num_kv_heads)
+    num_kv_heads = spec.cache_groups[0].num_kv_heads
+    return RankPeers(plan, digest, position, me, num_kv_heads, join_s=options.ranks_join_s)
 
 
 def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:

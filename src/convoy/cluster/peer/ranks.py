@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 # Links to these members, made now; the frames that each of them may send.
 Reach = Callable[[Mapping[str, frozenset[FrameType]]], dict[str, Link]]
 
-# Seconds from the activation until all ranks have computed one sum.
-JOIN_S = 15.0
 # A rank's part of a long prompt may take that much longer than another's.
 OPERATION_S = 60.0
 # Messages that neighbours send, or relay for others, before this rank has joined.
@@ -56,8 +54,14 @@ class RankPeers:
     One thread calls `load` and `join`; receiver threads and others the rest.
     """
 
-    def __init__(self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int) -> None:
-        """Prepare to join. ``num_kv_heads`` is that of the whole model's first cache group."""
+    def __init__(
+        self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int, *, join_s: float
+    ) -> None:
+        """Prepare to join.
+
+        ``num_kv_heads`` is that of the whole model's first cache group. ``join_s`` are the seconds from the
+        activation until all ranks have computed one sum.
+        """
         self.names = tuple(plan.stages[position].holders)
         self.rank = self.names.index(me)
         # Set at rank 0 once all ranks have joined.
@@ -66,6 +70,7 @@ class RankPeers:
         self.error: CollectiveError | None = None
         self._plan_id = plan.plan_id
         self._num_kv_heads = num_kv_heads
+        self._join_s = join_s
         self._agree = Agree(
             plan.plan_id, self.rank, len(self.names), digest, plan.activation_dtype, plan.manifest
         )
@@ -186,7 +191,7 @@ class RankPeers:
         self._slice = load_member_slice(source, assignment, options, self.shard, progress, before=before)
         return self._slice
 
-    def join(self, known: Mapping[str, Link], reach: Reach, within_s: float | None = None) -> Stage:
+    def join(self, known: Mapping[str, Link], reach: Reach) -> Stage:
         """Connect to the other ranks, check that all have the same plan, and return the stage to run.
 
         At rank 0 the returned stage stands for all ranks. ``known`` holds the links that exist already.
@@ -194,9 +199,8 @@ class RankPeers:
         """
         stage = self._slice
         assert stage is not None, "a slice is loaded before its rank joins"
-        within_s = JOIN_S if within_s is None else within_s
-        late = CollectiveError(f"the ranks of a stage did not find together within {within_s:g} s")
-        timer = threading.Timer(within_s, self.abort, [late])
+        late = CollectiveError(f"the ranks of a stage did not find together within {self._join_s:g} s")
+        timer = threading.Timer(self._join_s, self.abort, [late])
         timer.daemon = True
         timer.start()
         try:

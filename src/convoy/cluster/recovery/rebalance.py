@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from convoy.cluster.options import RebalanceOptions
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.engine.active import Between
@@ -26,13 +27,7 @@ from convoy.errors import ConvoyError
 
 _log = logging.getLogger(__name__)
 
-# Seconds after it came. Until then a member is used only if no request runs.
-BUSY_S = 30.0
-# Seconds between two interruptions because of one member.
-AGAIN_S = 180.0
-# How often a member that comes and goes is used as soon as no request runs; later it must wait.
-MAX_AT_ONCE = 5
-# Doublings of AGAIN_S for a member if no plan with it comes to run.
+# Doublings of `RebalanceOptions.again_s` for a member if no plan with it comes to run.
 _MAX_DOUBLINGS = 5
 
 
@@ -51,12 +46,15 @@ class Rebalancer:
         when_idle: Callable[[str], None],
         between_steps: Callable[[Between], Any],
         prepare: Callable[[str, Callable[[], None], Callable[[], None]], None],
+        *,
+        options: RebalanceOptions,
     ) -> None:
         self._peers = peers
         self._recovery = recovery
         self._when_idle = when_idle
         self._between_steps = between_steps
         self._prepare = prepare
+        self._options = options
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
         self._num_joined: dict[str, int] = {}
@@ -123,7 +121,7 @@ class Rebalancer:
             self._considered_s[name] = time.monotonic()
             # An idle moment costs no stream a pause, so a member is used at once there, unless it comes and
             # goes.
-            at_once = self._num_joined[name] <= MAX_AT_ONCE and name not in self._num_in_vain
+            at_once = self._num_joined[name] <= self._options.max_at_once and name not in self._num_in_vain
             if at_once and not self._peers.slow.left_s(name):
                 self._when_idle(_why(name))
             if name in self._waiting:
@@ -148,7 +146,7 @@ class Rebalancer:
     def _has_waited(self, name: str) -> bool:
         """Wait as long as ``name`` has to. Returns False if the head closed."""
         while left_s := self.left_s(name):
-            if self._peers.closed_within(min(left_s, BUSY_S)):
+            if self._peers.closed_within(min(left_s, self._options.busy_s)):
                 return False
         return True
 
@@ -159,8 +157,9 @@ class Rebalancer:
         """
         with self._lock:
             num_in_vain = min(self._num_in_vain.get(name, 0), _MAX_DOUBLINGS)
-            again_s = self._used_s.get(name, -math.inf) + AGAIN_S * 2 ** max(0, num_in_vain - 1)
-            left_s: float = max(self._considered_s.get(name, -math.inf) + BUSY_S, again_s) - time.monotonic()
+            again_s = self._used_s.get(name, -math.inf) + self._options.again_s * 2 ** max(0, num_in_vain - 1)
+            busy_s = self._considered_s.get(name, -math.inf) + self._options.busy_s
+            left_s: float = max(busy_s, again_s) - time.monotonic()
             left_s = max(0.0, left_s, self._peers.slow.left_s(name))
             if not left_s or name not in self._peers.present():
                 # Under the lock, so that a member that comes now begins anew.

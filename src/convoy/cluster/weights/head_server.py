@@ -57,7 +57,7 @@ class HeadWeightServer:
         self._tensors: frozenset[str] = frozenset()
         self._in_use = InUse(source.path) if commit_of(source.path) else None
         self._answers = RequestQueue(self._begin)
-        self.sources = PeerWeightSource(present, answer_s=options.held_answer_s)
+        self.sources = PeerWeightSource(present, answer_s=options.held_answer_s, stall_s=options.part_stall_s)
         # Bytes, by member and then by source.
         self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # The peer that each member's last piece came from, if it did not come from the head.

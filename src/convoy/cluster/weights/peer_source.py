@@ -27,8 +27,6 @@ from convoy.wire.messages.fetch import Held, Holding
 
 _log = logging.getLogger(__name__)
 
-# Four sources may stall before the member that waits for the head gives up.
-STALL_S = 12.0
 # An answer older than this may no longer be true.
 _AGAIN_S = 5.0
 _LOOK_UP_S = 0.2
@@ -59,14 +57,14 @@ class _Said:
 class PeerWeightSource:
     """Know which peers have which tensors, for one head. Thread-safe."""
 
-    def __init__(self, present: Present, *, answer_s: float) -> None:
+    def __init__(self, present: Present, *, answer_s: float, stall_s: float) -> None:
         """Start without answers.
 
         ``present`` returns the connected peers. One of them that answers nothing for ``answer_s`` is not
-        waited for again.
+        waited for again. One that sends a part and is silent for ``stall_s`` is passed over.
         """
         self._answer_s = answer_s
-        self.part_client = PartClient(STALL_S)
+        self.part_client = PartClient(stall_s)
         self._present = present
         self._changed = threading.Condition()
         self._said: dict[Link, _Said] = {}

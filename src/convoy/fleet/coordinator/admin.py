@@ -19,7 +19,7 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.key_file import new_key
 from convoy.api.keys.keys import key_of
 from convoy.api.listen.options import ServeOptions
-from convoy.cluster.metrics.families import CONTENT_TYPE_LATEST, Source, text_of
+from convoy.cluster.metrics.families import Source, content_type, text_of
 from convoy.errors import AuditError, ConfigError, RequestError, Unavailable
 from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
@@ -148,7 +148,7 @@ class _Admin:
         # are of one moment. Only the formatting is slow.
         families = list(self._coordinator.families())
         text = await asyncio.to_thread(text_of, [lambda: [*families, *self._served()]])
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
+        return Response(text, headers={"content-type": content_type(), "cache-control": "no-store"})
 
     async def usage(self, request: Request) -> Response:
         await self._admit(request)

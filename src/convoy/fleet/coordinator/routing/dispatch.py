@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from convoy.errors import NotReady, QueueFull
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.policy import FirstToFinish, RoutingPolicy
-from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.trust.evidence.level import Level
+
+if TYPE_CHECKING:
+    from convoy.fleet.coordinator.routing.policy import RoutingPolicy
+    from convoy.fleet.coordinator.routing.providers import ProviderTable
 
 # How long a provider that failed gets no requests, doubled with each failure.
 _FIRST_SHUT_S, _MOST_SHUT_S = 0.25, 30.0
@@ -44,10 +47,15 @@ class Assignment:
 
 
 class _Model:
-    """Hold a model's providers and queue, and the mean length of its answers."""
+    """Hold a model's providers, policy and queue, and the mean length of its answers."""
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, policy: RoutingPolicy | None) -> None:
+        # Both need numpy, which takes 10 MB. A coordinator starts without any model.
+        from convoy.fleet.coordinator.routing.policy import FirstToFinish
+        from convoy.fleet.coordinator.routing.providers import ProviderTable
+
         self.providers = ProviderTable()
+        self.policy = policy or FirstToFinish()
         self.queue = FairQueue(limits.max_waiting, limits.max_per_account)
         self.mean_output = 0.0
         self.mean_prompt = 0.0
@@ -73,7 +81,7 @@ class Dispatcher:
 
     def __init__(self, limits: QueueLimits | None = None, policy: RoutingPolicy | None = None) -> None:
         self._limits = limits or QueueLimits()
-        self._policy = policy or FirstToFinish()
+        self._policy = policy
         self._models: dict[str, _Model] = {}
         self._running: dict[int, Assignment] = {}
         # Running requests that have their first token.
@@ -281,7 +289,9 @@ class Dispatcher:
         return sorted(name for name, model in self._models.items() if len(model.providers))
 
     def _model(self, name: str) -> _Model:
-        return self._models.setdefault(name, _Model(self._limits))
+        if (model := self._models.get(name)) is None:
+            model = self._models[name] = _Model(self._limits, self._policy)
+        return model
 
     def _refuse_too_many(self, model: _Model, ask: RouteRequest, now_s: float) -> None:
         queue = model.queue
@@ -305,7 +315,7 @@ class Dispatcher:
         raise QueueFull(why, public=why, retry_after_s=_retry_s(late_s))
 
     def _place(self, model: _Model, ask: RouteRequest, now_s: float) -> Assignment | None:
-        provider = self._policy.choose(model.providers, ask, model.output_tokens(ask), now_s)
+        provider = model.policy.choose(model.providers, ask, model.output_tokens(ask), now_s)
         if provider is None:
             return None
         model.providers.begin(provider, ask)
