@@ -203,7 +203,7 @@ class PrefixCache:
             (block,) = pool.allocate(1)
             pool.free([table[place]])
             table[place] = block
-            grants.append(BlockGrant(sequence.table_id, one.group, [block], first=one.run))
+            grants.append(BlockGrant(sequence.table_id, one.group, [block], b"", one.run))
         return grants
 
     def _retained(self, sequence: Sequence, end: int) -> int:
