@@ -169,7 +169,10 @@ class HandshakeError(PeerError):
 
 
 class HandshakeLate(HandshakeError):  # noqa: N818
-    """Report a handshake that did not end in time, for overload or a slow network; try again."""
+    """Report a handshake that ended without an answer, for overload or a slow network; try again.
+
+    The other end was silent, or closed the connection without a refusal.
+    """
 
 
 class FrameError(PeerError):

@@ -306,7 +306,7 @@ def test_a_peer_hands_out_nothing_but_tensors_of_its_plans_model(
     row.tried("refused")
 
 
-FIRST = BlockGrant(1, 0, [0, 1])
+FIRST = BlockGrant.append(1, 0, [0, 1])
 STEPS: dict[str, Step] = {
     "a row of a sequence that nobody knows": Step(0, [], [], [StepRow(9, 0, 1, 1)], b""),
     "a row of no tokens": Step(0, [], [FIRST], [StepRow(1, 0, 0, 0)], b""),
@@ -318,28 +318,30 @@ STEPS: dict[str, Step] = {
     "more outputs than tokens": Step(0, [], [FIRST], [StepRow(1, 0, 1, 2)], b""),
     "negative outputs": Step(0, [], [FIRST], [StepRow(1, 0, 1, -1)], b""),
     "one sequence in two rows": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1)] * 2, b""),
-    "a block past the pool": Step(0, [], [BlockGrant(1, 0, [NUM_BLOCKS])], [StepRow(1, 0, 1, 1)], b""),
-    "a block of 2^62": Step(0, [], [BlockGrant(1, 0, [BIG])], [StepRow(1, 0, 1, 1)], b""),
-    "a negative block": Step(0, [], [BlockGrant(1, 0, [-1])], [StepRow(1, 0, 1, 1)], b""),
-    "a block granted twice": Step(0, [], [BlockGrant(1, 0, [0, 0])], [StepRow(1, 0, 1, 1)], b""),
-    "a cache group that is not": Step(0, [], [BlockGrant(1, 7, [0])], [StepRow(1, 0, 1, 1)], b""),
-    "a negative cache group": Step(0, [], [BlockGrant(1, -1, [0])], [StepRow(1, 0, 1, 1)], b""),
+    "a block past the pool": Step(0, [], [BlockGrant.append(1, 0, [NUM_BLOCKS])], [StepRow(1, 0, 1, 1)], b""),
+    "a block of 2^62": Step(0, [], [BlockGrant.append(1, 0, [BIG])], [StepRow(1, 0, 1, 1)], b""),
+    "a negative block": Step(0, [], [BlockGrant.append(1, 0, [-1])], [StepRow(1, 0, 1, 1)], b""),
+    "a block granted twice": Step(0, [], [BlockGrant.append(1, 0, [0, 0])], [StepRow(1, 0, 1, 1)], b""),
+    "a cache group that is not": Step(0, [], [BlockGrant.append(1, 7, [0])], [StepRow(1, 0, 1, 1)], b""),
+    "a negative cache group": Step(0, [], [BlockGrant.append(1, -1, [0])], [StepRow(1, 0, 1, 1)], b""),
     "a release of nobody": Step(0, [77], [], [], b""),
     "a release twice": Step(0, [1, 1], [FIRST], [], b""),
     "a step number below 0": Step(-1, [], [], [], b""),
     "sixty thousand releases": Step(0, [5] * 60_000, [], [], b""),
     "a block shared that was never full": Step(
-        0, [], [BlockGrant(1, 0, [0, 1], b"t" * 16)], [StepRow(1, 16, 1, 1, b"t" * 16, b"u" * 16)], b""
+        0, [], [BlockGrant.append(1, 0, [0, 1], b"t" * 16)], [StepRow(1, 16, 1, 1, b"t" * 16, b"u" * 16)], b""
     ),
     "half a tag of a shared block": Step(
-        0, [], [BlockGrant(1, 0, [0, 1], b"t" * 8)], [StepRow(1, 0, 1, 1)], b""
+        0, [], [BlockGrant.append(1, 0, [0, 1], b"t" * 8)], [StepRow(1, 0, 1, 1)], b""
     ),
     "more shared blocks than blocks": Step(
-        0, [], [BlockGrant(1, 0, [0], b"t" * 32)], [StepRow(1, 0, 1, 1)], b""
+        0, [], [BlockGrant.append(1, 0, [0], b"t" * 32)], [StepRow(1, 0, 1, 1)], b""
     ),
     "a row of half a tag": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 8, b"u" * 16)], b""),
     "a row of a tag too many": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 16, b"u" * 32)], b""),
-    "one block for two sequences": Step(0, [], [FIRST, BlockGrant(2, 0, [1])], [StepRow(1, 0, 1, 1)], b""),
+    "one block for two sequences": Step(
+        0, [], [FIRST, BlockGrant.append(2, 0, [1])], [StepRow(1, 0, 1, 1)], b""
+    ),
     "sixteen thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 16_000, b""),
 }
 
@@ -365,7 +367,7 @@ def test_a_step_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Ro
 TOO_LONG: dict[str, Step] = {
     "two hundred thousand releases": Step(0, [5] * 200_000, [], [], b""),
     "sixty thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 60_000, b""),
-    "a million blocks twice": Step(0, [], [BlockGrant(1, 0, [0] * 1_000_000)] * 2, [], b""),
+    "a million blocks twice": Step(0, [], [BlockGrant.append(1, 0, [0] * 1_000_000)] * 2, [], b""),
 }
 
 
@@ -537,7 +539,7 @@ NOT_FOR_PEERS: dict[str, Message] = {
     "a plan": Plan(2**62, MODEL, "0" * 64, [], "plain-f32", "float32", 16, 64),
     "an activation": Activate(2**62, bytes(32), [1]),
     "a cancel": Step(10**9, [0, 1, 2, 3], [], [], b""),
-    "a block table": Step(10**9, [], [BlockGrant(0, 0, [0, 1])], [], b""),
+    "a block table": Step(10**9, [], [BlockGrant.append(0, 0, [0, 1])], [], b""),
     "a greeting": HELLO,
     "a piece of a model": Piece(0, 1, b"w", ""),
     "a question for a piece of a model": Fetch(0, "0" * 64, "0" * 64, 0, 1),

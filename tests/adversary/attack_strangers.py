@@ -203,7 +203,7 @@ def check_kept_out(arena: Arena, row: Row, who: VictimProcess, named: set[str]) 
     refused = arena.beta.wait("refused")
     row.tried(refused["error"])
     assert refused["error"] in named, refused
-    assert near["error"] in {*REFUSALS, "LinkBroken"}, near
+    assert near["error"] in {*REFUSALS, "HandshakeLate", "LinkBroken"}, near
     assert not arena.beta.now("link in")
     assert not who.crashes
     who.stop()
@@ -259,7 +259,7 @@ def test_a_member_that_says_it_is_another_is_refused(arena: Arena, row: Row, cla
     if claimed == "beta":
         near = liar.wait_either(("failed", "ended"), liar.dial("alpha", arena.alpha.address))
         row.tried(near["error"])
-        assert near["error"] in {"HandshakeError", "PeerUnreachable", "PeerBusy"}
+        assert near["error"] in {"HandshakeError", "HandshakeLate", "PeerUnreachable", "PeerBusy"}
         liar.stop()
         return
     check_kept_out(arena, row, liar, {"HandshakeError"})

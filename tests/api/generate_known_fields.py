@@ -6,6 +6,10 @@
 
 Nothing of these packages is run: Python is parsed, and C++ is searched for the names that are read from a
 body.
+
+The table is of chats and completions alone, where clients of three servers meet. vLLM and llama.cpp, which
+also define embeddings, are downloaded for one run and not installed, so no test could hold a larger table to
+them. `api.openai.embeddings` and `api.ollama.translate` list the few fields that they refuse themselves.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """Whatever random weights draw, a forced call is valid by its tool's schema, on all three APIs.
 
-Each reply is drawn once, from the grammar of one API, and read by all three: their grammars allow the same.
-Run as a program, it draws as many whole replies as its argument says and prints the counts:
+Each API has requests in its own shape, and draws of its own from the grammars that its adapter makes.
+Run as a program, it draws one whole reply of each API for each seed, and prints the counts as it goes. A
+range of seeds may be split over several runs, or taken up after the last seed that was printed:
 
     PYTHONPATH=tests python tests/api/test_forced_calls.py 10000
+    PYTHONPATH=tests python tests/api/test_forced_calls.py 5000 5000      the first seed, and their number
 """
 
 from __future__ import annotations
 
-import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,6 +66,13 @@ CLOSING = '"}]<,/'
 # Texts that end a free text, which single characters hardly ever spell by chance.
 ENDS = {"qwen-tags": "\n</parameter>\n", "dsml": "</"}
 MAX_TOKENS = 500
+# A reply is cut at that length in less than one of ten draws.
+MAX_DRAWS = 20
+VALIDATORS = {tool.name: jsonschema.Draft202012Validator(tool.parameters) for tool in TOOLS}
+# The offered tools, and the one that must be called.
+NAMED = tuple((tools, tool.name) for tools in CHOICES for tool in tools)
+ASKED = (*((tools, None) for tools in CHOICES), *NAMED)
+EVERY = 250
 
 
 class RandomWeights:
@@ -71,21 +81,24 @@ class RandomWeights:
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
         self._tokenizer, self._filler = tokenizer, MaskFiller()
         self._service = service_of(tokenizer)
-        self._asked: dict[tuple[str, int, str | None], ParsedRequest] = {}
+        self._asked: dict[tuple[str, int], ParsedRequest] = {}
         marks = tokenizer.reply_format.tokens.values()
-        self._closing = [*(tokenizer.encode(one)[0] for one in CLOSING), *marks, *tokenizer.eos_ids]
+        ends = (tokenizer.encode(one)[0] for one in CLOSING)
+        self._closing = np.array([*ends, *marks, *tokenizer.eos_ids])
         self._end = tokenizer.encode_letters(end)
 
-    def asked(self, api: str, number: int, name: str | None) -> ParsedRequest:
-        """Return the request for a call of one of `CHOICES`, translated anew once its grammar has worn."""
-        key = (api, number, name)
+    def asked(self, api: str, number: int) -> ParsedRequest:
+        """Return the request for a call of one of `ASKED`, translated anew once its grammar has worn."""
+        key = (api, number)
         if key not in self._asked or grammar_of(self._asked[key]).worn:
-            self._asked[key] = translated(api, forcing(api, CHOICES[number], name), self._service)
+            self._asked[key] = translated(api, forcing(api, *ASKED[number]), self._service)
         return self._asked[key]
 
-    def outputs(self, grammar: CompiledGrammar, seed: int) -> list[TokenOutput | FinishOutput]:
+    def outputs(
+        self, grammar: CompiledGrammar, chance: np.random.Generator
+    ) -> list[TokenOutput | FinishOutput]:
         """Return the outputs of one reply; it has no end if it is cut at `MAX_TOKENS`."""
-        chance, matcher, stream = np.random.default_rng(seed), grammar.matcher(), TextStream(self._tokenizer)
+        matcher, stream = grammar.matcher(), TextStream(self._tokenizer)
         end: list[int] = []
         told: list[TokenOutput | FinishOutput] = []
         while len(told) < MAX_TOKENS:
@@ -107,32 +120,26 @@ class RandomWeights:
         return told
 
 
-def draw(weights: RandomWeights, seed: int) -> Counter[str]:
-    """Draw one reply and check its calls in each API; return the counts."""
-    chance = random.Random(seed)
-    number = chance.randrange(len(CHOICES))
-    tools = CHOICES[number]
-    name = chance.choice(tools).name if chance.random() < 0.5 else None
-    asked = {api: weights.asked(api, number, name) for api in APIS}
-    told = weights.outputs(grammar_of(asked["chat"]), seed)
-    if isinstance(told[-1], TokenOutput):
-        return Counter(cut=1)
-    ids = [one.token_id for one in told if isinstance(one, TokenOutput)]
-    known = {tool.name: tool.parameters for tool in tools}
-    counts = Counter(replies=1, named=name is not None)
-    for api in APIS:
-        assert grammar_of(asked[api]).matcher().allowed_start(ids) == len(ids)
-        answer = builder(api, asked[api])
-        for output in told:
-            answer.add(0, output)
-        calls = calls_in(api, answer)
-        counts[api] += bool(calls) and all(
-            called in ({name} if name else known)
-            and jsonschema.Draft202012Validator(known[called]).is_valid(arguments)
-            for called, arguments in calls
-        )
-        counts[f"{api} calls"] += len(calls)
-    return counts
+def draw(weights: RandomWeights, api: str, number: int, seed: int) -> Counter[str]:
+    """Draw one whole reply to the request ``number``, check its calls, and return the counts."""
+    counts: Counter[str] = Counter()
+    chance = np.random.default_rng([seed, APIS.index(api)])
+    for _ in range(MAX_DRAWS):
+        asked = weights.asked(api, number)
+        told = weights.outputs(grammar_of(asked), chance)
+        if isinstance(told[-1], FinishOutput):
+            break
+        counts["cut"] += 1
+    else:
+        raise AssertionError(f"seed {seed} gave no whole reply in {MAX_DRAWS} draws")
+    answer = builder(api, asked)
+    for output in told:
+        answer.add(0, output)
+    calls = calls_in(api, answer)
+    tools, name = ASKED[number]
+    allowed = {name} if name else {tool.name for tool in tools}
+    valid = all(called in allowed and VALIDATORS[called].is_valid(given) for called, given in calls)
+    return counts + Counter({f"{api} replies": 1, f"{api} valid": bool(calls) and valid, "calls": len(calls)})
 
 
 def grammar_of(asked: ParsedRequest) -> CompiledGrammar:
@@ -155,34 +162,40 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], T
         tokenizer.close()
 
 
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", CALLING)
-def test_forced_calls_are_valid(name: str, load: Callable[[str], Tokenizer]) -> None:
-    tokenizer = load(name)
-    weights = RandomWeights(tokenizer, ENDS.get(name, ""))
+def test_forced_calls_are_valid(name: str, api: str, load: Callable[[str], Tokenizer]) -> None:
+    weights = RandomWeights(load(name), ENDS.get(name, ""))
     counts: Counter[str] = Counter()
-    for seed in range(6):
-        counts += draw(weights, seed)
-    assert counts["chat"] == counts["messages"] == counts["responses"] == counts["replies"] > 0
+    # A call of any tool and one of a named tool. Other families and APIs take other tools.
+    turn = CALLING.index(name) + APIS.index(api)
+    for number in (turn % len(CHOICES), len(CHOICES) + turn % len(NAMED)):
+        counts += draw(weights, api, number, seed=turn)
+    assert counts[f"{api} valid"] == counts[f"{api} replies"] == 2
 
 
-def main(num_replies: int) -> None:
-    """Draw whole replies, as many from each family, and print the counts."""
-    total: Counter[str] = Counter()
-    for index, name in enumerate(CALLING):
-        with TemporaryDirectory() as directory:
-            tokenizer = load_family(name, Path(directory))
-            weights = RandomWeights(tokenizer, ENDS.get(name, ""))
-            wanted = num_replies * (index + 1) // len(CALLING) - num_replies * index // len(CALLING)
-            counts: Counter[str] = Counter()
-            seed = 0
-            while counts["replies"] < wanted:
-                counts += draw(weights, seed)
-                seed += 1
-            tokenizer.close()
-        print(f"{name:13} {dict(counts)}", flush=True)
-        total += counts
-    print(f"{'all':13} {dict(total)}")
+def main(start: int, num_seeds: int) -> None:
+    """Draw one whole reply of each API for each seed from ``start`` on, and print the counts."""
+    began_s = time.monotonic()
+    counts: Counter[str] = Counter()
+    with ExitStack() as stack:
+        families = []
+        for name in CALLING:
+            tokenizer = load_family(name, Path(stack.enter_context(TemporaryDirectory())))
+            stack.callback(tokenizer.close)
+            families.append(RandomWeights(tokenizer, ENDS.get(name, "")))
+        for seed in range(start, start + num_seeds):
+            turn, index = divmod(seed, len(families))
+            for api in APIS:
+                counts += draw(families[index], api, turn % len(ASKED), seed)
+            done = seed + 1 - start
+            if done % EVERY == 0 or done == num_seeds:
+                valid = ", ".join(f"{api} {counts[f'{api} valid']} of {done}" for api in APIS)
+                more = f"{counts['calls']} calls, {counts['cut']} cut; {time.monotonic() - began_s:.0f} s"
+                print(f"up to seed {seed}: {valid}; {more}", flush=True)
+    # Nothing is left out: one invalid reply fails the run.
+    sys.exit(any(counts[f"{api} valid"] != num_seeds for api in APIS))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*([0, int(sys.argv[1])] if len(sys.argv) == 2 else map(int, sys.argv[1:3])))

@@ -47,7 +47,7 @@ def test_a_timed_executor_tells_decodes_from_chunks() -> None:
     executor: Executor = FakeExecutor()
     timed = TimedExecutor(executor)
     rows = [Row(0, 0, 1, 1), Row(1, 0, 4, 0), Row(2, 0, 1, 1)]
-    grants = [BlockGrant(number, 0, [2 * number, 2 * number + 1]) for number in range(3)]
+    grants = [BlockGrant.append(number, 0, [2 * number, 2 * number + 1]) for number in range(3)]
     step = Step(0, [], grants, rows, bytes(24))
     timed.submit(step, [GREEDY, GREEDY])
     assert isinstance(timed.collect(), StepResult)

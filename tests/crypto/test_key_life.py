@@ -69,7 +69,7 @@ def links_that_talk(
         if request >= num_requests and not goes_on():
             break
         for number in range(3):  # admit, then two decodes
-            admit = [BlockGrant(request, 0, [1])] if number == 0 else []
+            admit = [BlockGrant.append(request, 0, [1])] if number == 0 else []
             step = Step(number, [], admit, [Row(request, number, 1, 1)], b"\1\0\0\0")
             head.link.send(step, plan_id=1, step=number)
             head.link.send_tensor(hidden, plan_id=1, step=number, boundary=2)
@@ -148,7 +148,7 @@ def test_lineage_8_2_10_counters_stay_together_whatever_the_frames_are_for() -> 
     links = memory_link_pair(ALPHA, BETA, options=LinkOptions(key_limits=SealLimits(max_records=5)))
     head, peer = End(links[0]).start(), End(links[1]).start()
     for number in range(20):
-        admit = [BlockGrant(number, 0, [1])] if number % 3 == 0 else []
+        admit = [BlockGrant.append(number, 0, [1])] if number % 3 == 0 else []
         rows = [] if number % 4 == 0 else [Row(number, 0, 1, 1)]
         head.link.send(Step(number, [], admit, rows, b"\1\0\0\0" * len(rows)), plan_id=1 + number % 2)
         peer.next()

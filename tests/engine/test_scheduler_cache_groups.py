@@ -283,6 +283,17 @@ def test_the_next_turn_finds_the_answer_of_the_last_one(model: str) -> None:
     assert turn.tokens == serial(turn)
 
 
+def test_a_mark_stays_where_another_sequence_passed_first() -> None:
+    world = World([FULL, STATE], limits_of([FULL, STATE], [40, 8], max_drafts=0), Random(1))
+    prompt = tuple(token % 9 for token in range(60))
+    # Both reach 20 in one step. The longer one labels its state there, and drops it at 40.
+    world.run(Sequence(prompt, 2), Sequence(prompt[:30], 2))
+    turn = Sequence((*prompt[:22], *range(9)), 2)
+    world.run(turn)
+    assert turn.num_cached == 20
+    assert turn.tokens == serial(turn)
+
+
 @pytest.mark.parametrize(
     ("groups", "counts", "room"),
     [

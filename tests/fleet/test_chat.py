@@ -11,15 +11,11 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from convoy.fleet.consumer_request import ModelOptions
-from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.proxy.trust import Trust
 from support.chat_events import parse_chat_stream
-from support.fake_service import FakeEngine, serving
-from support.fleet import MODEL, FleetUnderTest
-from support.proxy import proxy
+from support.fake_service import FakeEngine
+from support.fleet import MODEL
+from support.proxied_fleet import WAYS, ProxiedFleet
 
-OPTIONS = CoordinatorOptions(instance="test", models={MODEL: ModelOptions()})
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 CALLING = f"<think>Look.</think>I look.{CALL}"
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
@@ -32,36 +28,20 @@ ASK: dict[str, Any] = {
 CACHED = 7
 
 
-class Fleet:
-    """A fleet with one provider before a real server, and a proxy that trusts it."""
-
-    def __init__(self, folder: Any, stack: ExitStack) -> None:
-        self.engine = FakeEngine(CALLING)
-        self.engine.cached_tokens = CACHED
-        head = stack.enter_context(serving(self.engine, model=MODEL))
-        self.fleet = FleetUnderTest(folder, OPTIONS)
-        stack.callback(self.fleet.close)
-        self.fleet.add("one", head.url)
-        trust = Trust(frozenset(self.fleet.identities))
-        proxied = stack.enter_context(proxy(self.fleet.url, self.fleet.key, trust))
-        self.urls = {"head": head.url, "coordinator": self.fleet.url, "proxy": proxied}
-
-    def post(self, way: str, **more: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {self.fleet.key}"}
-        url = f"{self.urls[way]}/v1/chat/completions"
-        return httpx.post(url, json={**ASK, **more}, headers=headers, timeout=30, trust_env=False)
-
-    def prompt(self) -> str:
-        return bytes(self.engine.handles[-1].request.prompt_ids).decode()
-
-
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedFleet]:
+    engine = FakeEngine(CALLING)
+    engine.cached_tokens = CACHED
     with ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        yield ProxiedFleet(tmp_path_factory.mktemp("fleet"), stack, engine)
 
 
-WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
+def post(fleet: ProxiedFleet, way: str, **more: Any) -> httpx.Response:
+    return fleet.ask(way, "/v1/chat/completions", **{**ASK, **more})
+
+
+def prompt_of(fleet: ProxiedFleet) -> str:
+    return bytes(fleet.engine.handles[-1].request.prompt_ids).decode()
 
 
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
@@ -72,17 +52,19 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @WAYS
-def test_a_whole_answer_is_that_of_the_head(fleet: Fleet, way: str) -> None:
-    found = fleet.post(way).json()
-    assert without_ids(found) == without_ids(fleet.post("head").json())
+def test_a_whole_answer_is_that_of_the_head(fleet: ProxiedFleet, way: str) -> None:
+    found = post(fleet, way).json()
+    assert without_ids(found) == without_ids(post(fleet, "head").json())
     assert found["choices"][0]["message"]["reasoning_content"] == "Look."
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == CACHED
 
 
 @WAYS
-def test_a_stream_has_the_reasoning_the_call_and_the_counts_of_the_head(fleet: Fleet, way: str) -> None:
+def test_a_stream_has_the_reasoning_the_call_and_the_counts_of_the_head(
+    fleet: ProxiedFleet, way: str
+) -> None:
     options = {"include_usage": True}
-    chunks = parse_chat_stream(fleet.post(way, stream=True, stream_options=options).text)
+    chunks = parse_chat_stream(post(fleet, way, stream=True, stream_options=options).text)
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Look."
     assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
@@ -94,7 +76,9 @@ def test_a_stream_has_the_reasoning_the_call_and_the_counts_of_the_head(fleet: F
 
 
 @WAYS
-def test_the_openai_client_sends_a_turn_with_its_reasoning_and_its_call_back(fleet: Fleet, way: str) -> None:
+def test_the_openai_client_sends_a_turn_with_its_reasoning_and_its_call_back(
+    fleet: ProxiedFleet, way: str
+) -> None:
     with OpenAI(base_url=f"{fleet.urls[way]}/v1", api_key=fleet.fleet.key, max_retries=0) as client:
         create: Any = client.chat.completions.create
         first = create(**ASK).choices[0]
@@ -102,14 +86,16 @@ def test_the_openai_client_sends_a_turn_with_its_reasoning_and_its_call_back(fle
         (call,) = first.message.tool_calls
         result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
         create(**{**ASK, "messages": [*ASK["messages"], first.message.model_dump(), result]})
-    prompt = fleet.prompt()
+    prompt = prompt_of(fleet)
     assert "<think>Look.</think>I look." in prompt
     assert f"<call {call.id} clock>" in prompt
     assert f"noon<result of {call.id} clock>" in prompt
 
 
 @WAYS
-def test_the_anthropic_client_sends_thinking_back_and_reads_the_cached_tokens(fleet: Fleet, way: str) -> None:
+def test_the_anthropic_client_sends_thinking_back_and_reads_the_cached_tokens(
+    fleet: ProxiedFleet, way: str
+) -> None:
     tool: Any = {"name": "clock", "input_schema": {"type": "object"}}
     turn: Any = {"role": "user", "content": "When?"}
     with Anthropic(base_url=fleet.urls[way], api_key=fleet.fleet.key, max_retries=0) as client:
@@ -122,5 +108,5 @@ def test_the_anthropic_client_sends_thinking_back_and_reads_the_cached_tokens(fl
         blocks = [block.model_dump(exclude_none=True) for block in first.content]
         turns: Any = [turn, {"role": "assistant", "content": blocks}, {"role": "user", "content": [answered]}]
         create(model=MODEL, max_tokens=500, messages=turns, tools=[tool])
-    assert "<think>Look.</think>I look." in fleet.prompt()
-    assert f"<result of {call.id} clock>" in fleet.prompt()
+    assert "<think>Look.</think>I look." in prompt_of(fleet)
+    assert f"<result of {call.id} clock>" in prompt_of(fleet)

@@ -15,77 +15,33 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from convoy.fleet.books.price import Price
-from convoy.fleet.consumer_request import ModelOptions
-from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.proxy.trust import Trust
-from support.fake_service import FakeEngine, Running, serving
-from support.fleet import FAST, MODEL, FleetUnderTest, engine_server, question
-from support.fleet import FakeEngine as ChatEngine
-from support.proxy import proxy
-from support.waiting import wait_until
+from support.fleet import FAST, MODEL, FakeEngine, engine_server, question
+from support.proxied_fleet import WAYS, ProxiedFleet
 
-OPTIONS = CoordinatorOptions(instance="test", models={MODEL: ModelOptions(Price(1_000_000, 2_000_000), 64)})
-BALANCE = 10**12
 TURN: dict[str, Any] = {"role": "user", "content": "When? " * 100}
-WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
-
-
-class Fleet:
-    """A fleet with one provider, and a proxy that trusts it."""
-
-    def __init__(self, folder: Path, stack: ExitStack, engine_url: str) -> None:
-        self.fleet = FleetUnderTest(folder, OPTIONS)
-        stack.callback(self.fleet.close)
-        self.fleet.add("one", engine_url)
-        trust = Trust(frozenset(self.fleet.identities))
-        proxied = stack.enter_context(proxy(self.fleet.url, self.fleet.key, trust))
-        self.urls = {"coordinator": self.fleet.url, "proxy": proxied}
-
-    def ask(self, way: str, path: str, method: str = "POST", **body: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {self.fleet.key}"}
-        url = f"{self.urls[way]}{path}"
-        json = body or None
-        return httpx.request(method, url, json=json, headers=headers, timeout=30, trust_env=False)
-
-    def paid(self) -> int:
-        """Return the cost of all requests so far, once nothing is held."""
-        ledger = self.fleet.ledger
-
-        def cost() -> int:
-            return sum(one.cost_micro for one in ledger.usage("ann"))
-
-        wait_until(lambda: ledger.balance("ann") + cost() == BALANCE)
-        return cost()
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Running]:
-    with serving(FakeEngine(), model=MODEL) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, head: Running) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedFleet]:
     with ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("fleet"), stack, head.url)
+        yield ProxiedFleet(tmp_path_factory.mktemp("fleet"), stack)
 
 
 @WAYS
 def test_the_anthropic_client_counts_tokens_for_a_sixteenth_of_their_price(
-    fleet: Fleet, head: Running, way: str
+    fleet: ProxiedFleet, way: str
 ) -> None:
-    before, asked = fleet.paid(), len(head.engine.handles)
+    before, asked = fleet.paid(), len(fleet.engine.handles)
     with Anthropic(base_url=fleet.urls[way], api_key=fleet.fleet.key, max_retries=0) as client:
         count: Any = client.messages.count_tokens(model=MODEL, messages=[TURN])  # type: ignore[list-item]
     assert count.input_tokens == len(f"<user>{TURN['content']}<assistant>")
-    assert len(head.engine.handles) == asked
+    assert len(fleet.engine.handles) == asked
     # A quarter of the bytes, and of that a sixteenth.
     assert len(TURN["content"]) // 64 <= fleet.paid() - before <= len(TURN["content"]) // 64 + 5
 
 
 @WAYS
-def test_a_text_becomes_tokens_and_text_again(fleet: Fleet, way: str) -> None:
+def test_a_text_becomes_tokens_and_text_again(fleet: ProxiedFleet, way: str) -> None:
     found = fleet.ask(way, "/tokenize", model=MODEL, prompt="When?").json()
     assert found["tokens"] == list(b"When?")
     assert fleet.ask(way, "/detokenize", model=MODEL, tokens=found["tokens"]).json() == {"prompt": "When?"}
@@ -94,7 +50,9 @@ def test_a_text_becomes_tokens_and_text_again(fleet: Fleet, way: str) -> None:
 
 
 @WAYS
-def test_counts_that_cannot_be_made_are_refused_in_the_form_of_their_api(fleet: Fleet, way: str) -> None:
+def test_counts_that_cannot_be_made_are_refused_in_the_form_of_their_api(
+    fleet: ProxiedFleet, way: str
+) -> None:
     answer = fleet.ask(way, "/v1/messages/count_tokens", model=MODEL, messages="x", max_tokens=3)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     answer = fleet.ask(way, "/v1/messages/count_tokens", model="nobody-serves-this", messages=[TURN])
@@ -106,7 +64,7 @@ def test_counts_that_cannot_be_made_are_refused_in_the_form_of_their_api(fleet: 
 
 
 @WAYS
-def test_the_models_are_listed_in_the_form_of_each_client(fleet: Fleet, way: str) -> None:
+def test_the_models_are_listed_in_the_form_of_each_client(fleet: ProxiedFleet, way: str) -> None:
     url, key = fleet.urls[way], fleet.fleet.key
     with Anthropic(base_url=url, api_key=key, max_retries=0) as client:
         (listed,) = client.models.list()
@@ -121,13 +79,13 @@ def test_the_models_are_listed_in_the_form_of_each_client(fleet: Fleet, way: str
 
 
 @WAYS
-def test_a_client_that_looks_for_a_server_needs_no_key(fleet: Fleet, way: str) -> None:
+def test_a_client_that_looks_for_a_server_needs_no_key(fleet: ProxiedFleet, way: str) -> None:
     assert httpx.head(f"{fleet.urls[way]}/", trust_env=False).status_code == 200
 
 
 @WAYS
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_no_response_is_stored(fleet: Fleet, way: str, method: str) -> None:
+def test_no_response_is_stored(fleet: ProxiedFleet, way: str, method: str) -> None:
     answer = fleet.ask(way, "/v1/responses/resp_1", method)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
 
@@ -135,7 +93,7 @@ def test_no_response_is_stored(fleet: Fleet, way: str, method: str) -> None:
 @WAYS
 def test_an_engine_without_a_path_is_no_fault_of_its_provider(tmp_path: Path, way: str) -> None:
     with ExitStack() as stack:
-        fleet = Fleet(tmp_path, stack, stack.enter_context(engine_server(ChatEngine())))
+        fleet = ProxiedFleet(tmp_path, stack, engine_url=stack.enter_context(engine_server(FakeEngine())))
         for path, body, code in (
             ("/v1/responses", {"input": "hi"}, "unsupported_endpoint"),
             ("/v1/completions", {"prompt": "hi"}, "unsupported_endpoint"),
@@ -163,10 +121,10 @@ def test_an_engine_that_keeps_no_such_item_has_the_path(tmp_path: Path, way: str
     async def answer(_: Request) -> JSONResponse:
         return JSONResponse({"error": next(errors)}, 404)
 
-    engine = ChatEngine()
+    engine = FakeEngine()
     engine.app.router.routes.append(Route("/v1/responses", answer, methods=["POST"]))
     with ExitStack() as stack:
-        fleet = Fleet(tmp_path, stack, stack.enter_context(engine_server(engine)))
+        fleet = ProxiedFleet(tmp_path, stack, engine_url=stack.enter_context(engine_server(engine)))
         for number, found in enumerate(
             [("input[0].id", None), (None, "item_not_found"), (None, "unsupported_endpoint")]
         ):

@@ -13,29 +13,28 @@ import pytest
 
 from convoy.crypto.identity import Identity
 from convoy.errors import StageLost
+from convoy.fleet.apis.table import APIS
 from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.proxy.trust import Trust
+from convoy.wire.fleet.messages import Kind
 from support.anthropic_events import blocks_of, parse_stream
 from support.chat_events import parse_chat_stream
 from support.fake_service import REPLY, FakeEngine, serving
 from support.fleet import MODEL, FleetUnderTest
+from support.proxied_fleet import WAYS
 from support.proxy import proxy
 from support.response_events import parse_response_stream
 
 HEARTBEAT_S = 0.05
-TURN: dict[str, Any] = {"role": "user", "content": "What is it?"}
-IMAGE = {"role": "user", "content": [{"type": "image"}]}
 Events = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Spoken:
-    """One API: a request, its strict parser, its sign of life, and the text and error of its events."""
+    """One API: its strict parser, its sign of life, and the text and error of its events."""
 
-    path: str
-    body: dict[str, Any]
     parse: Callable[[str], Events]
     sign: str
     text: Callable[[Events], str]
@@ -51,34 +50,27 @@ def _text_of_response(events: Events) -> str:
     return text
 
 
-SPOKEN = {
+SPOKEN: dict[Kind, Spoken] = {
     "chat": Spoken(
-        "/v1/chat/completions",
-        {"messages": [TURN]},
         parse_chat_stream,
         '"delta":{},"logprobs":null,"finish_reason":null',
         _text_of_chat,
         lambda events: events[-1].get("error"),
     ),
     "messages": Spoken(
-        "/v1/messages",
-        {"messages": [TURN], "max_tokens": 50},
         parse_stream,
         "event: ping",
         lambda events: blocks_of(events)[0]["text"],
         lambda events: events[-1].get("error"),
     ),
     "responses": Spoken(
-        "/v1/responses",
-        {"input": "What is it?"},
         parse_response_stream,
         "event: response.in_progress",
         _text_of_response,
         lambda events: events[-1]["response"]["error"],
     ),
 }
-APIS = pytest.mark.parametrize("api", SPOKEN)
-WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
+EACH_API = pytest.mark.parametrize("api", SPOKEN)
 
 
 class Fleet:
@@ -102,11 +94,13 @@ class Fleet:
         self.fleet.add(f"provider-{len(self._identities)}", url or self._url, identity=identity)
 
     @contextmanager
-    def ask(self, api: str, way: str, **more: Any) -> Iterator[httpx.Response]:
-        spoken = SPOKEN[api]
-        body = {"model": MODEL, "stream": True, **spoken.body, **more}
+    def ask(self, api: Kind, way: str, prompt: str = "What is it?") -> Iterator[httpx.Response]:
+        row = APIS[api]
+        body = {"model": MODEL, "stream": True, row.prompt: [{"role": "user", "content": prompt}]}
+        if row.needs_limit:
+            body[row.limits[0]] = 50
         headers = {"authorization": f"Bearer {self.fleet.key}"}
-        url = self.urls[way] + spoken.path
+        url = self.urls[way] + row.path
         with httpx.stream("POST", url, json=body, headers=headers, timeout=30, trust_env=False) as answer:
             yield answer
 
@@ -130,9 +124,9 @@ def read(answer: httpx.Response, sign: str, once_alive: Callable[[], Any]) -> st
     return text
 
 
-@APIS
+@EACH_API
 @WAYS
-def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     made.engine.pause_after = 0
     spoken = SPOKEN[api]
@@ -142,9 +136,9 @@ def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: str, way: str)
     assert "still here" not in text
 
 
-@APIS
+@EACH_API
 @WAYS
-def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     made.engine.pause_after = 3
     spoken = SPOKEN[api]
@@ -153,9 +147,11 @@ def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: str, 
     assert spoken.text(spoken.parse(text)) == REPLY
 
 
-@APIS
+@EACH_API
 @WAYS
-def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(made: Fleet, api: str, way: str) -> None:
+def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(
+    made: Fleet, api: Kind, way: str
+) -> None:
     spoken = SPOKEN[api]
     with made.ask(api, way) as answer:
         text = read(answer, spoken.sign, made.add)
@@ -164,10 +160,10 @@ def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(made: Fleet
     assert '"x-convoy-provider' in text.rpartition(": headers ")[2]
 
 
-@APIS
+@EACH_API
 @WAYS
 def test_a_provider_that_fails_after_the_first_event_is_replaced_unseen(
-    made: Fleet, api: str, way: str
+    made: Fleet, api: Kind, way: str
 ) -> None:
     made.add()
     engine, spoken = made.engine, SPOKEN[api]
@@ -183,23 +179,22 @@ def test_a_provider_that_fails_after_the_first_event_is_replaced_unseen(
     assert spoken.text(spoken.parse(text)) == "The other one answers."
 
 
-@APIS
+@EACH_API
 @WAYS
-def test_a_refusal_after_the_first_event_is_the_last_event(made: Fleet, api: str, way: str) -> None:
-    spoken, turns = SPOKEN[api], {"messages": [{"role": "user", "content": "x" * 5000}]}
-    more = {"input": "x" * 5000} if api == "responses" else turns
-    with made.ask(api, way, **more) as answer:
+def test_a_refusal_after_the_first_event_is_the_last_event(made: Fleet, api: Kind, way: str) -> None:
+    spoken = SPOKEN[api]
+    with made.ask(api, way, "x" * 5000) as answer:
         text = read(answer, spoken.sign, made.add)
     error = spoken.error(spoken.parse(text))
     assert "4096" in error["message"]
     assert error.get("code") in {None, "context_length_exceeded"}
 
 
-@APIS
+@EACH_API
 @WAYS
 @pytest.mark.parametrize("made", [0.5], indirect=True)
 def test_a_wait_that_ends_without_a_provider_ends_the_stream_with_an_error(
-    made: Fleet, api: str, way: str
+    made: Fleet, api: Kind, way: str
 ) -> None:
     spoken = SPOKEN[api]
     with made.ask(api, way) as answer:
@@ -207,9 +202,9 @@ def test_a_wait_that_ends_without_a_provider_ends_the_stream_with_an_error(
     assert "no provider" in spoken.error(spoken.parse(text))["message"]
 
 
-@APIS
+@EACH_API
 @WAYS
-def test_an_answer_that_breaks_ends_with_the_error_of_its_api(made: Fleet, api: str, way: str) -> None:
+def test_an_answer_that_breaks_ends_with_the_error_of_its_api(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     engine = made.engine
     engine.pause_after = engine.fail_after = 3

@@ -10,20 +10,11 @@ import httpx
 import pytest
 
 from convoy.errors import StageLost
-from convoy.fleet.books.price import Price
-from convoy.fleet.consumer_request import ModelOptions
-from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.proxy.trust import Trust
 from support.anthropic_events import blocks_of, parse_message, parse_stream
-from support.fake_service import FakeEngine, Running, serving
-from support.fleet import MODEL, FleetUnderTest
-from support.proxy import proxy
-from support.waiting import wait_until
+from support.fake_service import FakeEngine
+from support.fleet import MODEL
+from support.proxied_fleet import WAYS, ProxiedFleet
 
-OPTIONS = CoordinatorOptions(
-    instance="test", models={MODEL: ModelOptions(Price(1_000_000, 2_000_000), 64)}, first_token_s=10.0
-)
-BALANCE = 10**12
 CLOCK: dict[str, Any] = {"name": "clock", "input_schema": {"type": "object"}}
 CALLING = (
     '<think>Look.</think>I look.<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -36,36 +27,18 @@ ASK: dict[str, Any] = {
 }
 
 
-class Fleet:
-    """A fleet with one provider before a real server, and a proxy that trusts it."""
-
-    def __init__(self, folder: Any, stack: ExitStack) -> None:
-        self.engine = FakeEngine(CALLING)
-        self.head: Running = stack.enter_context(serving(self.engine, model=MODEL))
-        self.fleet = FleetUnderTest(folder, OPTIONS)
-        stack.callback(self.fleet.close)
-        self.fleet.add("one", self.head.url)
-        trust = Trust(frozenset(self.fleet.identities))
-        proxied = stack.enter_context(proxy(self.fleet.url, self.fleet.key, trust))
-        self.urls = {"coordinator": self.fleet.url, "proxy": proxied}
-
-    def post(self, way: str, **more: Any) -> httpx.Response:
-        headers = {"x-api-key": self.fleet.key}
-        url = f"{self.urls[way]}/v1/messages"
-        return httpx.post(url, json={**ASK, **more}, headers=headers, timeout=30, trust_env=False)
-
-
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedFleet]:
     with ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        yield ProxiedFleet(tmp_path_factory.mktemp("fleet"), stack, FakeEngine(CALLING))
 
 
-WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
+def post(fleet: ProxiedFleet, way: str, **more: Any) -> httpx.Response:
+    return fleet.ask(way, "/v1/messages", **{**ASK, **more})
 
 
 @WAYS
-def test_the_anthropic_client_streams_a_call_through_a_fleet(fleet: Fleet, way: str) -> None:
+def test_the_anthropic_client_streams_a_call_through_a_fleet(fleet: ProxiedFleet, way: str) -> None:
     from anthropic import Anthropic
 
     with (
@@ -79,50 +52,43 @@ def test_the_anthropic_client_streams_a_call_through_a_fleet(fleet: Fleet, way: 
 
 
 @WAYS
-def test_a_stream_and_a_whole_answer_pass_unchanged(fleet: Fleet, way: str) -> None:
-    blocks = blocks_of(parse_stream(fleet.post(way, stream=True).text))
-    message = parse_message(fleet.post(way).text)
+def test_a_stream_and_a_whole_answer_pass_unchanged(fleet: ProxiedFleet, way: str) -> None:
+    blocks = blocks_of(parse_stream(post(fleet, way, stream=True).text))
+    message = parse_message(post(fleet, way).text)
     assert [block.type for block in message.content] == [block["type"] for block in blocks]
 
 
 @WAYS
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_charged_by_the_tokens_of_its_usage(fleet: Fleet, way: str, stream: bool) -> None:
-    ledger = fleet.fleet.ledger
-
-    def at_rest() -> int:
-        paid = sum(one.cost_micro for one in ledger.usage("ann"))
-        wait_until(lambda: ledger.balance("ann") + sum(o.cost_micro for o in ledger.usage("ann")) == BALANCE)
-        return BALANCE - paid
-
-    before = at_rest()
-    assert fleet.post(way, stream=stream).status_code == 200
+def test_an_answer_is_charged_by_the_tokens_of_its_usage(fleet: ProxiedFleet, way: str, stream: bool) -> None:
+    before = fleet.paid()
+    assert post(fleet, way, stream=stream).status_code == 200
     num_prompt = len(fleet.engine.handles[-1].request.prompt_ids)
-    assert at_rest() == before - (num_prompt + 2 * len(CALLING))
+    assert fleet.paid() == before + num_prompt + 2 * len(CALLING)
 
 
 @WAYS
-def test_errors_have_anthropics_form(fleet: Fleet, way: str) -> None:
+def test_errors_have_anthropics_form(fleet: ProxiedFleet, way: str) -> None:
     for more, status, kind in (
         ({"model": "nobody-serves-this"}, 404, "not_found_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"messages": [{"role": "critic", "content": "x"}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
     ):
-        answer = fleet.post(way, **more)
+        answer = post(fleet, way, **more)
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
         assert answer.json()["error"]["type"] == kind
 
 
 @WAYS
-def test_a_prompt_that_is_too_long_is_said_in_the_words_of_the_head(fleet: Fleet, way: str) -> None:
-    answer = fleet.post(way, messages=[{"role": "user", "content": way * 1000}], tools=[])
+def test_a_prompt_that_is_too_long_is_said_in_the_words_of_the_head(fleet: ProxiedFleet, way: str) -> None:
+    answer = post(fleet, way, messages=[{"role": "user", "content": way * 1000}], tools=[])
     assert answer.status_code == 400
     num_prompt = len("<user><assistant>") + 1000 * len(way)
     assert answer.json()["error"]["message"] == f"prompt is too long: {num_prompt} tokens > 4096 maximum"
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event(fleet: Fleet) -> None:
+def test_a_stream_that_breaks_ends_with_an_error_event(fleet: ProxiedFleet) -> None:
     engine = fleet.engine
     engine.pause_after = engine.fail_after = 60
     engine.error = StageLost("beta is gone")

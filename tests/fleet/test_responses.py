@@ -10,20 +10,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from convoy.fleet.books.price import Price
-from convoy.fleet.consumer_request import ModelOptions
-from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.proxy.trust import Trust
-from support.fake_service import FakeEngine, Running, serving
-from support.fleet import MODEL, FleetUnderTest
-from support.proxy import proxy
+from support.fake_service import FakeEngine
+from support.fleet import MODEL
+from support.proxied_fleet import WAYS, ProxiedFleet
 from support.response_events import parse_response, parse_response_stream
-from support.waiting import wait_until
 
-OPTIONS = CoordinatorOptions(
-    instance="test", models={MODEL: ModelOptions(Price(1_000_000, 2_000_000), 500)}, first_token_s=10.0
-)
-BALANCE = 10**12
 CLOCK: Any = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
 CALLING = (
     '<think>Look.</think>I look.<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -32,37 +23,21 @@ ASK: dict[str, Any] = {"model": MODEL, "input": "When?", "tools": [CLOCK]}
 TYPES = ["reasoning", "message", "function_call"]
 
 
-class Fleet:
-    """A fleet with one provider before a real server, and a proxy that trusts it."""
-
-    def __init__(self, folder: Any, stack: ExitStack) -> None:
-        self.engine = FakeEngine(CALLING)
-        self.engine.cached_tokens = 7
-        self.head: Running = stack.enter_context(serving(self.engine, model=MODEL))
-        self.fleet = FleetUnderTest(folder, OPTIONS)
-        stack.callback(self.fleet.close)
-        self.fleet.add("one", self.head.url)
-        trust = Trust(frozenset(self.fleet.identities))
-        proxied = stack.enter_context(proxy(self.fleet.url, self.fleet.key, trust, default_max_tokens=500))
-        self.urls = {"coordinator": self.fleet.url, "proxy": proxied}
-
-    def post(self, way: str, path: str = "/v1/responses", **more: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {self.fleet.key}"}
-        body = {name: value for name, value in {**ASK, **more}.items() if value is not None}
-        return httpx.post(f"{self.urls[way]}{path}", json=body, headers=headers, timeout=30, trust_env=False)
-
-
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedFleet]:
+    engine = FakeEngine(CALLING)
+    engine.cached_tokens = 7
     with ExitStack() as stack:
-        yield Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        yield ProxiedFleet(tmp_path_factory.mktemp("fleet"), stack, engine)
 
 
-WAYS = pytest.mark.parametrize("way", ["coordinator", "proxy"])
+def post(fleet: ProxiedFleet, way: str, **more: Any) -> httpx.Response:
+    body = {name: value for name, value in {**ASK, **more}.items() if value is not None}
+    return fleet.ask(way, "/v1/responses", **body)
 
 
 @WAYS
-def test_the_openai_client_streams_a_call_through_a_fleet(fleet: Fleet, way: str) -> None:
+def test_the_openai_client_streams_a_call_through_a_fleet(fleet: ProxiedFleet, way: str) -> None:
     with (
         OpenAI(base_url=f"{fleet.urls[way]}/v1", api_key=fleet.fleet.key, max_retries=0) as client,
         client.responses.stream(model=MODEL, input="When?", tools=[CLOCK]) as stream,
@@ -77,10 +52,10 @@ def test_the_openai_client_streams_a_call_through_a_fleet(fleet: Fleet, way: str
 
 @WAYS
 def test_a_stream_and_a_whole_response_have_the_same_output_and_are_not_stored(
-    fleet: Fleet, way: str
+    fleet: ProxiedFleet, way: str
 ) -> None:
-    events = parse_response_stream(fleet.post(way, stream=True, store=True).text)
-    whole = parse_response(fleet.post(way, store=True).text)
+    events = parse_response_stream(post(fleet, way, stream=True, store=True).text)
+    whole = parse_response(post(fleet, way, store=True).text)
     final = events[-1]["response"]
     assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.completed")
     assert [item["type"] for item in final["output"]] == [item.type for item in whole.output] == TYPES
@@ -92,31 +67,28 @@ def test_a_stream_and_a_whole_response_have_the_same_output_and_are_not_stored(
 
 @WAYS
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_is_charged_by_the_tokens_of_its_usage(fleet: Fleet, way: str, stream: bool) -> None:
-    ledger = fleet.fleet.ledger
-
-    def at_rest() -> int:
-        paid = sum(one.cost_micro for one in ledger.usage("ann"))
-        wait_until(lambda: ledger.balance("ann") + sum(o.cost_micro for o in ledger.usage("ann")) == BALANCE)
-        return BALANCE - paid
-
-    before = at_rest()
-    assert fleet.post(way, stream=stream).status_code == 200
+def test_a_response_is_charged_by_the_tokens_of_its_usage(
+    fleet: ProxiedFleet, way: str, stream: bool
+) -> None:
+    before = fleet.paid()
+    assert post(fleet, way, stream=stream).status_code == 200
     num_prompt = len(fleet.engine.handles[-1].request.prompt_ids)
-    assert at_rest() == before - (num_prompt + 2 * len(CALLING))
+    assert fleet.paid() == before + num_prompt + 2 * len(CALLING)
 
 
 @WAYS
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_reaches_its_limit_is_incomplete(fleet: Fleet, way: str, stream: bool) -> None:
-    answer = fleet.post(way, stream=stream, max_output_tokens=20)
+def test_an_answer_that_reaches_its_limit_is_incomplete(fleet: ProxiedFleet, way: str, stream: bool) -> None:
+    answer = post(fleet, way, stream=stream, max_output_tokens=20)
     found = parse_response_stream(answer.text)[-1]["response"] if stream else answer.json()
     assert (found["status"], found["max_output_tokens"]) == ("incomplete", 20)
     assert found["usage"]["output_tokens"] == 20
 
 
 @WAYS
-def test_requests_that_name_texts_elsewhere_are_refused_and_cost_nothing(fleet: Fleet, way: str) -> None:
+def test_requests_that_name_texts_elsewhere_are_refused_and_cost_nothing(
+    fleet: ProxiedFleet, way: str
+) -> None:
     asked, before = len(fleet.engine.handles), fleet.fleet.ledger.balance("ann")
     for more, status, code in (
         ({"previous_response_id": "resp_1"}, 404, "previous_response_not_found"),
@@ -127,31 +99,31 @@ def test_requests_that_name_texts_elsewhere_are_refused_and_cost_nothing(fleet: 
         ({"model": "nobody-serves-this"}, 404, "model_not_found"),
         ({"max_output_tokens": "many"}, 400, None),
     ):
-        answer = fleet.post(way, **more)
+        answer = post(fleet, way, **more)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert len(fleet.engine.handles) == asked
     assert fleet.fleet.ledger.balance("ann") == before
 
 
 @WAYS
-def test_an_item_that_the_head_refuses_is_named(fleet: Fleet, way: str) -> None:
+def test_an_item_that_the_head_refuses_is_named(fleet: ProxiedFleet, way: str) -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
-    answer = fleet.post(way, input=[image])
+    answer = post(fleet, way, input=[image])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].content[0].type")
 
 
 @WAYS
-def test_a_prompt_that_does_not_fit_is_said_in_the_words_of_the_head(fleet: Fleet, way: str) -> None:
-    answer = fleet.post(way, input=way * 1000, tools=None)
+def test_a_prompt_that_does_not_fit_is_said_in_the_words_of_the_head(fleet: ProxiedFleet, way: str) -> None:
+    answer = post(fleet, way, input=way * 1000, tools=None)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "a request may use 4096 with its answer" in error["message"]
 
 
 @WAYS
-def test_a_stream_that_does_not_fit_fails_by_an_event_and_costs_little(fleet: Fleet, way: str) -> None:
+def test_a_stream_that_does_not_fit_fails_by_an_event_and_costs_little(fleet: ProxiedFleet, way: str) -> None:
     before = fleet.fleet.ledger.balance("ann")
-    answer = fleet.post(way, input=f"{way}!" * 1000, stream=True)
+    answer = post(fleet, way, input=f"{way}!" * 1000, stream=True)
     events = parse_response_stream(answer.text)
     assert [event["type"] for event in events] == ["response.created", "response.failed"]
     assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"

@@ -254,7 +254,7 @@ def test_blocks_that_are_read_can_be_written_elsewhere(directories: Directories)
 
 def test_what_makes_no_sense_is_refused_before_anything_changes(directories: Directories) -> None:
     one = chain(directories["odd"], 2)
-    step = Step(0, [], [BlockGrant(0, 0, [1])], [Row(0, 0, 3, 3)], b"")
+    step = Step(0, [], [BlockGrant.append(0, 0, [1])], [Row(0, 0, 3, 3)], b"")
     for tokens in (None, torch.tensor([1, 2]), torch.tensor([1, 2, 105])):
         with pytest.raises(StepError):
             one.stages[0].run(step, None, tokens)

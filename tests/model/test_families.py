@@ -145,7 +145,7 @@ def test_layers_that_take_token_ids_are_not_run_without(models: Models) -> None:
     source = models.source("gemma4 e")
     stage = HostStage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions(require_tags=False))
     stage.make_pools(4)
-    step = Step(0, [], [BlockGrant(0, group, [0]) for group in range(2)], [Row(0, 0, 3, 0)], b"")
+    step = Step(0, [], [BlockGrant.append(0, group, [0]) for group in range(2)], [Row(0, 0, 3, 0)], b"")
     assert stage.takes_tokens
     with pytest.raises(StepError, match="no tokens"):
         stage.run(step, torch.zeros(3, source.spec.hidden_size), None)

@@ -47,7 +47,7 @@ def test_weights_stored_in_bfloat16_are_computed_in_float32(models: Models, prom
     stage = HostStage.load(source, StageAssignment("a", 0, 5, True, True), StageOptions(require_tags=False))
     stage.make_pools(4)
     tokens = prompt(50)
-    step = Step(0, [], [BlockGrant(0, 0, [3, 1, 2, 0])], [Row(0, 0, 50, 50)], b"")
+    step = Step(0, [], [BlockGrant.append(0, 0, [3, 1, 2, 0])], [Row(0, 0, 50, 50)], b"")
     found = stage.output(stage.run(step, None, torch.tensor(tokens)))
     model = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
     with torch.no_grad():

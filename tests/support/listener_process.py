@@ -23,7 +23,7 @@ from typing import Self
 import psutil
 
 from convoy.crypto.identity import Identity, OperatorKey
-from convoy.errors import ConvoyError, HandshakeError, PeerUnreachable
+from convoy.errors import ConvoyError, HandshakeLate, PeerUnreachable
 from convoy.transport.dial import dial
 from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
@@ -222,8 +222,7 @@ def link_within(me: LocalMember, peer: str, address: tuple[str, int], timeout_s:
         try:
             link = dial(address, me=membership_of(me), peer_name=peer, timeout_s=max(0.1, min(5.0, left_s)))
             return link, time.monotonic() - started_s
-        # A listener whose handshake took too long says only that it is over.
-        except (PeerUnreachable, HandshakeError):
+        except (PeerUnreachable, HandshakeLate):
             if left_s <= 0:
                 raise
             time.sleep(0.2)

@@ -33,7 +33,7 @@ def step(
     A sequence's first step takes the blocks, from the sequence before if there was one.
     """
     released = [sequence - 1] if sequence and not start else []
-    grants = [] if start else [BlockGrant(sequence, 0, BLOCKS)]
+    grants = [] if start else [BlockGrant.append(sequence, 0, BLOCKS)]
     row = Row(sequence, start, end - start, num_outputs)
     return Step(number, released, grants, [row], ids_of(start, end))
 

@@ -424,7 +424,7 @@ class Chain:
             if missing > 0:
                 blocks = [self._free[group].pop() for _ in range(missing)]
                 table.extend(blocks)
-                yield BlockGrant(sequence, group, blocks)
+                yield BlockGrant.append(sequence, group, blocks)
 
 
 class Models:

@@ -26,6 +26,7 @@ from convoy.errors import (
     ConvoyError,
     FrameTooLong,
     HandshakeError,
+    HandshakeLate,
     IdentityError,
     Incompatible,
     LinkBroken,
@@ -659,3 +660,36 @@ def test_a_full_listener_is_tried_again_within_the_time_of_a_dial(members: tuple
         link.close()
         for stream in held:
             stream.close()
+
+
+def test_a_listener_that_hangs_up_late_is_tried_again_within_the_time_of_a_dial(
+    members: tuple[LocalMember, ...],
+) -> None:
+    """A busy listener says nothing once its deadline is over: no END, no alert."""
+    links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    late = iter([True])
+
+    def wrap(stream: Stream) -> Stream:
+        if next(late, False):
+            raise LinkBroken("the deadline is over")
+        return stream
+
+    listener = Listener(("127.0.0.1", 0), membership_of(members[1]), links.put, wrap=wrap)
+    listed = replace(members[0].roster.member("beta"), address=listener.address)
+    link = TcpNetwork().dial(membership_of(members[0]), listed, 4 * WAIT_S)
+    assert links.get(timeout=WAIT_S).peer == "alpha"
+    assert next(late, None) is None
+    link.close()
+    listener.close()
+
+
+def test_a_refused_certificate_is_no_reason_to_try_again(
+    members: tuple[LocalMember, ...], tmp_path: Path
+) -> None:
+    stranger = make_local_members(["alpha", "beta"], tmp_path / "strangers")[0]
+    with opened(members[1]) as server:
+        trusting = _with_anchor(stranger, members[1])
+        listed = replace(trusting.roster.member("beta"), address=server.address)
+        with pytest.raises(HandshakeError, match="unknown ca") as refused:
+            TcpNetwork().dial(membership_of(trusting), listed, WAIT_S)
+    assert not isinstance(refused.value, HandshakeLate)

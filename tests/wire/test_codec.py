@@ -72,8 +72,8 @@ MESSAGES: list[Message] = [
     Evidence(b"claims", b"s" * 64, "tpm2", [b"a", b""]),
     Vouch(b"p" * 32, [0, 7]),
     Vouched(b"p" * 32, b"claims", b"s" * 64, "tpm2", [b"a", b""]),
-    Step(4, [1], [BlockGrant(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
-    Step(4, [], [BlockGrant(2, 0, [3, 4], b"s" * 16)], [Row(2, 16, 5, 1, b"s" * 16, b"t" * 16)], b""),
+    Step(4, [1], [BlockGrant.append(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
+    Step(4, [], [BlockGrant.append(2, 0, [3, 4], b"s" * 16)], [Row(2, 16, 5, 1, b"s" * 16, b"t" * 16)], b""),
     Step(
         5,
         [],
@@ -222,7 +222,9 @@ def bias_step(num_samples: int, num_biases: int) -> Step:
 
 
 def grant_step(num_grants: int, num_blocks: int) -> Step:
-    return Step(5, [], [BlockGrant(number, 0, [7] * num_blocks) for number in range(num_grants)], [], b"")
+    return Step(
+        5, [], [BlockGrant.append(number, 0, [7] * num_blocks) for number in range(num_grants)], [], b""
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,15 @@ def test_a_whole_step_is_bounded_and_not_only_each_of_its_lists(most: Step, more
     assert decode_message(FrameType.STEP, encode_message(most)) == most
     with pytest.raises(FrameError):
         decode_message(FrameType.STEP, encode_message(more))
+
+
+@pytest.mark.parametrize("num_fields", [3, 4])
+def test_a_grant_without_all_its_fields_is_refused(num_fields: int) -> None:
+    grant = [1, 0, [7], b"", -1]
+    whole = Step(5, [], [BlockGrant(1, 0, [7], b"", -1)], [], b"")
+    assert encode_message(whole) == msgspec.msgpack.encode([5, [], [grant], [], b"", []])
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, msgspec.msgpack.encode([5, [], [grant[:num_fields]], [], b"", []]))
 
 
 def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:

@@ -86,7 +86,9 @@ class CudaPair:
         sequences = range(self._batch * self._num_micro_batches)
         for first in range(0, len(sequences), 4):
             chosen = sequences[first : first + 4]
-            grants = [BlockGrant(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen]
+            grants = [
+                BlockGrant.append(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen
+            ]
             ids = self._random_tokens(CONTEXT * len(chosen), generator)
             step = self._step(grants, [Row(s, 0, CONTEXT, 1) for s in chosen])
             self._stages[1].run(step, self._stages[0].run(step, None, ids), None)

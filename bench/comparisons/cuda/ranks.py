@@ -63,7 +63,7 @@ def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
     read = []
     for first in range(0, batch, _ROWS):
         chosen = range(first, min(first + _ROWS, batch))
-        grants = [BlockGrant(s, 0, [s * blocks + b for b in range(blocks)]) for s in chosen]
+        grants = [BlockGrant.append(s, 0, [s * blocks + b for b in range(blocks)]) for s in chosen]
         rows = [Row(s, 0, CONTEXT, 1) for s in chosen]
         ids = torch.randint(0, stage.vocab_size, (CONTEXT * len(chosen),), generator=generator)
         started_s = time.perf_counter()

@@ -73,7 +73,9 @@ class Decoding:
         """Run every prompt of `CONTEXT` tokens, four to a step."""
         for first in range(0, self.num_sequences, 4):
             chosen = range(first, min(first + 4, self.num_sequences))
-            grants = [BlockGrant(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen]
+            grants = [
+                BlockGrant.append(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen
+            ]
             rows = [Row(s, 0, CONTEXT, 1) for s in chosen]
             self.step(grants, rows, self.tokens(CONTEXT * len(chosen)))
         self._length = CONTEXT
@@ -198,7 +200,7 @@ def measure_prefill(stage: CudaStage, num_rows: int, length: int, tflop_per_s: f
     decoding = Decoding(stage, 1, seed=length)
     stage.make_pools(num_rows * blocks)
     tokens = decoding.tokens(num_rows * length)
-    grants = [BlockGrant(s, 0, list(range(s * blocks, (s + 1) * blocks))) for s in range(num_rows)]
+    grants = [BlockGrant.append(s, 0, list(range(s * blocks, (s + 1) * blocks))) for s in range(num_rows)]
     rows = [Row(s, 0, length, 1) for s in range(num_rows)]
     decoding.step(grants, rows, tokens).argmax(-1).cpu()
     found = []

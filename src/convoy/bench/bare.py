@@ -106,7 +106,7 @@ class BareDecode:
     def __init__(self, executor: Steps, vocab_size: int, max_tokens: int, deadline: Deadline) -> None:
         self._executor = executor
         self._vocab_size = vocab_size
-        self._grants = [BlockGrant(0, 0, list(range(num_blocks(max_tokens))))]
+        self._grants = [BlockGrant.append(0, 0, list(range(num_blocks(max_tokens))))]
         self._deadline = deadline
         self._number = self._next = 0
         self._tags = PrefixTags(BLOCK_SIZE)

@@ -88,7 +88,9 @@ class RingDecode:
         for batch in self._batches:
             for first in range(0, len(batch), at_once):
                 chosen = batch[first : first + at_once]
-                grants = [BlockGrant(s.number, 0, list(itertools.islice(free, blocks))) for s in chosen]
+                grants = [
+                    BlockGrant.append(s.number, 0, list(itertools.islice(free, blocks))) for s in chosen
+                ]
                 told = [[self._rng.randrange(self._vocab_size) for _ in range(context)] for _ in chosen]
                 self._submit(chosen, told, grants)
                 self._take(chosen)

@@ -106,7 +106,9 @@ class Decodes:
         per_sequence, most = num_blocks(options.max_tokens), max(options.concurrent)
         stage.make_pools(per_sequence * most)
         self._grants = [
-            BlockGrant(sequence, group, list(range(sequence * per_sequence, (sequence + 1) * per_sequence)))
+            BlockGrant.append(
+                sequence, group, list(range(sequence * per_sequence, (sequence + 1) * per_sequence))
+            )
             for sequence in range(most)
             for group in range(len(stage.block_bytes))
         ]

@@ -78,7 +78,7 @@ class CachedPrefix(_Runner):
         sequence = self._new()
         blocks = list(range(len(prompt)))
         row = Row(sequence, 0, len(prompt), 1)
-        hidden = self._run([BlockGrant(sequence, 0, blocks)], [row], prompt)
+        hidden = self._run([BlockGrant.append(sequence, 0, blocks)], [row], prompt)
         self._released.append(sequence)
         return hidden
 
@@ -90,7 +90,7 @@ class CachedPrefix(_Runner):
             tokens = range(first, min(first + self._batch, self._spec.vocab_size))
             sequences = [self._new() for _ in tokens]
             grants = [
-                BlockGrant(sequence, 0, [*range(at), self._num_tokens + index], shared)
+                BlockGrant.append(sequence, 0, [*range(at), self._num_tokens + index], shared)
                 for index, sequence in enumerate(sequences)
             ]
             tags = _tag(at + 1) * 2
@@ -109,7 +109,7 @@ class CachedPrefix(_Runner):
             return
         ends = b"".join(_tag(position + 1) for position in range(start, end))
         row = Row(self._base, start, end - start, 1, _tag(start), ends + _tag(end))
-        grant = BlockGrant(self._base, 0, list(range(start, end)))
+        grant = BlockGrant.append(self._base, 0, list(range(start, end)))
         self._run([grant], [row], known[start:])
         self._known = list(known)
 
@@ -138,7 +138,9 @@ class RepeatedPrefix(_Runner):
             sequence = self._new()
             for group in range(len(self._spec.cache_groups)):
                 each = self._each(group)
-                grants.append(BlockGrant(sequence, group, list(range(index * each, (index + 1) * each))))
+                grants.append(
+                    BlockGrant.append(sequence, group, list(range(index * each, (index + 1) * each)))
+                )
             rows.append(Row(sequence, 0, len(text), 1))
         hidden = self._run(grants, rows, [token for text in texts for token in text])
         self._released += [row.sequence for row in rows]

@@ -99,7 +99,7 @@ class StageChain:
             if missing > 0:
                 blocks = [free.pop() for _ in range(missing)]
                 table.extend(blocks)
-                yield BlockGrant(sequence, index, blocks)
+                yield BlockGrant.append(sequence, index, blocks)
 
     def _account(self, ran: Counter[int]) -> None:
         for layer in range(self._spec.num_layers):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from convoy.errors import PeerBusy, PeerError
+from convoy.errors import HandshakeLate, PeerBusy, PeerError
 from convoy.transport.dial import Wrap, dial
 from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
@@ -58,7 +58,7 @@ class TcpNetwork:
         self._find = find or (lambda _name: ())
 
     def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
-        """Return a link to ``peer``, and try a full listener again until ``timeout_s`` is over.
+        """Return a link to ``peer``, and try a full or late listener again until ``timeout_s`` is over.
 
         Raises the errors of `dial.dial`.
         """
@@ -66,7 +66,7 @@ class TcpNetwork:
         while True:
             try:
                 return self._dial_any(me, peer, deadline_s)
-            except PeerBusy:
+            except (PeerBusy, HandshakeLate):
                 if time.monotonic() + _RETRY_S >= deadline_s:
                     raise
                 time.sleep(_RETRY_S)

@@ -56,7 +56,7 @@ def alone() -> HostStage:
 
 def step(number: int = 1, start: int = 0, end: int = len(TOKENS)) -> Step:
     """These tokens of one sequence, with an output behind the last; all blocks with the first."""
-    grants = [] if start else [BlockGrant(0, 0, list(range(-(-len(TOKENS) // 16))))]
+    grants = [] if start else [BlockGrant.append(0, 0, list(range(-(-len(TOKENS) // 16))))]
     encoded = torch.tensor(TOKENS[start:end], dtype=torch.int32).numpy().tobytes()
     return Step(number, [], grants, [Row(0, start, end - start, 1)], encoded)
 

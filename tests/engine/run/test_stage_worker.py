@@ -57,7 +57,7 @@ def hidden(step: int, num_rows: int) -> ReceivedTensor:
 
 
 def composition(number: int, num_tokens: int = 1, num_blocks: int = 0) -> Step:
-    return Step(number, [], [BlockGrant(1, 0, [0] * num_blocks)], [Row(1, 0, num_tokens, 1)], b"")
+    return Step(number, [], [BlockGrant.append(1, 0, [0] * num_blocks)], [Row(1, 0, num_tokens, 1)], b"")
 
 
 def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:

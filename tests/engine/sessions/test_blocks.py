@@ -121,9 +121,9 @@ def test_what_is_written_is_read_and_may_be_shared_under_its_tags(
     read = answer(said)
     assert (read.step, read.boundary, read.kind) == (2, 3, FrameType.BLOCKS)
     assert np.array_equal(np.frombuffer(read.tensor.data, "<f4").reshape(1, 2, 16, 2, 8), kv[1:, :, 16:])
-    stage.apply(Step(0, [], [BlockGrant(0, 0, [3, 1], b"".join(TAGS))], [], b""))
+    stage.apply(Step(0, [], [BlockGrant.append(0, 0, [3, 1], b"".join(TAGS))], [], b""))
     with pytest.raises(StepError, match="another prefix"):
-        stage.apply(Step(1, [], [BlockGrant(1, 0, [1], TAGS[0])], [], b""))
+        stage.apply(Step(1, [], [BlockGrant.append(1, 0, [1], TAGS[0])], [], b""))
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -162,14 +162,14 @@ def test_a_stage_refuses_and_changes_nothing(
     assert said.empty(), "one answer to one question"
     assert torch.equal(stage.read_blocks(2, 4, [3, 1]), before)
     with pytest.raises(StepError, match="another prefix"):
-        stage.apply(Step(0, [], [BlockGrant(0, 0, [3], TAGS[0])], [], b""))
+        stage.apply(Step(0, [], [BlockGrant.append(0, 0, [3], TAGS[0])], [], b""))
 
 
 def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
-    grant = BlockGrant(0, 0, [3, 1], b"".join(TAGS))
+    grant = BlockGrant.append(0, 0, [3, 1], b"".join(TAGS))
     for layer, shared in ((2, False), (3, True), (2, False), (3, True)):
         keeper.accept(write_blocks(stage.model_digest), PLAN_ID)
         keeper.accept_tensor(tensor_of(kv[layer - 2 : layer - 1], boundary=layer))
@@ -184,7 +184,7 @@ def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
 def test_a_block_that_a_sequence_holds_is_not_written(
     stage: HostStage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
-    stage.apply(Step(0, [], [BlockGrant(0, 0, [1])], [], b""))
+    stage.apply(Step(0, [], [BlockGrant.append(0, 0, [1])], [], b""))
     keeper.accept(write_blocks(stage.model_digest), PLAN_ID)
     keeper.accept_tensor(tensor_of(kv_of(2)))
     assert "block 1 cannot be filled: a sequence holds it" in answer(said).error
@@ -262,7 +262,7 @@ def test_a_head_writes_and_reads_over_all_stages(pair: Pair) -> None:
 
 
 def test_what_a_peer_refuses_is_an_error_of_that_exchange_alone(pair: Pair) -> None:
-    pair.peer.apply(Step(0, [], [BlockGrant(0, 0, [5])], [], b""))
+    pair.peer.apply(Step(0, [], [BlockGrant.append(0, 0, [5])], [], b""))
     with pytest.raises(StepError, match="beta refused K/V of a session: block 5 cannot be filled"):
         pair.carrier.write(0, [5, 0], TAGS, kv_of(2, LAYERS).numpy())
     assert pair.carrier.read(0, LAYERS, [5]).shape == (LAYERS, 2, 16, 2, 8)
@@ -334,11 +334,11 @@ def test_filled_blocks_give_the_logits_that_the_tokens_give(source: ModelSource,
     one, other = make_stage(source, whole), make_stage(source, whole)
     tokens = np.arange(33, dtype="<u4").tobytes()
     row = Row(0, 0, 33, 1, b"r" * 16, b"".join(TAGS) + b"z" * 16)
-    step = Step(0, [], [BlockGrant(0, 0, [0, 1, 2])], [row], tokens)
+    step = Step(0, [], [BlockGrant.append(0, 0, [0, 1, 2])], [row], tokens)
     expected = one.run(step, None, tokens_from_bytes(tokens))[-1]
     other.write_blocks(0, [7, 4], TAGS, one.read_blocks(0, LAYERS, [0, 1]))
     last = Row(0, 32, 1, 1, TAGS[1], b"z" * 16)
-    grant = BlockGrant(0, 0, [7, 4, 3], b"".join(TAGS))
+    grant = BlockGrant.append(0, 0, [7, 4, 3], b"".join(TAGS))
     found = other.run(Step(0, [], [grant], [last], tokens[-4:]), None, tokens_from_bytes(tokens[-4:]))
     assert torch.allclose(found[0], expected, atol=1e-5)
 

@@ -97,7 +97,11 @@ def tables(**changes: object) -> BlockTables:
     """A full group, one with a window of 10, one with a state; blocks of 4; sequence 1 is 22 tokens long."""
     groups = [GroupBlocks(16), GroupBlocks(8, window=10), GroupBlocks(2, recurrent=True)]
     made = BlockTables(groups, block_size=4, max_context=64, require_tags=False)
-    grants = [BlockGrant(1, 0, list(range(8))), BlockGrant(1, 1, [5, 2, 7, 0]), BlockGrant(1, 2, [1])]
+    grants = [
+        BlockGrant.append(1, 0, list(range(8))),
+        BlockGrant.append(1, 1, [5, 2, 7, 0]),
+        BlockGrant.append(1, 2, [1]),
+    ]
     take(made, grants, Row(1, 0, 7, 0))
     for start in range(7, 22, 5):
         take(made, [], Row(1, start, 5, 0))
@@ -114,26 +118,26 @@ REFUSED: dict[str, tuple[list[BlockGrant], list[Row], str]] = {
         [Row(1, 22, 8, 0)],
         "a ring for 16 positions, its row looks back from 30 on 13, and 22 were written",
     ),
-    "a ring that grows after it went round": ([BlockGrant(1, 1, [3])], [], "wrapped around its ring"),
+    "a ring that grows after it went round": ([BlockGrant.append(1, 1, [3])], [], "wrapped around its ring"),
     "a rewind behind a state": ([], [Row(1, 20, 2, 0)], "its state covers 22 positions"),
     "a prefix that is shared": (
-        [BlockGrant(2, 0, [9], bytes(16))],
+        [BlockGrant.append(2, 0, [9], bytes(16))],
         [],
         "shares block 9, which holds another prefix",
     ),
     "a sequence without a ring": (
-        [BlockGrant(2, 0, [9]), BlockGrant(2, 2, [0])],
+        [BlockGrant.append(2, 0, [9]), BlockGrant.append(2, 2, [0])],
         [Row(2, 0, 3, 0)],
         "a ring for 0 positions",
     ),
     "a sequence without a state": (
-        [BlockGrant(2, 0, [9]), BlockGrant(2, 1, [1])],
+        [BlockGrant.append(2, 0, [9]), BlockGrant.append(2, 1, [1])],
         [Row(2, 0, 3, 0)],
         "no block for its state",
     ),
-    "a block that another ring has": ([BlockGrant(2, 1, [7])], [], "gives away block 7"),
+    "a block that another ring has": ([BlockGrant.append(2, 1, [7])], [], "gives away block 7"),
     "a block that the other group has, and this one not": (
-        [BlockGrant(2, 1, [8])],
+        [BlockGrant.append(2, 1, [8])],
         [],
         "names block 8, but the pool has 8",
     ),
@@ -151,7 +155,7 @@ def test_a_step_that_a_ring_or_a_state_cannot_take_is_refused_and_changes_nothin
 
 def test_a_rewind_within_what_a_ring_retains_is_taken_and_behind_it_refused() -> None:
     made = BlockTables([GroupBlocks(8, window=10)], block_size=4, max_context=64, require_tags=False)
-    take(made, [BlockGrant(1, 0, [0, 1, 2, 3])], Row(1, 0, 7, 0))
+    take(made, [BlockGrant.append(1, 0, [0, 1, 2, 3])], Row(1, 0, 7, 0))
     take(made, [], Row(1, 7, 7, 0))
     take(made, [], Row(1, 14, 6, 0))
     take(made, [], Row(1, 13, 2, 0))  # of 20 positions that were written, 4 to 19 are there

@@ -31,7 +31,13 @@ class Stage:
     def __init__(self) -> None:
         groups = [GroupBlocks(16), GroupBlocks(12, window=WINDOW), GroupBlocks(4, recurrent=True)]
         self.tables = BlockTables(groups, block_size=SIZE, max_context=64)
-        self.take([BlockGrant(1, 0, list(range(8))), BlockGrant(1, 1, [0, 1, 2, 3]), BlockGrant(1, 2, [0])])
+        self.take(
+            [
+                BlockGrant.append(1, 0, list(range(8))),
+                BlockGrant.append(1, 1, [0, 1, 2, 3]),
+                BlockGrant.append(1, 2, [0]),
+            ]
+        )
         for start in range(0, 24, 8):
             self.take([], row(1, start, start + 8))
 
@@ -45,11 +51,11 @@ class Stage:
 
 
 # Sequence 1 has 24 positions: its ring holds runs 4, 5, 2 and 3, and its state stands at 24.
-FULL = BlockGrant(2, 0, list(range(6)), ends(0, 24))
+FULL = BlockGrant.append(2, 0, list(range(6)), ends(0, 24))
 RING = BlockGrant(2, 1, [0, 1, 8, 9], ends(16, 24), 4)
 STATE = BlockGrant(2, 2, [0], tag(24), 5)
 COPY = BlockGrant(2, 2, [1], b"", 0)
-MORE = BlockGrant(2, 0, [9])
+MORE = BlockGrant.append(2, 0, [9])
 
 
 def test_a_sequence_begins_behind_the_prefix_of_another_with_a_copy_of_its_state() -> None:
@@ -64,10 +70,10 @@ def test_a_sequence_begins_behind_the_prefix_of_another_with_a_copy_of_its_state
 
 def test_both_go_on_over_blocks_of_their_own() -> None:
     made = Stage()
-    made.take([FULL, RING, STATE, COPY, BlockGrant(2, 0, [9, 10])], row(2, 24, 32))
+    made.take([FULL, RING, STATE, COPY, BlockGrant.append(2, 0, [9, 10])], row(2, 24, 32))
     with pytest.raises(StepError, match="writes to block 0, which another shares"):
-        made.stage([BlockGrant(2, 0, [11])], row(2, 32, 36))
-    made.take([BlockGrant(2, 0, [11]), BlockGrant(2, 1, [10], b"", 8)], row(2, 32, 36))
+        made.stage([BlockGrant.append(2, 0, [11])], row(2, 32, 36))
+    made.take([BlockGrant.append(2, 0, [11]), BlockGrant(2, 1, [10], b"", 8)], row(2, 32, 36))
     staged = made.stage([], row(1, 24, 28))
     assert staged.rows[0][1].blocks[1] == [0, 1, 2, 3]
 
@@ -96,7 +102,7 @@ REFUSED: dict[str, tuple[list[BlockGrant], str]] = {
     "no state": ([FULL, RING, MORE], "does not share one prefix in every cache group"),
     "no ring": ([FULL, STATE, COPY, MORE], "does not share one prefix in every cache group"),
     "another end": (
-        [BlockGrant(2, 0, list(range(5)), ends(0, 20)), RING, STATE, COPY],
+        [BlockGrant.append(2, 0, list(range(5)), ends(0, 20)), RING, STATE, COPY],
         "does not share one prefix in every cache group",
     ),
     "less than a window": (
@@ -108,7 +114,10 @@ REFUSED: dict[str, tuple[list[BlockGrant], str]] = {
         "shares block 0, which holds another prefix",
     ),
     "a run that the ring wrote over": (
-        [BlockGrant(2, 0, list(range(4)), ends(0, 16)), BlockGrant(2, 1, [2, 3, 8, 9], ends(8, 16), 2)],
+        [
+            BlockGrant.append(2, 0, list(range(4)), ends(0, 16)),
+            BlockGrant(2, 1, [2, 3, 8, 9], ends(8, 16), 2),
+        ],
         "does not share one prefix in every cache group",
     ),
     "a state of another position": (
@@ -153,7 +162,7 @@ def test_a_prefix_that_is_not_there_is_refused_and_changes_nothing(name: str) ->
 def test_a_row_behind_a_shared_prefix_may_not_go_back_into_it() -> None:
     made = Stage()
     made.tables = BlockTables([GroupBlocks(12, window=WINDOW)], block_size=SIZE, max_context=64)
-    made.take([BlockGrant(1, 0, [0, 1, 2, 3])], row(1, 0, 8))
+    made.take([BlockGrant.append(1, 0, [0, 1, 2, 3])], row(1, 0, 8))
     made.take([], row(1, 8, 16))
     made.take([BlockGrant(2, 0, [2, 3, 8, 9], ends(8, 16), 2)], row(2, 16, 18))
     with pytest.raises(StepError, match="looks back behind 8, where its ring begins"):
@@ -164,7 +173,7 @@ def test_a_row_behind_a_shared_prefix_may_not_go_back_into_it() -> None:
 def test_a_run_that_was_replaced_is_not_looked_back_on_after_a_rewind() -> None:
     made = Stage()
     made.tables = BlockTables([GroupBlocks(12, window=WINDOW)], block_size=SIZE, max_context=64)
-    made.take([BlockGrant(1, 0, [0, 1, 2])], row(1, 0, 4))
+    made.take([BlockGrant.append(1, 0, [0, 1, 2])], row(1, 0, 4))
     made.take([], row(1, 4, 8))
     made.take([], row(1, 8, 10))
     made.take([], Row(1, 10, 2, 1, tag(10), ends(10, 12) + tag(12)))

@@ -152,7 +152,7 @@ def test_broken_numbers_of_one_sequence_do_not_reach_the_next_owner_of_its_block
     table = list(range(chain.num_blocks))
     poison = torch.full((500, source.spec.hidden_size), float("inf"))
     later.make_pools(chain.num_blocks)
-    later.run(Step(0, [], [BlockGrant(0, 0, table)], [Row(0, 0, 500, 0)], b""), poison, None)
+    later.run(Step(0, [], [BlockGrant.append(0, 0, table)], [Row(0, 0, 500, 0)], b""), poison, None)
     later.apply(Step(1, [0], [], [], b""))
     chain.stages[0].make_pools(chain.num_blocks)
     chain.lengths.clear()

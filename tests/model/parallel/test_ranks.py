@@ -113,7 +113,7 @@ def test_a_decode_sends_one_row_for_each_sum(models: Models, prompt: Prompt) -> 
 def test_a_rank_alone_is_refused_until_it_joined(models: Models) -> None:
     first, _ = ranks_of(models.source("odd"), 2)
     first.make_pools(4)
-    step = Step(0, [], [BlockGrant(0, 0, [0])], [Row(0, 0, 1, 1)], b"")
+    step = Step(0, [], [BlockGrant.append(0, 0, [0])], [Row(0, 0, 1, 1)], b"")
     with pytest.raises(StepError, match="rank 0 of 2 has not joined"):
         first.run(step, None, torch.tensor([1]))
     with pytest.raises(ModelError, match="rank 1 of 2 for a stage of rank 0 of 2"):
@@ -138,7 +138,7 @@ def test_a_rank_made_of_another_reads_what_it_lacks_and_joins_anew(models: Model
     after = [HostStage.load(source, mine, EXACT, before=old, shard=old.shard) for old in before]
     fresh = ranks_of(source, 2)
     after[0].make_pools(4)
-    step = Step(0, [], [BlockGrant(0, 0, [0])], [Row(0, 0, 1, 1)], b"")
+    step = Step(0, [], [BlockGrant.append(0, 0, [0])], [Row(0, 0, 1, 1)], b"")
     assert 0 < after[0].bytes_read < fresh[0].bytes_read
     with pytest.raises(StepError, match="has not joined"):
         after[0].run(step, None, torch.tensor([1]))

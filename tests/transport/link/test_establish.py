@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 import time
 from dataclasses import replace
@@ -233,8 +234,16 @@ def test_a_bug_in_the_handshake_closes_both_streams(monkeypatch: pytest.MonkeyPa
         assert stream.recv_into(memoryview(bytearray(1))) == 0
 
 
-def test_a_silence_may_be_a_busy_machines_and_an_end_is_an_answer() -> None:
-    silence = LinkBroken("nothing came before the deadline")
-    silence.__context__ = TimeoutError()
-    assert type(broke_off("beta", silence)) is HandshakeLate
-    assert type(broke_off("beta", LinkBroken("the other end is gone"))) is HandshakeError
+def test_a_silence_or_a_hang_up_may_be_a_busy_machines_and_an_alert_is_a_refusal() -> None:
+    alert = LinkBroken("tls: unknown ca")
+    alert.__cause__ = ssl.SSLError(1, "alert unknown ca")
+    for error in (LinkBroken("nothing came before the deadline"), LinkBroken("the other end is gone")):
+        assert type(broke_off("beta", error)) is HandshakeLate
+    assert type(broke_off("beta", alert)) is HandshakeError
+
+
+def test_a_listener_that_closes_without_an_answer_may_be_dialled_again() -> None:
+    there, back = memory_stream_pair(), memory_stream_pair()
+    back[1].close()
+    with pytest.raises(HandshakeLate, match="closed the connection during the handshake"):
+        establish_initiator(ALPHA, BETA.member, os.urandom(16), (there[0], back[0]), OPTIONS)

@@ -87,8 +87,12 @@ def test_closing_twice_keeps_the_first_ones_last_word() -> None:
 def test_what_is_received_weighs_at_least_its_bytes() -> None:
     tensor = WireTensor("float32", (1, 1000), bytes(4000))
     assert weight_of(ReceivedTensor(0, 0, 1, tensor)) >= 4000
-    step = Step(0, [1] * 100, [BlockGrant(1, 0, [7] * 1000)] * 10, [Row(1, 0, 1, 1)] * 100, bytes(4000))
+    step = Step(
+        0, [1] * 100, [BlockGrant.append(1, 0, [7] * 1000)] * 10, [Row(1, 0, 1, 1)] * 100, bytes(4000)
+    )
     assert weight_of(ReceivedMessage(0, 0, step)) >= 40 * 10_100 + 110 * 100 + 4000
-    tagged = Step(0, [], [BlockGrant(1, 0, [7], bytes(4000))], [Row(1, 0, 1, 1, bytes(16), bytes(4000))], b"")
+    tagged = Step(
+        0, [], [BlockGrant.append(1, 0, [7], bytes(4000))], [Row(1, 0, 1, 1, bytes(16), bytes(4000))], b""
+    )
     assert weight_of(ReceivedMessage(0, 0, tagged)) >= 8000
     assert weight_of(ReceivedMessage(0, 0, Step(0, [], [], [], b""))) < 1000

@@ -10,14 +10,13 @@ import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.listen.options import ServeOptions
+from convoy.api.ollama.problem import OPTIONS
 from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
 from convoy.api.openai.parsed_request import read_chat
 from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
 
-# The names of options that mean the same here.
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 # Options that would change the answer and are not served, with the values that ask for nothing. All others
 # say how a model is loaded, or belong to one of these.
 _REFUSED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
@@ -152,7 +151,7 @@ def _refuse(name: str, value: object, harmless: Sequence[object]) -> None:
 def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, harmless in _REFUSED_OPTIONS.items():
         _refuse(f"options.{name}", given.get(name), harmless)
-    found = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    found = {name: given[name] for name in OPTIONS if given.get(name) is not None}
     limit = given.get("num_predict")
     if limit is not None and limit not in _NO_LIMIT:
         found["max_tokens"] = limit

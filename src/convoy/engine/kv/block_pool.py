@@ -24,6 +24,8 @@ class BlockPool:
         self._kept: dict[int, None] = {}
         self._tag_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        # The tags that `drop` leaves alone.
+        self._marked: set[bytes] = set()
         # Blocks changed since the last check.
         self._changed: set[int] = set()
 
@@ -99,10 +101,15 @@ class BlockPool:
         assert self._owners.get(block) == 1, "a block of other owners is written over"
         self._forget(block)
 
+    def mark(self, tag: bytes) -> None:
+        """Let the block with this tag stay when `drop` is called, whichever sequence labelled it."""
+        if tag in self._block_of:
+            self._marked.add(tag)
+
     def drop(self, tag: bytes) -> None:
-        """Free the block with this tag, if there is one that no sequence owns."""
+        """Free the block with this tag, if there is one that is not marked and that no sequence owns."""
         block = self._block_of.get(tag)
-        if block in self._kept:
+        if block in self._kept and tag not in self._marked:
             del self._kept[block]
             self._forget(block)
             self._free[block] = None
@@ -150,6 +157,7 @@ class BlockPool:
         assert self._block_of == {tag: block for block, tag in self._tag_of.items()}, "a label is lost"
         assert set(self._kept) <= set(self._tag_of), "a kept block has no label"
         assert not set(self._tag_of).intersection(self._free), "a free block has a label"
+        assert self._marked <= set(self._block_of), "a tag is marked that no block has"
         assert owned is None or Counter(owned) == self._owners, "a block's owners are miscounted"
 
     def _evict(self) -> int:
@@ -160,5 +168,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         if block in self._tag_of:
-            del self._block_of[self._tag_of.pop(block)]
+            tag = self._tag_of.pop(block)
+            del self._block_of[tag]
+            self._marked.discard(tag)
             self._changed.add(block)

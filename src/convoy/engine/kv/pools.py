@@ -99,7 +99,7 @@ class BlockPools:
             if count > 0:
                 blocks = self._pools[group].allocate(count)
                 sequence.tables[group].extend(blocks)
-                grants.append(BlockGrant(sequence.table_id, group, blocks))
+                grants.append(BlockGrant.append(sequence.table_id, group, blocks))
         return grants
 
     def num_writable(self, sequence: Sequence, spared: int) -> int:

@@ -203,7 +203,7 @@ class PrefixCache:
             (block,) = pool.allocate(1)
             pool.free([table[place]])
             table[place] = block
-            grants.append(BlockGrant(sequence.table_id, one.group, [block], first=one.run))
+            grants.append(BlockGrant(sequence.table_id, one.group, [block], b"", one.run))
         return grants
 
     def _retained(self, sequence: Sequence, end: int) -> int:
@@ -245,7 +245,12 @@ class PrefixCache:
         blocks = [sequence.tables[group][0] for group in self._states]
         # A list, because every pool gets the label.
         labelled = [pool.label(block, tag) for pool, block in zip(pools, blocks, strict=True)]
-        sequence.passing = tag if all(labelled) and end not in sequence.marks else None
+        is_mark = end in sequence.marks
+        if is_mark:
+            # Another sequence may have this label, and drop it as it passes.
+            for pool in pools:
+                pool.mark(tag)
+        sequence.passing = tag if all(labelled) and not is_mark else None
 
     def _enters_block(self, sequence: Sequence, end: int) -> bool:
         """Return whether a row up to ``end`` may write over a full block.

@@ -27,6 +27,7 @@ from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream, recv_exactly
+from convoy.transport.streams.tcp import is_tls_refusal
 from convoy.wire.frame import HANDSHAKE_PREAMBLE_BYTES, decode_preamble, encode_handshake
 from convoy.wire.messages.control import FrameType
 
@@ -74,7 +75,9 @@ def establish_initiator(
     try:
         with Initiator(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
             streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
-            handshake.consume_2(_expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name))
+            # A listener that is late closes the connection, and one that refuses sends END first.
+            answer = _expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name, ended=HandshakeLate)
+            handshake.consume_2(answer)
             message_3, secrets = handshake.create_3()
             streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_3, message_3))
             return _link(peer, context, streams, secrets, options)
@@ -166,19 +169,27 @@ def _link(
     )
 
 
-def _receive_frame(stream: Stream) -> tuple[FrameType, bytes]:
+def _receive_frame(stream: Stream, ended: type[HandshakeError] = HandshakeError) -> tuple[FrameType, bytes]:
+    """Return a frame's type and payload. Raises ``ended`` if the other end closed the connection first."""
     preamble = recv_exactly(stream, HANDSHAKE_PREAMBLE_BYTES)
     if len(preamble) < HANDSHAKE_PREAMBLE_BYTES:
-        raise HandshakeError("the other end closed the connection during the handshake")
+        raise ended("the other end closed the connection during the handshake")
     kind, length = decode_preamble(preamble)
     payload = recv_exactly(stream, length)
     if len(payload) < length:
-        raise HandshakeError("the other end closed the connection inside a handshake message")
+        raise ended("the other end closed the connection inside a handshake message")
     return kind, bytes(payload)
 
 
-def _expect(kind: FrameType, stream: Stream, context: HandshakeContext, peer: str) -> bytes:
-    got, payload = _receive_frame(stream)
+def _expect(
+    kind: FrameType,
+    stream: Stream,
+    context: HandshakeContext,
+    peer: str,
+    *,
+    ended: type[HandshakeError] = HandshakeError,
+) -> bytes:
+    got, payload = _receive_frame(stream, ended)
     # A refusal may come in place of any answer.
     if got is FrameType.HANDSHAKE_END:
         _read_end(payload, context, peer)
@@ -217,12 +228,13 @@ def _refuse(
 
 
 def broke_off(peer: str, error: LinkBroken) -> HandshakeError:
-    """Return the error of a handshake that ended early: `HandshakeLate` after a timeout, else
-    `HandshakeError`.
+    """Return the error of a handshake whose connection ended: `HandshakeError` if TLS refused, else
+    `HandshakeLate`.
 
-    A silence may come from a busy machine, so the caller may try again. A closed connection is an answer.
+    A refusal comes as END or as an alert of TLS. A busy machine is silent, or closes the connection without
+    either once its deadline has passed, so the caller may try again.
     """
-    kind = HandshakeLate if isinstance(error.__context__, TimeoutError) else HandshakeError
+    kind = HandshakeError if is_tls_refusal(error.__cause__) else HandshakeLate
     return kind(f"the handshake with {peer} broke off: {error.message}")
 
 

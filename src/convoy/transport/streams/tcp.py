@@ -96,7 +96,8 @@ class TlsStream:
         except TimeoutError:
             raise LinkBroken("the other end took nothing before the deadline") from None
         except (OSError, ValueError) as error:
-            raise LinkBroken(_explain(error)) from error
+            reason = self._refusal() or error
+            raise LinkBroken(_explain(reason)) from reason
 
     def recv_into(self, buffer: memoryview) -> int:
         try:
@@ -130,6 +131,25 @@ class TlsStream:
         # reuse the descriptor under them.
         with self._sending, self._receiving:
             self._sock.close()
+
+    def _refusal(self) -> ssl.SSLError | None:
+        """Return the alert of TLS that waits to be read after a send failed, or None.
+
+        A listener judges the certificate after the dialler's TLS handshake has ended. Its alert arrives
+        before its end of the connection, and only a read shows it.
+        """
+        if not self._receiving.acquire(blocking=False):
+            return None
+        try:
+            self._timeout_s = 0.0
+            self._sock.settimeout(0.0)
+            self._sock.recv(1)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ssl.SSLError) and is_tls_refusal(error):
+                return error
+        finally:
+            self._receiving.release()
+        return None
 
     def _arm(self, otherwise_s: float | None) -> None:
         if self._deadline_s is None:
@@ -185,10 +205,15 @@ def _start_error(
     error: OSError | ValueError, what: str, server_side: bool
 ) -> HandshakeError | PeerUnreachable:
     # A listener with no room hangs up before it has read anything, so the dialler's caller should try again.
-    hung_up = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
-    if not server_side and isinstance(error, OSError) and (hung_up or not isinstance(error, ssl.SSLError)):
+    if not server_side and isinstance(error, OSError) and not is_tls_refusal(error):
         return PeerBusy("it hung up before the TLS handshake ended")
     return HandshakeError(f"{what}: {_explain(error)}")
+
+
+def is_tls_refusal(error: BaseException | None) -> bool:
+    """Return True if TLS itself refused the connection, and False if the connection only ended."""
+    ended = ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError | ssl.SSLWantReadError
+    return isinstance(error, ssl.SSLError) and not isinstance(error, ended)
 
 
 def _require_cipher(sock: ssl.SSLSocket) -> None:

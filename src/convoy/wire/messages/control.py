@@ -342,8 +342,13 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     sequence: int
     group: int
     blocks: Annotated[list[int], msgspec.Meta(max_length=MAX_STEP_BLOCKS)]
-    shared: bytes = b""
-    first: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP_BLOCKS)] = -1
+    shared: bytes
+    first: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP_BLOCKS)]
+
+    @classmethod
+    def append(cls, sequence: int, group: int, blocks: list[int], shared: bytes = b"") -> BlockGrant:
+        """Return the grant that appends ``blocks`` to a table."""
+        return cls(sequence, group, blocks, shared, -1)
 
 
 class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

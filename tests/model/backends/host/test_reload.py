@@ -33,7 +33,7 @@ def outputs(stage: HostStage) -> list[torch.Tensor]:
     tokens = torch.tensor([3, 1, 4, 1, 5])
     embed = stage.assignment.embed
     hidden = None if embed else torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(1))
-    step = Step(0, [], [BlockGrant(0, 0, [0])], [Row(0, 0, 5, 5)], b"")
+    step = Step(0, [], [BlockGrant.append(0, 0, [0])], [Row(0, 0, 5, 5)], b"")
     out = stage.run(step, hidden=hidden, tokens=tokens if embed else None)
     return [out, stage.output(out)] if stage.assignment.output else [out]
 

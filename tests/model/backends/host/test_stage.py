@@ -23,7 +23,7 @@ def stage(models: Models) -> HostStage:
     """The whole model; sequence 1 has blocks 0 and 1, and 20 positions."""
     stage: HostStage = models.chain("odd").stages[0]
     stage.make_pools(NUM_BLOCKS)
-    stage.run(step(rows=[Row(1, 0, 20, 0)], grants=[BlockGrant(1, 0, [0, 1])]), None, torch.arange(20))
+    stage.run(step(rows=[Row(1, 0, 20, 0)], grants=[BlockGrant.append(1, 0, [0, 1])]), None, torch.arange(20))
     return stage
 
 
@@ -45,12 +45,12 @@ HOSTILE = {
     "more outputs than tokens": step(rows=[Row(1, 20, 1, 2)]),
     "negative outputs": step(rows=[Row(1, 20, 1, -1)]),
     "rows beyond the blocks": step(rows=[Row(1, 20, 13, 1)]),
-    "a block out of range": step(grants=[BlockGrant(1, 0, [NUM_BLOCKS])]),
-    "a negative block": step(grants=[BlockGrant(1, 0, [-1])]),
-    "an unknown group": step(grants=[BlockGrant(1, 1, [2])]),
-    "a negative group": step(grants=[BlockGrant(1, -1, [2])]),
-    "a block it has": step(grants=[BlockGrant(1, 0, [1])]),
-    "a block twice in a grant": step(grants=[BlockGrant(3, 0, [2, 2])]),
+    "a block out of range": step(grants=[BlockGrant.append(1, 0, [NUM_BLOCKS])]),
+    "a negative block": step(grants=[BlockGrant.append(1, 0, [-1])]),
+    "an unknown group": step(grants=[BlockGrant.append(1, 1, [2])]),
+    "a negative group": step(grants=[BlockGrant.append(1, -1, [2])]),
+    "a block it has": step(grants=[BlockGrant.append(1, 0, [1])]),
+    "a block twice in a grant": step(grants=[BlockGrant.append(3, 0, [2, 2])]),
     "a sequence twice": step(rows=[Row(1, 20, 1, 1), Row(1, 21, 1, 1)]),
 }
 
@@ -62,7 +62,7 @@ def test_a_hostile_step_is_refused_and_changes_nothing(stage: HostStage, prompt:
     mixed = Step(
         7,
         hostile.released,
-        [BlockGrant(9, 0, [5]), *hostile.grants],
+        [BlockGrant.append(9, 0, [5]), *hostile.grants],
         [Row(9, 0, 1, 1), *hostile.rows],
         b"",
     )
@@ -90,7 +90,7 @@ def test_a_hostile_step_is_refused_and_changes_nothing(stage: HostStage, prompt:
 def test_tokens_that_do_not_fit_are_refused_and_change_nothing(
     stage: HostStage, tokens: torch.Tensor | None
 ) -> None:
-    grant = step(grants=[BlockGrant(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
+    grant = step(grants=[BlockGrant.append(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
     with pytest.raises(StepError):
         stage.run(grant, None, tokens)
     with pytest.raises(StepError, match="sequence 2"):
@@ -103,7 +103,7 @@ def test_tokens_that_do_not_fit_are_refused_and_change_nothing(
 )
 def test_a_hidden_state_that_does_not_fit_is_refused(models: Models, hidden: torch.Tensor | None) -> None:
     stage = models.chain("odd", 2).stages[1]
-    grant = step(grants=[BlockGrant(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
+    grant = step(grants=[BlockGrant.append(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
     with pytest.raises(HiddenError):
         stage.run(grant, hidden, None)
     with pytest.raises(StepError, match="sequence 2"):
@@ -113,22 +113,22 @@ def test_a_hidden_state_that_does_not_fit_is_refused(models: Models, hidden: tor
 def test_a_row_beyond_the_context_is_refused(models: Models) -> None:
     (stage,) = models.chain("odd").stages
     stage.make_pools(70)
-    stage.apply(step(grants=[BlockGrant(1, 0, list(range(70)))], rows=[Row(1, 0, 1024, 0)]))
+    stage.apply(step(grants=[BlockGrant.append(1, 0, list(range(70)))], rows=[Row(1, 0, 1024, 0)]))
     with pytest.raises(StepError, match="1024"):
         stage.apply(step(rows=[Row(1, 1024, 1, 1)]))
 
 
 def test_a_block_that_a_sequence_holds_is_not_given_away(stage: HostStage) -> None:
     with pytest.raises(StepError, match="gives away block 0"):
-        stage.apply(step(grants=[BlockGrant(2, 0, [0, 3])]))
-    stage.apply(step(released=[1], grants=[BlockGrant(2, 0, [0, 3])]))
+        stage.apply(step(grants=[BlockGrant.append(2, 0, [0, 3])]))
+    stage.apply(step(released=[1], grants=[BlockGrant.append(2, 0, [0, 3])]))
 
 
 def test_a_row_that_names_no_prefix_is_refused(models: Models) -> None:
     stage = HostStage.load(models.source("odd"), StageAssignment("a", 0, 1, True, False), StageOptions())
     stage.make_pools(NUM_BLOCKS)
     with pytest.raises(StepError, match="sequence 1 does not name the prefix before it"):
-        stage.apply(step(rows=[Row(1, 0, 3, 0)], grants=[BlockGrant(1, 0, [0])]))
+        stage.apply(step(rows=[Row(1, 0, 3, 0)], grants=[BlockGrant.append(1, 0, [0])]))
 
 
 def test_a_step_before_the_pools_is_refused(models: Models) -> None:
@@ -166,7 +166,7 @@ def test_output_of_a_stage_without_one_is_refused(models: Models) -> None:
 
 
 def test_releasing_and_granting_again_in_one_step_starts_anew(stage: HostStage) -> None:
-    stage.apply(step(released=[1], grants=[BlockGrant(1, 0, [4])]))
+    stage.apply(step(released=[1], grants=[BlockGrant.append(1, 0, [4])]))
     with pytest.raises(StepError, match="0 positions are known"):
         stage.apply(step(rows=[Row(1, 1, 1, 1)]))
 

@@ -20,7 +20,7 @@ def most_bytes(stage: HostStage) -> int:
     """Return the peak of bytes in use while the second of two chunks runs, beyond those in use before."""
     blocks = list(range(2 * NUM_TOKENS // 16))
     stage.make_pools(len(blocks))
-    grants = [BlockGrant(0, group, blocks) for group in range(len(stage.block_bytes))]
+    grants = [BlockGrant.append(0, group, blocks) for group in range(len(stage.block_bytes))]
 
     def run(start: int) -> None:
         step = Step(0, [], [] if start else grants, [Row(0, start, NUM_TOKENS, 1)], b"")

@@ -20,6 +20,7 @@ from convoy.model.text.formats.registry import FormatRow, ReplyFormat
 from convoy.model.text.grammar import Grammar
 from convoy.model.text.pieces import Piece
 from support.byte_marks import EOS, ByteMarks
+from support.examples import examples
 from support.replies import ROWS, SCHEMA, TOOLS, Read, joined, options
 
 CALLING = [name for name, row in ROWS.items() if row.grammar is not None]
@@ -257,7 +258,7 @@ def test_a_forced_text_in_tags_has_no_tag_that_ends_it_for_the_parser(
 
 # Parts of texts that a format uses itself, or that look like JSON.
 PARTS = (
-    *("a", " ", "\n", "<", ">", '"', "{", "[", "\\", "null", "None", "true", "7"),
+    *("a", " ", "\n", "<", ">", '"', "{", "[", "\\", "null", "None", "true", "7", ":", ",", "}", "é", "😀"),
     *("</parameter>", "<parameter=", "</function>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
     *(
         "</｜DSML｜parameter>",
@@ -268,15 +269,25 @@ PARTS = (
         "<|end|>",
         "[ARGS]",
         "<｜tool▁call▁end｜>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
     ),
 )
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=4).map("".join)
 TYPES = st.sampled_from([{"type": "string"}, {"type": ["string", "null"]}, {}])
 
 
-@pytest.mark.parametrize("spelled", [False, True])
-@pytest.mark.parametrize("name", ["qwen-tags", "dsml", "hermes"])
-@settings(max_examples=25)
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    # A spelled mark of harmony is text of its analysis too, so such a reply hardly ever ends by chance.
+    [
+        (name, spelled)
+        for name in CALLING
+        for spelled in (False, True)
+        if (name, spelled) != ("harmony", True)
+    ],
+)
+@settings(max_examples=examples(25))
 @given(key=st.just("k") | TEXTS, value=TEXTS, types=TYPES)
 def test_a_text_of_an_enumeration_is_read_back_or_refused_by_its_tool(
     name: str, spelled: bool, key: str, value: str, types: dict[str, Any]
@@ -298,10 +309,11 @@ def test_a_text_of_an_enumeration_is_read_back_or_refused_by_its_tool(
         assert (refusal.code, refusal.param) == ("unsupported_schema", "tools")
         assert refusal.message.startswith("tool f has ")
         # Only what the format uses itself is refused.
-        assert name != "hermes"
-        assert set(key + value) & set('<>"') or value.strip() in {"null", "None"} or key.strip() != key
+        assert name in {"qwen-tags", "dsml", "gemma-quotes"}
+        parts = set(key) & set(":,{}[]") if name == "gemma-quotes" else value.strip() in {"null", "None"}
+        assert set(key + value) & set('<>"') or key.strip() != key or parts
         return
-    ids = draw(text, vocabulary, b"", random.Random(0))
+    ids = draw(text, vocabulary, ENDS["harmony"] if name == "harmony" else b"", random.Random(0))
     assert ids is not None
     _, said, ((called, arguments),) = read(row, vocabulary, ids, tools=(tool,))
     assert (said.strip(), called, json.loads(arguments)) == ("", "f", {key: value})
@@ -315,12 +327,17 @@ def test_a_text_of_an_enumeration_is_read_back_or_refused_by_its_tool(
         ("qwen-tags", "a>b", ["a"]),
         ("dsml", "k", ["</｜DSML｜parameter>"]),
         ("dsml", 'a"b', ["a"]),
+        ("qwen-tags", "k", ["</parameter>", 7]),
+        ("gemma-quotes", "a:b", ["a"]),
+        ("gemma-quotes", "a ", ["a"]),
+        ("gemma-quotes", "k", ['<|"|>']),
+        ("gemma-quotes", "k", ["<tool_call|>"]),
     ],
 )
 def test_a_tool_that_spells_a_tag_of_its_format_is_refused_by_name(
-    name: str, key: str, choices: list[str]
+    name: str, key: str, choices: list[Any]
 ) -> None:
-    tool = Tool("f", "", {"properties": {key: {"type": "string", "enum": choices}}})
+    tool = Tool("f", "", {"properties": {key: {"enum": choices}}})
     with pytest.raises(RequestError, match=r"^tool f has .* cannot write"):
         ReplyFormat(ROWS[name], {}).call_grammar((tool,), parallel=False, thinking=False)
 

@@ -132,7 +132,7 @@ class _Probe:
         self._stage.make_pools(num_rows * blocks)
         sequences = [next(self._sequences) for _ in range(num_rows)]
         grants = [
-            BlockGrant(sequence, 0, list(range(index * blocks, (index + 1) * blocks)))
+            BlockGrant.append(sequence, 0, list(range(index * blocks, (index + 1) * blocks)))
             for index, sequence in enumerate(sequences)
         ]
         known = [Row(sequence, 0, context, 0) for sequence in sequences] if context else []

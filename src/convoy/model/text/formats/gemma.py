@@ -20,6 +20,8 @@ CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 MARKS = (OPEN, CLOSE, QUOTE, CHANNEL, CHANNEL_END)
 _PREFIX = "call:"
 _THOUGHT = "thought\n"
+# These end a key, which has no quotation marks.
+_DELIMITERS = frozenset(":,{}[]")
 # The keywords that the rules of each type enforce.
 _ENFORCED = {"object": OBJECT, "array": ("items", "minItems")}
 
@@ -261,16 +263,26 @@ class _ValueRules:
         else:
             parts = []
             for key, value, required in members:
-                member = self._member(("," if parts else "") + key, value)
+                member = self._member(key, value, "," if parts else "")
                 parts.append(member if required else f"({member})?")
         text = self._rules.text
         return f"({text('{')} {' '.join(parts)} {text('}')})"
 
-    def _member(self, key: str, schema: Mapping[str, Any]) -> str:
-        return f"{self._rules.text(key + ':')} {self._write(schema)}"
+    def _member(self, key: str, schema: Mapping[str, Any], before: str = "") -> str:
+        if _DELIMITERS & set(key) or key.strip() != key or self._spells_mark(key):
+            what = "a parameter with a bracket, a comma, a colon, a tag or outer white space in its name"
+            self._rules.refuse_always(self._tool, what)
+        return f"{self._rules.text(f'{before}{key}:')} {self._write(schema)}"
+
+    def _spells_mark(self, text: str) -> bool:
+        """Tell whether the parser would read a mark in ``text``. A mark that is a token is no text."""
+        return any(mark in text for mark in MARKS if mark not in self._rules.tokens)
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):
+            if self._spells_mark(value):
+                what = "an enum with a value that holds one of the format's own tags"
+                self._rules.refuse_always(self._tool, what)
             return (
                 f"{self._quote} {self._rules.text(value)} {self._quote}"
                 if value

@@ -370,6 +370,7 @@ def _value(
     Where the parser ends a value at one of ``tags``, the text cannot contain it.
     """
     types = _types(schema)
+    _check_tags(rules, tool, schema, tags)
     # The parser of Qwen's tags reads any text where a text is allowed; DSML says which it is.
     if types != {"string"} and (marked or "string" not in types):
         return [f"{name}: {rules.json(schema, strict=tool.strict)} {rules.text(end)} {after}"]
@@ -381,18 +382,24 @@ def _value(
     ]
     _check_text(rules, tool, schema, has_texts=bool(texts))
     if texts:
-        _check_choices(rules, tool, schema, tags)
+        _check_nulls(rules, tool, schema)
         return [f"{name}: ({' | '.join(texts)}) {rules.text(end)} {after}"]
     # DSML's text ends where a tag would begin.
     kept_out = () if marked else tags
     return [f"{name}: {name}_free {after}", f"{name}_free[suffix={rules.text(end)}]: {_free(kept_out)}"]
 
 
-def _check_choices(rules: CallRules, tool: Tool, schema: Mapping[str, Any], tags: Sequence[str]) -> None:
-    """Raise `RequestError` for a text of an enumeration that the parser would not read back."""
-    choices = [one for one in schema["enum"] if isinstance(one, str)]
-    if any(tag in one for one in choices for tag in tags):
+def _check_tags(rules: CallRules, tool: Tool, schema: Mapping[str, Any], tags: Sequence[str]) -> None:
+    """Raise `RequestError` for a text of an enumeration, plain or in JSON, that the parser would cut."""
+    choices = schema.get("enum")
+    texts = [one for one in (choices if isinstance(choices, list) else ()) if isinstance(one, str)]
+    if any(tag in one for one in texts for tag in tags):
         rules.refuse_always(tool, "an enum with a value that holds one of the format's own tags")
+
+
+def _check_nulls(rules: CallRules, tool: Tool, schema: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a text of an enumeration that the parser would read as null."""
+    choices = [one for one in schema["enum"] if isinstance(one, str)]
     if (
         "null" in _types(schema)
         and None not in schema["enum"]
