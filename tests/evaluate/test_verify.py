@@ -30,6 +30,7 @@ from convoy.model.stage import LoadedStage, StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from evaluate import broken_stages as broken
+from support.cases import cases
 from support.odd_models import make_odd_llama
 from support.tiny_models import Models
 
@@ -199,7 +200,10 @@ def test_what_is_broken_in_the_whole_too_is_seen_by_the_library(models: Models, 
     assert not any("unsplit" in failure for failure in failures(found))
 
 
-def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_checked(models: Models) -> None:
+@pytest.mark.parametrize("max_cuts", cases([None, 2], [2].__contains__))
+def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_checked(
+    models: Models, max_cuts: int | None
+) -> None:
     class Refusing(HostStage):
         def run(self, *_: Any) -> torch.Tensor:
             raise StepError("no")
@@ -210,7 +214,7 @@ def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_chec
         kind = Refusing if assignment.start == 2 else HostStage
         return kind.load(source, assignment, options, before=before)
 
-    found = certify(models.source("odd"), 2, load=load)
+    found = certify(models.source("odd"), max_cuts, load=load)
     assert found.results[0].passed
     refused = [result for result in found.results if "no" in result.failures]
     assert refused
