@@ -35,7 +35,7 @@ def running(
     return running_cluster(source, len(spans or "1"), spans=spans, **changes)
 
 
-def requests_for(source: ModelSource, num_tokens: int = 40) -> list[GenerationRequest]:
+def requests_for(source: ModelSource, num_tokens: int = 28) -> list[GenerationRequest]:
     tokenizer = Tokenizer(source)
     return [
         GenerationRequest(
