@@ -77,15 +77,13 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker
 
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
-RUN_UNIT := $(BIN)/python -m pytest --unit -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
+GUARD := --unit '$(UNIT)'
 test-unit: setup
-	@$(RUN_UNIT)
+	@$(BIN)/python -m pytest $(GUARD) -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
 
-# The unit tests, then the others, also after a failed unit test. `make check` runs the tests of the architecture.
+# One run for all, so that each worker imports and collects once. `make check` runs the tests of the architecture.
 test: setup
-	@trap 'exit 130' INT; code=0; $(RUN_UNIT) || code=$$?; \
-	$(BIN)/python -m pytest -m 'not long' --after-unit '$(UNIT)' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL) || code=$$?; \
-	exit $$code
+	@$(BIN)/python -m pytest $(GUARD) -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup

@@ -33,14 +33,13 @@ settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--postgres", default="", help="URL of a PostgreSQL server where databases may be made")
     parser.addoption(
-        "--unit", action="store_true", help="fail a test that opens a socket or starts a process"
+        "--unit", default="", help="folders whose unit tests open no socket and start no process"
     )
-    parser.addoption("--after-unit", default="", help="leave out what `make test-unit` runs of these folders")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--unit"):
-        config.pluginmanager.register(Guard())
+    if folders := config.getoption("--unit").split():
+        config.pluginmanager.register(Guard([config.rootpath / folder for folder in folders]))
     bound_memory(config)
 
 
@@ -57,21 +56,6 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--after-unit"):
-        have_run = [item for item in items if is_unit_test(item, config)]
-        config.hook.pytest_deselected(items=have_run)
-        left_out = set(have_run)
-        items[:] = [item for item in items if item not in left_out]
-
-
-def is_unit_test(item: pytest.Item, config: pytest.Config) -> bool:
-    """Tell whether `make test-unit` runs this test, of the folders that ``--after-unit`` names."""
-    folders = [config.rootpath / folder for folder in config.getoption("--after-unit").split()]
-    is_inside = any(item.path.is_relative_to(folder) for folder in folders)
-    return is_inside and not any(item.get_closest_marker(name) for name in ("long", "slow", "outside"))
 
 
 def bound_memory(config: pytest.Config) -> None:

@@ -125,7 +125,7 @@ def test_status_shows_every_stage_and_its_link(head: FakeHead, tmp_path: Path) -
 
 
 def test_status_in_json_is_the_servers_own_picture(head: FakeHead, tmp_path: Path) -> None:
-    done = run_convoy(["status", "--json", "--url", head.url], tmp_path)
+    done = run_here(["status", "--json", "--url", head.url], tmp_path)
     value = json.loads(done.stdout)
     assert value["health"]["status"] == "ready"
     assert value["stages"][1]["member"] == "beta"
@@ -133,21 +133,21 @@ def test_status_in_json_is_the_servers_own_picture(head: FakeHead, tmp_path: Pat
 
 def test_status_at_a_coordinator_names_the_command_for_its_providers(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"error": {"message": "there is nothing here"}}, status=404)
-    done = run_convoy(["status", "--url", head.url], tmp_path)
+    done = run_here(["status", "--url", head.url], tmp_path)
     assert done.returncode == 1
     assert "hint: is this a head? --url names one; at a coordinator, `convoy coordinator" in done.stderr
 
 
 @pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
 def test_the_address_that_api_clients_have_is_taken_too(head: FakeHead, tmp_path: Path, end: str) -> None:
-    done = run_convoy(["status", "--url", head.url + end], tmp_path)
+    done = run_here(["status", "--url", head.url + end], tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path for path, _, _ in head.asked} == {"/health", "/status"}
 
 
 def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
-    done = run_convoy(["status", "--url", head.url], tmp_path)
+    done = run_here(["status", "--url", head.url], tmp_path)
     assert done.returncode == 75
     assert done.stderr.splitlines() == ["error: the cluster is not ready: beta is gone"]
     assert "beta" in done.stdout
@@ -155,7 +155,7 @@ def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeH
 
 def test_status_in_json_of_a_cluster_that_is_not_ready_is_one_value(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
-    done = run_convoy(["status", "--url", head.url, "--json"], tmp_path)
+    done = run_here(["status", "--url", head.url, "--json"], tmp_path)
     assert done.returncode == 75
     assert json.loads(done.stdout)["health"]["reason"] == "beta is gone"
 
@@ -163,7 +163,7 @@ def test_status_in_json_of_a_cluster_that_is_not_ready_is_one_value(head: FakeHe
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}", json.dumps({**STATUS, "stages": 3}).encode()])
 def test_something_else_at_the_address_is_said_plainly(head: FakeHead, tmp_path: Path, answer: bytes) -> None:
     head.say("/status", answer)
-    done = run_convoy(["status", "--url", head.url], tmp_path)
+    done = run_here(["status", "--url", head.url], tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: the server at {head.url} is not this version of Convoy: ")
 
@@ -173,7 +173,7 @@ def test_chat_wants_a_model_named_where_not_exactly_one_is_served(
     head: FakeHead, tmp_path: Path, names: list[str]
 ) -> None:
     head.say("/v1/models", {"data": [{"id": name} for name in names]})
-    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--url", head.url], tmp_path)
     assert done.returncode == 2
     assert f"serves {len(names)} models" in done.stderr
     assert ("hint: --model names one" in done.stderr) is bool(names)
@@ -195,7 +195,7 @@ def test_chat_streams_one_answer_and_sends_what_was_asked(head: FakeHead, tmp_pa
     assert sent["temperature"] == 0
     assert "seed" not in sent
 
-    done = run_convoy(["chat", "What is 40+2?", "--json", "--url", head.url], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--json", "--url", head.url], tmp_path)
     value = json.loads(done.stdout)
     assert (value["text"], value["finish_reason"], value["usage"]) == ("42", "stop", usage)
 
@@ -208,7 +208,7 @@ def test_a_conversation_remembers_and_goes_on_after_an_error(head: FakeHead, tmp
     assert [message["content"] for message in messages] == ["first", "yes", "second"]
 
     head.say("/v1/chat/completions", {"error": {"message": "the prompt is too long"}}, 400)
-    done = run_convoy(["chat", "--url", head.url], tmp_path, text="first\nsecond\n")
+    done = run_here(["chat", "--url", head.url], tmp_path, text="first\nsecond\n")
     assert done.returncode == 0
     assert done.stderr.splitlines() == ["error: the prompt is too long"] * 2
     assert [message["content"] for message in json.loads(head.asked[-1][2])["messages"]] == ["second"]
@@ -230,7 +230,7 @@ def test_in_a_conversation_any_number_of_interrupts_stop_answers_alone(
 
 def test_a_stream_that_is_cut_off_is_never_a_complete_answer(head: FakeHead, tmp_path: Path) -> None:
     head.say("/v1/chat/completions", events(delta("4")))
-    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--url", head.url], tmp_path)
     assert done.returncode == 75
     assert "ended before the answer was complete" in done.stderr
 
@@ -238,7 +238,7 @@ def test_a_stream_that_is_cut_off_is_never_a_complete_answer(head: FakeHead, tmp
 def test_an_error_in_the_stream_is_the_servers_own_words(head: FakeHead, tmp_path: Path) -> None:
     error = {"error": {"message": "a stage went away", "type": "server_error"}}
     head.say("/v1/chat/completions", events(delta("4"), error))
-    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--url", head.url], tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["error: a stage went away"]
 
@@ -246,7 +246,7 @@ def test_an_error_in_the_stream_is_the_servers_own_words(head: FakeHead, tmp_pat
 def test_a_head_that_shuts_down_is_said_with_what_a_person_can_do(head: FakeHead, tmp_path: Path) -> None:
     text = "the server is shutting down (send the request to another server)"
     head.say("/v1/chat/completions", {"error": {"message": text, "code": "draining"}}, 503)
-    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--url", head.url], tmp_path)
     assert done.stderr.splitlines() == [
         "error: the server is shutting down",
         "hint: ask again once `convoy serve` is started again",
@@ -262,7 +262,7 @@ def test_a_recovery_is_said_once_while_an_answer_pauses(
     head.say("/v1/chat/completions", events(delta("42", "stop")) + b"data: [DONE]\n\n")
     # A poll comes after two seconds of silence, and none with --json.
     head.polls_before["/v1/chat/completions"] = 0 if flags else 2
-    done = run_convoy(["chat", "What is 40+2?", "--url", head.url, *flags], tmp_path)
+    done = run_here(["chat", "What is 40+2?", "--url", head.url, *flags], tmp_path)
     assert (json.loads(done.stdout)["text"] if flags else done.stdout) == ("42" if flags else "42\n")
     told = ["(the cluster is recovering: missing layers 4-11 (beta is gone))"]
     assert done.stderr.splitlines() == ([] if flags else told)
@@ -281,9 +281,9 @@ def test_a_recovery_in_the_middle_of_an_answer_is_said_on_a_line_of_its_own(
 def test_control_characters_of_an_answer_reach_no_terminal(head: FakeHead, tmp_path: Path) -> None:
     hostile = "a\x1b[2J\x07\x9b1mb\r\x7f\u202ec\tfor\n\U0001f469\u200d\U0001f680"
     head.say("/v1/chat/completions", events(delta(hostile, "stop")) + DONE)
-    done = run_convoy(["chat", "hello", "--url", head.url], tmp_path)
+    done = run_here(["chat", "hello", "--url", head.url], tmp_path)
     assert done.stdout == "a[2J1mbc\tfor\n\U0001f469\u200d\U0001f680\n"
-    told = run_convoy(["chat", "hello", "--url", head.url, "--json"], tmp_path)
+    told = run_here(["chat", "hello", "--url", head.url, "--json"], tmp_path)
     assert json.loads(told.stdout)["text"] == hostile, "a script gets the answer as it is"
 
 
@@ -297,7 +297,7 @@ def test_https_to_a_server_without_a_certificate_is_said_so(head: FakeHead, tmp_
 
 def test_a_missing_key_is_told_where_to_go(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"error": {"message": "no api key"}}, 401)
-    done = run_convoy(["status", "--url", head.url], tmp_path)
+    done = run_here(["status", "--url", head.url], tmp_path)
     assert done.stderr.splitlines() == [
         "error: no api key",
         "hint: give the key's file with --api-key-file, or the key in CONVOY_API_KEY",

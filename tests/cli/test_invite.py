@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from cli.transcript import run_convoy, run_here
+from cli.transcript import run_here
 from convoy.cli.invite import DEFAULT_ENROLMENT_PORT
 from convoy.config.settings import load_config
 from convoy.transport.ports import free_port
 from convoy.trust.audit import Entry, read_entries, verify_log
 from convoy.trust.invite import decode_token
+from support.cases import cases
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 EVERYWHERE = ("0.0.0.0", 0)  # noqa: S104 - where members listen
@@ -86,7 +87,7 @@ def answer(command: subprocess.Popen[str], text: str) -> None:
 
 
 def epoch(folder: Path) -> int:
-    done = run_convoy(["roster", "show", ".convoy/roster.toml", "--json"], folder)
+    done = run_here(["roster", "show", ".convoy/roster.toml", "--json"], folder)
     number: int = json.loads(done.stdout)["epoch"]
     return number
 
@@ -132,7 +133,7 @@ def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
             assert spoken.hex() not in file.read_text(), file
 
 
-@pytest.mark.parametrize("said", ["n\n", "\n", "NO\n"])
+@pytest.mark.parametrize("said", cases(["n\n", "\n", "NO\n"], "NO\n".__ne__))
 def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
     alpha = tmp_path / "alpha"
     with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
@@ -166,7 +167,7 @@ def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_pat
     )
     token = (tmp_path / "alpha" / "token").read_text()
     with inviting(tmp_path / "alpha", *port):  # as true with another listener at the same place
-        late = run_convoy(["join", "-", "--port", str(free_port())], tmp_path, text=token)
+        late = run_here(["join", "-", "--port", str(free_port())], tmp_path, text=token)
     assert "another certificate than the invitation names" in late.stderr
 
 
@@ -244,13 +245,18 @@ def test_a_standby_whose_file_is_of_before_is_told_the_flag(tmp_path: Path) -> N
     assert said.endswith("the next time: convoy join --config .convoy/convoy.toml --standby")
 
 
-def test_behind_a_forwarded_port_the_roster_has_one_and_the_file_the_other(tmp_path: Path) -> None:
+def test_behind_a_forwarded_port_roster_and_file_have_one_each_and_the_member_cannot_invite(
+    tmp_path: Path,
+) -> None:
     outside, inside = str(free_port()), str(free_port())
     said = joined(tmp_path, "--address", f"127.0.0.1:{outside}", "--port", inside)
     assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
     assert load_config(tmp_path / "beta/.convoy/convoy.toml").listen.port == int(inside)
     shown = json.loads(run_here(["roster", "show", "--json"], tmp_path / "beta").stdout)
     assert shown["members"][1]["address"] == f"127.0.0.1:{outside}"
+    invited = run_here(["invite"], tmp_path / "beta")
+    assert invited.returncode == 78
+    assert "operator.key" in invited.stderr
 
 
 @pytest.mark.long
@@ -307,28 +313,15 @@ def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path:
     assert epoch(alpha) == 2
 
 
-def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path) -> None:
+def test_a_taken_name_or_address_leaves_the_invitation_good_for_another(tmp_path: Path) -> None:
     with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
-        done = run_convoy(
-            ["join", "-", "--name", "alpha", "--port", str(free_port())], tmp_path, text=f"{token}\n"
-        )
+        flags = ["join", "-", "--port", str(free_port())]
+        done = run_here([*flags, "--name", "alpha"], tmp_path, text=f"{token}\n")
         assert done.returncode == 1
         assert "error: the cluster has a member alpha already" in done.stderr
         assert "hint: run this command again with --name OTHER" in done.stderr
-        with joining(tmp_path / "beta", token) as newcomer:
-            event(operator, "confirm")
-            assert event(operator, "enrolled")["name"] == "beta"
-            event(newcomer, "code")
-            event(newcomer, "joined")
-
-
-def test_a_taken_address_leaves_the_invitation_good_for_another_port(tmp_path: Path) -> None:
-    with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
-        done = run_convoy(
-            ["join", "-", "--name", "beta", "--address", "127.0.0.1:7777", "--port", str(free_port())],
-            tmp_path,
-            text=f"{token}\n",
-        )
+        flags += ["--name", "beta", "--address", "127.0.0.1:7777"]
+        done = run_here(flags, tmp_path, text=f"{token}\n")
         assert done.returncode == 1
         assert "error: another member of the cluster has the address 127.0.0.1:7777\n" in done.stderr
         assert "hint: run this command again with --port PORT" in done.stderr
@@ -351,7 +344,7 @@ def test_a_member_that_comes_back_is_kept_at_its_new_address(tmp_path: Path) -> 
             event(newcomer, "code")
             event(newcomer, "joined")
             event(newcomer, "listening")
-    shown = run_convoy(["roster", "show", ".convoy/roster.toml", "--json"], alpha)
+    shown = run_here(["roster", "show", ".convoy/roster.toml", "--json"], alpha)
     assert [member["member"] for member in json.loads(shown.stdout)["members"]] == ["alpha", "beta"]
 
 
@@ -377,7 +370,7 @@ def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: 
     with inviting(tmp_path / "alpha", "--auto-approve") as (_, token):
         with inviting(tmp_path / "beta"):
             pass
-        done = run_convoy(["join", "-", "--port", str(free_port())], tmp_path / "beta", text=f"{token}\n")
+        done = run_here(["join", "-", "--port", str(free_port())], tmp_path / "beta", text=f"{token}\n")
     assert done.returncode == 78
     assert "is of a cluster with another operator than the invitation" in done.stderr
     assert "hint: choose another folder with --dir" in done.stderr
@@ -389,7 +382,7 @@ def test_a_port_in_use_is_said_before_the_invitation_is_used(tmp_path: Path) -> 
         socket.create_server(EVERYWHERE) as taken,
     ):
         port = str(taken.getsockname()[1])
-        done = run_convoy(["join", "-", "--port", port], tmp_path, text=f"{token}\n")
+        done = run_here(["join", "-", "--port", port], tmp_path, text=f"{token}\n")
         assert f"error: port {port} on 0.0.0.0 is taken" in done.stderr
         assert records(tmp_path / "alpha") == []
 
@@ -406,17 +399,6 @@ def test_the_port_in_place_of_a_taken_one_is_named(tmp_path: Path) -> None:
         [port] = [found[1] for line in said if (found := taken.fullmatch(line))]
         assert operator.stdout is not None
         assert decode_token(operator.stdout.readline().strip()).addresses == (("127.0.0.1", int(port)),)
-
-
-def test_a_member_without_the_operator_key_cannot_invite(tmp_path: Path) -> None:
-    alpha, beta = tmp_path / "alpha", tmp_path / "beta"
-    with inviting(alpha, "--auto-approve") as (operator, token), joining(beta, token) as newcomer:
-        event(operator, "confirm")
-        event(newcomer, "code")
-        event(newcomer, "joined")
-    done = run_convoy(["invite"], beta)
-    assert done.returncode == 78
-    assert "operator.key" in done.stderr
 
 
 def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> None:
@@ -451,7 +433,7 @@ def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["convoy.toml", "roster.toml"])
 def test_no_second_cluster_is_begun_beside_one_that_was_set_up_by_hand(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("", encoding="utf-8")
-    done = run_convoy(["invite"], tmp_path)
+    done = run_here(["invite"], tmp_path)
     assert done.returncode == 78
     assert done.stderr.startswith(f"error: {name} in this folder is of a cluster already")
     assert "--config FILE" in done.stderr

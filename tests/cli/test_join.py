@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -35,16 +34,6 @@ def start(config: Path, *flags: str) -> subprocess.Popen[str]:
     assert process.stderr.readline() == "starting: loading PyTorch ...\n"
     assert process.stderr.readline().startswith("listening: beta listens on 127.0.0.1:")
     return process
-
-
-def test_several_signals_at_once_end_it(config: Path) -> None:
-    process = start(config)
-    for _ in range(5):
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    assert process.stderr.read() == "ended: beta, as a signal asked\n"
-    assert process.wait(30) == 0
 
 
 def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:

@@ -62,7 +62,7 @@ def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
     return said
 
 
-def test_a_port_and_metrics_that_were_asked_for_are_said_and_listen_until_it_ends(
+def test_a_port_and_metrics_that_were_asked_for_are_said_and_listen_until_several_signals_end_it(
     config: Path, port: str
 ) -> None:
     listed, metrics = load_member(load_config(config)).member.address[1], free_port()
@@ -79,7 +79,11 @@ def test_a_port_and_metrics_that_were_asked_for_are_said_and_listen_until_it_end
         found = scrape(f"http://127.0.0.1:{metrics}/metrics")
         assert (found("convoy_head_up"), found("convoy_stage_layers")) == (0, 0)
         assert found("convoy_build_info", part="peer") == 1
-        process.send_signal(signal.SIGINT)
+        for _ in range(5):
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines()[-1] == "ended: beta, as a signal asked"
         assert process.wait(30) == 0
     with socket.create_server(("127.0.0.1", metrics)):
         pass
@@ -114,13 +118,10 @@ def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path)
     assert "listening" not in done.stderr
 
 
-def test_a_standby_by_its_file_says_so(config: Path) -> None:
+def test_an_older_roster_file_at_the_start_is_one_calm_line_and_a_standby_by_its_file_says_so(
+    config: Path,
+) -> None:
     config.write_text(config.read_text().replace("[cluster]", "[cluster]\nstandby = true"))
-    with joining(config) as process:
-        assert lines(process, "standby")[-1] == "standby: has no stage until another member is lost"
-
-
-def test_an_older_roster_file_at_the_start_is_one_calm_line(config: Path) -> None:
     settings = load_config(config)
     me = load_member(settings)
     key = OperatorKey.generate()  # the one that signed this cluster's roster is gone
@@ -135,6 +136,7 @@ def test_an_older_roster_file_at_the_start_is_one_calm_line(config: Path) -> Non
         assert lines(process, "listening")[:-1] == [
             "note: roster epoch 4 counts, which came later than epoch 2 of the file"
         ]
+        assert lines(process, "standby")[-1] == "standby: has no stage until another member is lost"
         other = file.with_suffix(".new")
         other.write_bytes(newest)
         other.replace(file)

@@ -13,7 +13,7 @@ import pytest
 
 from cli.test_client import FakeHead, head  # noqa: F401 - the fixture
 from cli.test_serve import Shown
-from cli.transcript import run_convoy, run_here
+from cli.transcript import run_here
 from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.config.settings import Config
 from convoy.config.table import ServeConfig
@@ -127,26 +127,27 @@ def test_the_names_of_a_certificate_are_names_of_the_server(tmp_path: Path) -> N
         serve_options(Config(serve=ServeConfig(tls_certificate=certificate)))
 
 
-def test_a_server_with_keys_and_tls_serves_the_client_commands(tmp_path: Path) -> None:
+def test_a_server_with_keys_and_tls_serves_the_client_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificate, tls_key = make_tls_files(tmp_path)
     keys = tmp_path / "keys.toml"
     assert run_here(["keys", "new", str(keys), "--name", "ann"], tmp_path).returncode == 0
     flags = ("--api-key-file", str(keys), "--tls-certificate", certificate, "--tls-key", tls_key)
-    shown = Shown("serve", "demo", "--port", "0", "--dir", str(tmp_path / "home"), *flags)
+    shown = Shown("serve", "demo-mini", "--port", "0", "--dir", str(tmp_path / "home"), *flags)
     try:
-        url = shown.wait_for(r"serving demo at (https://\S+)/v1")[1]
+        url = shown.wait_for(r"serving demo-mini at (https://\S+)/v1")[1]
         client = ["chat", "What is 2+3?", "--url", url, "--max-tokens", "4"]
-        refused = run_convoy(client, tmp_path)
+        refused = run_here(client, tmp_path)
         assert refused.returncode == EXIT_CONFIG
         assert "is not trusted" in refused.stderr
         assert "--ca FILE" in refused.stderr
-        locked_out = run_convoy([*client, "--ca", certificate], tmp_path)
+        locked_out = run_here([*client, "--ca", certificate], tmp_path)
         assert locked_out.stderr.startswith("error: no api key was sent")
         for given in (["--api-key-file", "keys.toml"], []):
-            environment = (
-                {} if given else {"CONVOY_API_KEY": keys.read_text().split('key = "')[1].split('"')[0]}
-            )
-            done = run_convoy([*client, "--ca", certificate, *given], tmp_path, environment=environment)
+            if not given:
+                monkeypatch.setenv("CONVOY_API_KEY", keys.read_text().split('key = "')[1].split('"')[0])
+            done = run_here([*client, "--ca", certificate, *given], tmp_path)
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip()
         assert run_here(["keys", "new", str(keys), "--name", "bob", "--show"], tmp_path).returncode == 0
@@ -171,15 +172,17 @@ def ask(url: str, certificate: str, key: str) -> int:
 def test_clients_take_the_key_from_a_file_before_the_environment(
     head: FakeHead,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "api.key").touch(mode=0o600)
     (tmp_path / "api.key").write_text("of-the-file\n", encoding="utf-8")
-    environment = {"CONVOY_API_KEY": "of-the-environment"}
+    monkeypatch.setenv("CONVOY_API_KEY", "of-the-environment")
     for flags, wanted in ((["--api-key-file", "api.key"], "of-the-file"), ([], "of-the-environment")):
-        done = run_convoy(["status", "--url", head.url, *flags], tmp_path, environment=environment)
+        done = run_here(["status", "--url", head.url, *flags], tmp_path)
         assert done.returncode == 0, done.stderr
         assert head.asked[-1][1]["Authorization"] == f"Bearer {wanted}"
-    done = run_convoy(["status", "--url", head.url], tmp_path, environment={"CONVOY_API_KEY": "two words"})
+    monkeypatch.setenv("CONVOY_API_KEY", "two words")
+    done = run_here(["status", "--url", head.url], tmp_path)
     assert done.stderr.startswith(
         "error: the key in CONVOY_API_KEY has characters that no HTTP header carries"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.transcript import run_convoy, run_here
+from cli.transcript import run_here
 from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.proxy import read_keys, read_proxy_file
 from convoy.errors import ConfigError, UsageError
@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_proxys_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_operator_certifies_a_provider(tmp_path: Path) -> None:
-    done = run_convoy(["identity", "certify", KEY.hex(), "three", "--dir", "home", "--json"], tmp_path)
+    done = run_here(["identity", "certify", KEY.hex(), "three", "--dir", "home", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     data = read_certificate_file(tmp_path / "provider.certificate", KEY)
     found = read_certificate(data, time.time())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_here
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from cli.transcript import run_convoy
 )
 def test_what_is_not_toml_is_refused_with_the_command_to_write_one(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "roster.toml").write_bytes(data)
-    done = run_convoy(["roster", "show", "roster.toml"], tmp_path)
+    done = run_here(["roster", "show", "roster.toml"], tmp_path)
     assert done.returncode == 78
     assert done.stderr.splitlines() == [
         "error: roster.toml is not TOML, so it is no roster",

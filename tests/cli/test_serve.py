@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.transcript import run_convoy, run_here
+from cli.transcript import run_here
 from convoy.cli.serve import with_layers
 from convoy.cli.show.progress import LoadLines, VerifyLines
 from convoy.errors import SpanError, UsageError
@@ -93,7 +93,7 @@ def taken_port() -> socket.socket:
 def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> None:
     with taken_port() as taken:
         port = taken.getsockname()[1]
-        done = run_convoy(["serve", "demo-mini", "--port", str(port)], tmp_path)
+        done = run_here(["serve", "demo-mini", "--port", str(port)], tmp_path)
     assert done.returncode == 75
     assert done.stderr.splitlines() == [
         f"error: port {port} on 127.0.0.1 is taken",

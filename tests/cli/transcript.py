@@ -69,14 +69,11 @@ def run_convoy(
 
     ``merged``: standard error is in ``stdout`` too, in the order in which both were written.
     """
-    kept = {
-        name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "PYTHONPATH", "TMPDIR"}
-    }
     source = str(Path(__file__).resolve().parents[2] / "src")
     return subprocess.run(
         [sys.executable, "-m", "convoy", *arguments],
         cwd=directory,
-        env={**kept, **(environment or {}), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        env={**kept_environment(), **(environment or {}), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         input=text,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if merged else subprocess.PIPE,
@@ -86,10 +83,22 @@ def run_convoy(
     )
 
 
-def run_here(arguments: list[str], directory: Path, *, text: str = "") -> subprocess.CompletedProcess[str]:
-    """The same in this process, which spares a start of Python and of PyTorch: for what ends by itself."""
+def kept_environment() -> dict[str, str]:
+    """The variables that a command finds whatever the test gives it."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "TMPDIR") if name in os.environ}
+
+
+def run_here(
+    arguments: list[str], directory: Path, *, text: str = "", environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which spares a start of Python and of PyTorch: for what ends by itself.
+
+    Without an ``environment`` the command has that of this process.
+    """
     out, err = io.StringIO(), io.StringIO()
+    given = os.environ if environment is None else {**kept_environment(), **environment}
     with (
+        mock.patch.dict(os.environ, dict(given), clear=True),
         contextlib.chdir(directory),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

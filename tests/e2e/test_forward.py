@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from convoy.cli import main
-from e2e.served import Served, convoy_json, served
+from e2e.served import Served, served
 
 STORY = "Once upon a time there was a fox"
 ASKED: dict[str, Any] = {"model": "demo", "prompt": STORY, "max_tokens": 12, "seed": 5, "temperature": 0.8}
@@ -86,8 +86,10 @@ def test_status_and_health_tell_of_the_forward_route(forward: Served) -> None:
     assert httpx.get(f"{forward.url}/health").status_code == 200
 
 
-def test_plan_names_the_peer_that_reads_token_ids() -> None:
-    plan = convoy_json("plan", "demo", "--members", "3", "--layers", "0:3", "--speed", "10,100")
+def test_plan_names_the_peer_that_reads_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "demo", "--members", "3", "--layers", "0:3", "--speed", "10,100", "--json"]
+    assert main.run(asked) == 0
+    plan = json.loads(capsys.readouterr().out)
     assert plan["token_id_members"] == ["alpha", "gamma"]
     assert plan["peers_seeing_token_ids"] == ["gamma"]
     assert plan["hops"][-1]["receiver"] == "gamma"

@@ -30,6 +30,7 @@ from convoy.model.stage import LoadedStage, StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from evaluate import broken_stages as broken
+from support.cases import cases
 from support.odd_models import make_odd_llama
 from support.tiny_models import Models
 
@@ -84,7 +85,7 @@ def test_every_cut_of_a_tiny_model_is_the_whole_to_the_bit(models: Models, kind:
 
 def test_demo_mini_has_its_certificate() -> None:
     source = ModelSource.resolve("demo-mini")
-    found = certify(source, 1, prompts=text_prompts(Tokenizer(source), source.spec, 2, 3))
+    found = certify(source, 0, prompts=text_prompts(Tokenizer(source), source.spec, 2, 3))
     assert failures(found) == []
     assert found.results[0].library is not None
     assert found.results[0].library.greatest_logit > 10, "the limit grows with logits, and is stated"
@@ -101,7 +102,7 @@ def test_ranks_have_one_pattern_of_bits_over_cuts_and_are_near_the_library(model
 
 
 def test_plain_kernels_agree_to_rounding(models: Models) -> None:
-    found = certify(models.source("odd"), 1, kernel=PLAIN)
+    found = certify(models.source("odd"), 0, kernel=PLAIN)
     assert failures(found) == []
     assert found.limits.unsplit == 2e-5
 
@@ -169,7 +170,7 @@ def broken_split(models: Models) -> BrokenSplit:
 
     @functools.cache
     def make(what: str) -> Certificate:
-        return certify(models.source("odd"), 1, load=broken.split_only(BREAKS[what][0]))
+        return certify(models.source("odd"), 0, load=broken.split_only(BREAKS[what][0]))
 
     return make
 
@@ -193,13 +194,16 @@ def test_a_split_that_is_broken_fails(broken_split: BrokenSplit, what: str) -> N
 
 @pytest.mark.parametrize("change", [pytest.param(broken.skip, marks=pytest.mark.long), broken.perturb])
 def test_what_is_broken_in_the_whole_too_is_seen_by_the_library(models: Models, change: Any) -> None:
-    found = certify(models.source("odd"), 1, load=broken.everywhere(change))
+    found = certify(models.source("odd"), 0, load=broken.everywhere(change))
     assert found.num_failed == len(found.results)
     assert any("differ from those of transformers" in failure for failure in failures(found))
     assert not any("unsplit" in failure for failure in failures(found))
 
 
-def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_checked(models: Models) -> None:
+@pytest.mark.parametrize("max_cuts", cases([None, 0], [0].__contains__))
+def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_checked(
+    models: Models, max_cuts: int | None
+) -> None:
     class Refusing(HostStage):
         def run(self, *_: Any) -> torch.Tensor:
             raise StepError("no")
@@ -210,7 +214,7 @@ def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_chec
         kind = Refusing if assignment.start == 2 else HostStage
         return kind.load(source, assignment, options, before=before)
 
-    found = certify(models.source("odd"), 2, load=load)
+    found = certify(models.source("odd"), max_cuts, load=load)
     assert found.results[0].passed
     refused = [result for result in found.results if "no" in result.failures]
     assert refused

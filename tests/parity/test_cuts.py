@@ -26,6 +26,7 @@ from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.control import StageAssignment
+from support.cases import cases
 from support.cluster import NAMES, PeerThread
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
 from support.members import make_local_members, membership_of
@@ -146,7 +147,7 @@ def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: Mo
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts, FEW_TOKENS))
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 50])
+@pytest.mark.parametrize("chunk", cases([1, 3, 16, 50, 256], (1, 50).__contains__))
 def test_batch_and_chunks_around_a_row_change_no_bit(
     demo: ModelSource, expected: tuple[Run, ...], chunk: int
 ) -> None:
@@ -163,13 +164,10 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[
 
 @pytest.mark.parametrize(
     ("layout", "chunk"),
-    [
-        pytest.param("whole", 256, marks=pytest.mark.long),
-        ("whole", 7),
-        ("default", 7),
-        ("reverse", 256),
-        ("forward", 7),
-    ],
+    cases(
+        itertools.product(("whole", "default", "reverse", "forward"), (7, 256)),
+        [("default", 7), ("reverse", 256), ("forward", 7)].__contains__,
+    ),
 )
 def test_a_shared_prefix_changes_no_bit(
     demo: ModelSource,
@@ -203,7 +201,8 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
     source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
     expected = alone(source)
-    for spans in [layouts[0], *layouts[-2:]]:
+    # the default, the reverse of three, and the forward
+    for spans in [layouts[0], *layouts[1 - members :]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))

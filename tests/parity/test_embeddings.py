@@ -18,6 +18,7 @@ from convoy.engine.outputs import EmbeddingOutput, ErrorOutput, FinishOutput, Ou
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from support.cases import cases
 from support.cluster import running_cluster
 from support.tiny_models import Models
 
@@ -90,7 +91,11 @@ def alone(source: ModelSource) -> list[npt.NDArray[np.float32]]:
         return embed(running, prompts(source.spec.vocab_size))
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+# Of these, another has the same kind of route and more besides.
+SLOW = ("two members", "forward")
+
+
+@pytest.fixture(scope="module", params=cases(LAYOUTS, lambda one: one not in SLOW))
 def cluster(request: pytest.FixtureRequest, source: ModelSource) -> Iterator[RunningCluster]:
     num_members, options = LAYOUTS[request.param]
     with running_cluster(source, num_members, **options) as running:

@@ -17,6 +17,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.grammar import Grammar
 from convoy.model.text.tokens import Tokenizer
 from parity.test_speculation import LAYOUTS, answers, running
+from support.cases import cases
 
 SCHEMA = {
     "type": "object",
@@ -82,25 +83,12 @@ def test_answers_of_a_model_match_their_grammar(alone: list[list[Output]]) -> No
 
 
 GUESSES: dict[str, dict[str, Any]] = {"off": {"jump_forward": False}, "forced": {}, "all": {"speculate": 8}}
-# Each layout with guesses of one kind, and one layout with each.
-QUICK = [
-    *(("default", guesses) for guesses in GUESSES),
-    *zip(
-        [name for name in LAYOUTS if name != "default"],
-        itertools.cycle(["all", "forced"]),
-        # the cycle has no end
-        strict=False,
-    ),
-]
+# Each kind of guess, and the layouts that test_speculation.py leaves to `make test-long`.
+QUICK = [("alone", "all"), ("default", "forced"), ("forward", "all"), ("few blocks", "off")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "guesses"),
-    [
-        pytest.param(layout, guesses, marks=[] if (layout, guesses) in QUICK else [pytest.mark.long])
-        for layout in LAYOUTS
-        for guesses in GUESSES
-    ],
+    ("layout", "guesses"), cases(itertools.product(LAYOUTS, GUESSES), QUICK.__contains__)
 )
 def test_a_grammar_gives_the_same_bits_on_any_layout_with_and_without_guesses(
     demo: ModelSource, alone: list[list[Output]], layout: str, guesses: str

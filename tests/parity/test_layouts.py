@@ -17,6 +17,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from support.cases import cases
 from support.cluster import running_cluster
 
 WAIT_S = 60.0
@@ -116,7 +117,11 @@ def test_the_rules_of_requests_show_in_their_answers(expected: list[dict[str, li
     assert all(token % 3 == 0 for token in allowed)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Each kind of route, both numbers of members, and the paces that differ most.
+QUICK = ("default of 2", "reverse of 2", "forward of 3")
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, QUICK.__contains__))
 def test_every_request_is_answered_as_by_one_member(
     demo: ModelSource, expected: list[dict[str, list[Output]]], layout: str
 ) -> None:

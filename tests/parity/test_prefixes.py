@@ -81,7 +81,7 @@ def test_turns_behind_a_cached_prefix_have_the_bits_of_turns_run_cold(
     source = sources(kind)
     cut, found = KINDS[kind]
     tokens = some_tokens(source, 300)
-    prompt, answer = tokens[:205], tokens[205:240]
+    prompt, answer = tokens[:205], tokens[205:225]
     other = [*prompt[:200], *tokens[240:270]]
     longer = [*prompt, *answer, *tokens[270:290]]
     spans = spans_of(layout, cut, source.spec.num_layers)

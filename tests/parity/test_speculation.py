@@ -15,6 +15,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
+from support.cases import cases
 from support.cluster import running_cluster
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -34,7 +35,7 @@ def running(
     return running_cluster(source, len(spans or "1"), spans=spans, **changes)
 
 
-def requests_for(source: ModelSource, num_tokens: int = 40) -> list[GenerationRequest]:
+def requests_for(source: ModelSource, num_tokens: int = 28) -> list[GenerationRequest]:
     tokenizer = Tokenizer(source)
     return [
         GenerationRequest(
@@ -91,7 +92,11 @@ LAYOUTS: dict[str, tuple[dict[str, str] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Layouts of the other kinds guess in test_grammar.py too.
+QUICK = ("reverse", "three, four steps in flight", "few blocks")
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, QUICK.__contains__))
 def test_guessing_ahead_changes_no_bit(demo: ModelSource, unguessed: list[list[Output]], layout: str) -> None:
     spans, changes = LAYOUTS[layout]
     with running(demo, spans, speculate=8, **changes) as cluster:

@@ -1,4 +1,4 @@
-"""`convoy bench comms --what all-reduce`: real processes, each way once, and nothing left behind."""
+"""`convoy bench comms --what all-reduce`: a real second process, and each way once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy, run_here
+from cli.transcript import run_here
 from convoy.bench.ranks.all_reduce import AllReduceOptions, AllReduceRow, all_reduce_ratios
 
 
 def test_comms_measures_sums_by_size_and_way(tmp_path: Path) -> None:
     csv = tmp_path / "sums.csv"
     asked = ["--what", "all-reduce", "--sums", "2,1024", "--rounds", "1", "--json", "--csv", str(csv)]
-    done = run_convoy(["bench", "comms", *asked, "--plot", str(tmp_path / "sums.svg")], tmp_path)
+    done = run_here(["bench", "comms", *asked, "--plot", str(tmp_path / "sums.svg")], tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["bench"] == "comms"

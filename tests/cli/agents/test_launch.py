@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.cli.agents.settings import AGENTS, AgentServer
@@ -74,7 +74,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def launched(
     name: str, server: Running, environment: dict[str, str], tmp_path: Path, *arguments: str
 ) -> dict[str, Any]:
-    done = run_convoy(["launch", name, "--url", server.url, *arguments], tmp_path, environment=environment)
+    done = run_here(["launch", name, "--url", server.url, *arguments], tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (7, "")
     found: dict[str, Any] = json.loads(Path(environment["RECORD"]).read_text())
     return found
@@ -161,8 +161,8 @@ def test_print_shows_the_settings_without_the_key_and_starts_nothing(
     name: str, server: Running, environment: dict[str, str], tmp_path: Path
 ) -> None:
     line = ["launch", name, "--url", server.url, "--print"]
-    shown = run_convoy([*line, "--", "hello"], tmp_path, environment=environment)
-    as_json = run_convoy([*line, "--json", "--", "hello"], tmp_path, environment=environment)
+    shown = run_here([*line, "--", "hello"], tmp_path, environment=environment)
+    as_json = run_here([*line, "--json", "--", "hello"], tmp_path, environment=environment)
     for done in (shown, as_json):
         assert (done.returncode, done.stderr) == (0, "")
         assert KEY not in done.stdout
@@ -178,7 +178,7 @@ def test_an_agent_that_is_not_installed_is_told_with_its_package(
     server: Running, environment: dict[str, str], tmp_path: Path
 ) -> None:
     empty = {**environment, "PATH": str(tmp_path / "none")}
-    done = run_convoy(["launch", "opencode", "--url", server.url], tmp_path, environment=empty)
+    done = run_here(["launch", "opencode", "--url", server.url], tmp_path, environment=empty)
     assert done.returncode == EXIT_CONFIG
     assert done.stderr.splitlines() == [
         "error: opencode is not installed: no program opencode on the PATH",
@@ -201,7 +201,7 @@ def test_an_agent_that_is_not_installed_is_told_with_its_package(
 def test_a_line_that_cannot_start_an_agent_is_an_error(
     line: list[str], code: int, said: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    done = run_convoy(line, tmp_path, environment=environment)
+    done = run_here(line, tmp_path, environment=environment)
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert not Path(environment["RECORD"]).exists()
@@ -212,7 +212,7 @@ def test_a_models_name_that_an_agent_would_expand_is_refused(
     name: str, server: Running, environment: dict[str, str], tmp_path: Path
 ) -> None:
     line = ["launch", "opencode", "--url", server.url, "--model", name]
-    done = run_convoy(line, tmp_path, environment=environment)
+    done = run_here(line, tmp_path, environment=environment)
     assert done.returncode == EXIT_CONFIG
     assert "agents take none with braces or unprintable characters" in done.stderr
     assert not Path(environment["RECORD"]).exists()

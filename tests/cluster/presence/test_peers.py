@@ -17,11 +17,12 @@ from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.testing.network import MemoryNetwork
-from convoy.transport.link.link import Link, Received
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.trust.evidence.policy import OfferRule, Policy
 from convoy.wire.messages.control import MAX_OFFER_BYTES, FrameType, Hello
+from convoy.wire.messages.evidence import Challenge, Evidence
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
@@ -34,7 +35,13 @@ def peers_of(
     """``joined`` is set whenever somebody came."""
 
     def receive(link: Link, received: Received) -> None:
-        peers.after_greeting(lambda *_: None)(link, received)
+        message = received.message if isinstance(received, ReceivedMessage) else None
+        if isinstance(message, Challenge):
+            peers.verifier.attestation.handle_challenge(link, message)
+        elif isinstance(message, Evidence):
+            peers.verifier.attestation.handle_evidence(link, message)
+        else:
+            peers.after_greeting(lambda *_: None)(link, received)
 
     peers = Peers(
         membership_of(me),

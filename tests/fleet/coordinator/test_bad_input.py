@@ -62,18 +62,32 @@ def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blind]:
         yield made
 
 
+@dataclass(frozen=True)
+class Bob:
+    """Hold another consumer's key, and the addresses at which he asks: in plain, and through a proxy."""
+
+    key: str
+    urls: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def bob(blind: Blind) -> Iterator[Bob]:
+    key = blind.fleet.directory.make_key(Scope.CONSUMER, "bob")
+    with proxy(blind.fleet.url, key, blind.trust) as through:
+        yield Bob(key, (blind.fleet.url, through))
+
+
 @pytest.fixture(autouse=True)
-def _bystanders(blind: Blind) -> Iterator[None]:
+def _bystanders(blind: Blind, bob: Bob) -> Iterator[None]:
     """One stream in plain and one through a proxy run while the test does; both are right, and paid for."""
     fleet, engine = blind.fleet, blind.engine
     blind.hostile.lease, blind.hostile.posted = (lambda lease: lease), []
-    key = fleet.directory.make_key(Scope.CONSUMER, "bob")
     before = fleet.ledger.balance("bob")
     engine.go_on.clear()
     begun = threading.Semaphore(0)
 
     def told(url: str) -> str:
-        headers, body = {"authorization": f"Bearer {key}"}, question(20, 22, stream=True)
+        headers, body = {"authorization": f"Bearer {bob.key}"}, question(20, 22, stream=True)
         with (
             httpx.Client(headers=headers, timeout=60, trust_env=False) as client,
             client.stream("POST", url + CHAT, json=body) as answer,
@@ -83,9 +97,9 @@ def _bystanders(blind: Blind) -> Iterator[None]:
             begun.release()
             return first + "".join(pieces)
 
-    with proxy(fleet.url, key, blind.trust) as through, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         asked = []
-        for url in (fleet.url, through):
+        for url in bob.urls:
             engine.trouble[:] = ["slow"]
             asked.append(pool.submit(told, url))
             assert begun.acquire(timeout=30), [one.exception() for one in asked if one.done()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,11 +14,13 @@ from convoy.model.kv.pool import ApartPool, KvPool, make_pool
 from convoy.model.kv.pools import BlockTable, BlockTables, GroupBlocks
 from convoy.model.layers.attention import LayerBatch, attend
 from convoy.wire.messages.control import BlockGrant, Row, Step
+from support.cases import cases
 from support.tiny_models import Chain, Models, Prompt
 
 KINDS = ["mistral", "mixed"]  # windows of 24 tokens alone, and beside full attention
 REWOUND = [*KINDS, "deepseek_v4"]  # beside windows, entries made of tokens that the step before it had
 WINDOW = 24
+SIZES = (1, 7, 16, 50)
 TOLERANCE = 2e-5
 
 
@@ -36,8 +39,11 @@ def test_windows_and_full_attention_in_one_model_give_the_librarys_logits(
     assert (found - models.reference("mixed", tokens)).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 50])
-@pytest.mark.parametrize("kind", KINDS)
+# Each size with one of the kinds.
+QUICK = list(zip(KINDS * 2, SIZES, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "size"), cases(itertools.product(KINDS, SIZES), QUICK.__contains__))
 def test_a_ring_gives_the_bits_of_a_table_that_keeps_everything(
     models: Models, prompt: Prompt, kind: str, size: int
 ) -> None:

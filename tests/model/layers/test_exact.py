@@ -13,6 +13,7 @@ from convoy.wire.messages.control import BlockGrant, Row, Step
 from support.tiny_models import Models, Prompt, Threads
 
 EXACT_KINDS = ["odd", "even", "biased", "mistral", "qwen3"]
+QUICK_THEN_ALL = [pytest.param(False, id="few"), pytest.param(True, id="all", marks=pytest.mark.long)]
 
 
 def in_chunks(chain: Any, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
@@ -35,26 +36,20 @@ def test_a_prefix_has_the_same_logits_at_every_length(
     (whole,) = models.chain(kind).run((0, tokens))
     threads(num_threads)
     chain = models.chain(kind)
-    around = [
-        *range(1, 19),
-        *range(31, 34),
-        *range(47, 50),
-        *range(63, 67),
-        100,
-        511,
-        512,
-    ]  # of tiles and blocks
+    # of tiles and blocks
+    around = [*range(1, 19), *range(31, 34), *range(47, 50), *range(63, 67), 100, 511, 512]
     for count in around if num_threads == 1 else [1, 2, 3, 17, 33, 64, 512]:
         (found,) = chain.run((count, tokens[:count]))
         chain.release(count)
         assert torch.equal(found, whole[:count]), f"{count} rows"
 
 
+@pytest.mark.parametrize("every", QUICK_THEN_ALL)
 @pytest.mark.parametrize(
     ("kind", "num_threads"), [*((kind, 1) for kind in EXACT_KINDS), ("odd", 2), ("qwen3", 2)]
 )
 def test_chunks_do_not_change_a_prompts_logits(
-    models: Models, prompt: Prompt, threads: Threads, kind: str, num_threads: int
+    models: Models, prompt: Prompt, threads: Threads, kind: str, num_threads: int, every: bool
 ) -> None:
     tokens = prompt(150)
     threads(1)
@@ -64,7 +59,7 @@ def test_chunks_do_not_change_a_prompts_logits(
     # few steps on two threads: where cores are shared, every small parallel region waits for its turn
     few = [[64], [149, 1], [40, 1, 60]]
     # steps of one row, which are the most, for each kind of attention: plain, within a window, normalised
-    many = [[1], [3], [7], [16], [150]] if kind in {"odd", "mistral", "qwen3"} else []
+    many = [[1], [3], [7], [16], [150]] if every or kind in {"odd", "mistral", "qwen3"} else []
     for sequence, sizes in enumerate([[15, 2, 17], *many, *few] if num_threads == 1 else few):
         assert torch.equal(in_chunks(chain, sequence, tokens, sizes), whole), f"chunks of {sizes}"
         chain.release(sequence)
@@ -93,14 +88,18 @@ def test_neighbours_do_not_change_a_rows_logits(
             assert torch.equal(torch.cat(found[s]), alone[s]), f"sequence {s} on {num_threads} threads"
 
 
+@pytest.mark.parametrize("every", QUICK_THEN_ALL)
 @pytest.mark.parametrize("kind", ["odd", "even"])
-def test_no_cut_changes_the_logits(models: Models, prompt: Prompt, kind: str) -> None:
+def test_no_cut_changes_the_logits(models: Models, prompt: Prompt, kind: str, every: bool) -> None:
     tokens, other = prompt(90), prompt(33, seed=1)
     (whole,) = models.chain(kind).run((0, tokens))
     (beside,) = models.chain(kind).run((0, other))
     num_layers = models.source(kind).spec.num_layers
-    # `make test-verify` makes every cut. Here: each end alone, both alone, one in the middle, one of three
-    for cut in {"odd": [(0,), (num_layers,), (1, 2)], "even": [(0, num_layers), (3,), (1, 4)]}[kind]:
+    # each end alone, both alone, one in the middle, one of three
+    cuts = {"odd": [(0,), (num_layers,), (1, 2)], "even": [(0, num_layers), (3,), (1, 4)]}[kind]
+    if every:
+        cuts = [*((cut,) for cut in range(num_layers + 1)), (1, 2), (1, 4), (2, 3), (0, num_layers)]
+    for cut in cuts:
         chain = models.chain(kind, *cut)
         first = chain.run((1, tokens[:20]), (2, other[:32]))
         second = chain.run((2, other[32:]), (1, tokens[20:]))
