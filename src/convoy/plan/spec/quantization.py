@@ -18,6 +18,8 @@ METHODS: dict[str, str] = {
     "compressed-tensors": "what llm-compressor writes",
     "gptq": "GPTQ",
     "awq": "AWQ, packed for gemm",
+    "modelopt": "NVFP4 and FP8, as ModelOpt writes them",
+    "bitsandbytes": "nf4",
 }
 _KEYS = ("quantization_config", "quantization", "compression_config")
 
