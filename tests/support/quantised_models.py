@@ -682,7 +682,9 @@ def write_gguf(root: Path, writer: Writer, kind: str, tokenizer: Mapping[str, An
         file.add_tensor("rope_freqs.weight", _llama3_factors(config))
     if tokenizer is not None:
         file.add_tokenizer_model("gpt2")
-        file.add_tokenizer_pre("llama-bpe")
+        file.add_tokenizer_pre(tokenizer.get("pre", "llama-bpe"))
+        if "template" in tokenizer:
+            file.add_chat_template(tokenizer["template"])
         file.add_token_list(tokenizer["tokens"])
         file.add_token_types([1] * len(tokenizer["tokens"]))
         file.add_token_merges(tokenizer["merges"])

@@ -77,7 +77,8 @@ class ModelSource:
         if name_or_path in BUNDLED:
             directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
         if directory.suffix == SUFFIX and directory.is_file():
-            return cls._of_gguf(directory.resolve())
+            # a link in a hub's cache leads to a file without the name that shards have
+            return cls._of_gguf(directory.absolute())
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",

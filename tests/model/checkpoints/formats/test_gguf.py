@@ -85,18 +85,54 @@ def test_its_tensors_are_hashed_as_they_are_stored(written: Get) -> None:
     assert manifest.files.keys() == {"config.json", "header.gguf"}
 
 
-def test_its_tokeniser_is_the_models(tmp_path: Path) -> None:
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def spoken() -> dict[str, object]:
+    """Return the demo's vocabulary in GGUF's form."""
     demo = ModelSource.resolve("demo")
     described = json.loads((demo.path / "tokenizer.json").read_text())["model"]
     tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
     tokens += [f"<unused {number}>" for number in range(demo.spec.vocab_size - len(tokens))]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["merges"]]
-    model = transformers.AutoModelForCausalLM.from_pretrained(demo.path, dtype=torch.float32)
-    files = write_gguf(tmp_path, Writer(model), "F16", {"tokens": tokens, "merges": merges, "eos": 1})
-    found = Tokenizer(ModelSource.resolve(str(files.quantised)))
-    text = "Once upon a time there was"
+    return {"tokens": tokens, "merges": merges, "eos": 1, "template": TEMPLATE}
+
+
+def written_demo(root: Path, words: dict[str, object]) -> ModelSource:
+    path = ModelSource.resolve("demo").path
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return ModelSource.resolve(str(write_gguf(root, Writer(model), "F16", words).quantised))
+
+
+def test_its_tokeniser_and_its_template_are_the_models(tmp_path: Path, spoken: dict[str, object]) -> None:
+    source = written_demo(tmp_path / "file", spoken)
+    found, text = Tokenizer(source), "Once upon a time there was"
     assert found.decode(found.encode(text)) == text
-    assert found.encode(text) == Tokenizer(demo).encode(text)
+    assert found.encode(text) == Tokenizer(ModelSource.resolve("demo")).encode(text)
+    assert found.has_chat_template
+    # a member that has the manifest's files, and not the GGUF file
+    for name, data in source.own_files.items():
+        (tmp_path / name).write_bytes(data)
+    received = ModelSource.described("received", tmp_path, source.config, source.tensors)
+    assert Tokenizer(received).encode(text) == found.encode(text)
+    # a link of another name, as a hub's cache has for each file
+    link = tmp_path / "linked.gguf"
+    (tmp_path / "blob").write_bytes(source.path.read_bytes())
+    link.symlink_to(tmp_path / "blob")
+    assert ModelSource.resolve(str(link)).digest == source.digest
+
+
+def test_a_tokeniser_that_would_be_another_is_refused_unless_its_file_is_beside(
+    tmp_path: Path, spoken: dict[str, object]
+) -> None:
+    source = written_demo(tmp_path, {**spoken, "pre": "deepseek-v3"})
+    with pytest.raises(ModelError, match="splits text by the rule 'deepseek-v3'"):
+        Tokenizer(source)
+    beside = (ModelSource.resolve("demo").path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(beside)
+    assert Tokenizer(source).encode("Once upon") == Tokenizer(ModelSource.resolve("demo")).encode("Once upon")
+    assert make_manifest(source, Hashing()).files.keys() == {"config.json", "header.gguf", "tokenizer.json"}
 
 
 def changed(

@@ -1,6 +1,7 @@
 """Qwen2, and Qwen2-MoE with experts and a shared one behind a gate.
 
-Qwen3.5 has the same shared expert, so it reads the names of its tensors in a GGUF file here.
+It is apart from Qwen3.5, which is another family. That one has the same shared expert, and takes the names of
+its tensors in a GGUF file from here.
 """
 
 from __future__ import annotations
