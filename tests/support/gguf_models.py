@@ -543,6 +543,7 @@ def write_case(path: Path, case: GgufCase, model: Any, kind: str, *, shards: int
     file = gguf.GGUFWriter(path, case.architecture, split_max_tensors=most)
     _describe_base(file, model.config)
     case.describe(file, model.config)
+    _add_words(file, model.config.vocab_size)
     for name, tensor in tensors.items():
         chosen = gguf.GGMLQuantizationType[kind if _is_matrix(name, tensor, kind) else "F32"]
         values = np.ascontiguousarray(tensor.float().numpy())
@@ -554,6 +555,15 @@ def write_case(path: Path, case: GgufCase, model: Any, kind: str, *, shards: int
     file.write_tensors_to_file()
     file.close()
     return path if shards == 1 else path.with_name(f"{path.stem}-00001-of-{shards:05}.gguf")
+
+
+def _add_words(file: gguf.GGUFWriter, vocab_size: int) -> None:
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*letters, "ab", *(f"<word{number}>" for number in range(vocab_size - len(letters) - 1))]
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre("llama-bpe")
+    file.add_token_list(words)
+    file.add_token_merges(["a b"])
 
 
 def _is_matrix(name: str, tensor: torch.Tensor, kind: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -202,6 +204,24 @@ def test_a_file_that_lies_is_refused(
     path.write_bytes(data.replace(old, new, 1))
     with pytest.raises(ModelError, match=re.escape(expected)):
         chain(path)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v3"])
+def test_a_header_with_other_bytes_is_read_or_refused(written: Get, tmp_path: Path, name: str) -> None:
+    data, path = bytearray(written(name, "Q8_0").path.read_bytes()), tmp_path / "odd.gguf"
+    end = ModelSource.resolve(str(written(name, "Q8_0").path)).header_bytes
+    numbers, refused = random.Random(7), 0
+    for _ in range(120):
+        place, byte = numbers.randrange(8, end), numbers.choice((0, 1, 255, numbers.randrange(256)))
+        changed, data[place] = data[place], byte
+        path.write_bytes(data)
+        data[place] = changed
+        # any other exception ends the test
+        with contextlib.suppress(ModelError):
+            ModelSource.resolve(str(path))
+            continue
+        refused += 1
+    assert refused > 30
 
 
 def test_an_architecture_that_is_close_is_refused_with_the_reason(written: Get, tmp_path: Path) -> None:
