@@ -130,9 +130,11 @@ KV_FORMS: dict[str, KvForm] = {
     form.name: form
     for form in (
         KvForm("f32", 4),
-        KvForm("bf16", 2, error=0.2, median=0.05),
-        KvForm("f16", 2, error=0.03, median=0.01),
-        KvForm("q8", 34, num_values=32, error=0.4, median=0.1),
+        # Seen: up to 0.09, 0.015 and 0.16 for each ten units of logit; medians a third of that, where logits
+        # reach 31 up to 0.18 for q8.
+        KvForm("bf16", 2, error=0.3, median=0.2),
+        KvForm("f16", 2, error=0.05, median=0.03),
+        KvForm("q8", 34, num_values=32, error=0.5, median=0.5),
         KvForm("fp8", 1),
     )
 }
