@@ -68,6 +68,10 @@ class ModelSource:
             directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
         if directory.suffix == ".gguf" and directory.is_file():
             return cls._of_gguf(directory.resolve())
+        if directory.is_file():
+            raise ModelError(
+                f"{name_or_path} is a file, and no model", hint=f"{MODEL_HINT}: {', '.join(BUNDLED)}"
+            )
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
