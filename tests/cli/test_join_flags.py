@@ -104,6 +104,13 @@ def test_what_only_an_invitation_can_use_is_refused_with_both_values(
     assert done.stderr.startswith(error.format(config=config))
 
 
+def test_the_only_head_is_told_to_serve(config: Path) -> None:
+    head = config.parent / config.name.replace("beta", "alpha")
+    done = run_here(["join", "--config", str(head)], config.parent)
+    assert done.returncode == 2
+    assert done.stderr == "error: alpha is the head of this cluster\nhint: `convoy serve MODEL` starts it\n"
+
+
 def test_an_address_for_metrics_that_is_none_is_said_before_anything_starts(config: Path) -> None:
     done = run_here(["join", "--config", str(config), "--metrics", "here"], config.parent)
     assert done.returncode == 2

@@ -96,7 +96,7 @@ def _ask_cluster(
             answers = [_ask(endpoint, question, show=show) for question in QUESTIONS]
             return answers, msgspec.convert(endpoint.get("/status"), ClusterStatus)
         except ConvoyError as error:
-            raise local.explain(error) from error
+            local.reraise(error)
 
 
 def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpoint:
