@@ -270,6 +270,20 @@ REFUSED = {
     "text": ("/v1/completions", {"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
     "token ids": ("/v1/completions", {"prompt": [1] * 5000}, "prompt", "context_length_exceeded"),
     "one of some": ("/v1/completions", {"prompt": [[1], [1] * 5000]}, "prompt", "context_length_exceeded"),
+    "a chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 5000}]},
+        "messages",
+        "context_length_exceeded",
+    ),
+    # The text and the marks of its turn fill the context, so that no token is left for the answer.
+    "a chat that fills the context": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x" * (4096 - 17)}], "max_tokens": 1},
+        "messages",
+        "context_length_exceeded",
+    ),
+    "an input": ("/v1/responses", {"input": "x" * 5000}, "input", "context_length_exceeded"),
     "messages": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x"}] * 4097},

@@ -71,7 +71,7 @@ def test_fields_of_an_answer_are_ignored_here(http: httpx.Client) -> None:
         ({"messages": ASK, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"prompt": "a", "add_special_tokens": 3}, "add_special_tokens"),
         ({"prompt": "a" * (MAX_CONTEXT + 1)}, "prompt"),
-        ({"messages": [{"role": "user", "content": "a" * 270_000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "a" * 270_000}]}, "messages"),
     ],
 )
 def test_a_bad_body_is_refused_by_its_field(http: httpx.Client, body: dict[str, object], param: str) -> None:

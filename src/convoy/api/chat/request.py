@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from convoy.api.chat.parsed import ParsedRequest
@@ -34,24 +36,28 @@ class ChatRequest:
     caller: bytes = field(default=b"", repr=False)
 
 
-def parse_chat(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
+def parse_chat(
+    request: ChatRequest, service: Service, salt: bytes, *, prompt_field: str = "messages"
+) -> ParsedRequest:
     """Return the engine's request. ``salt`` is that of its cached prefixes; see `cache_salt_of`.
 
-    Raises `RequestError` or `UnknownModel`. A `RequestError` about the length has the code
-    "context_length_exceeded" and the numbers of the prompt's tokens and of the room.
+    Raises `RequestError` or `UnknownModel`. A `RequestError` about the length names ``prompt_field``, and has
+    the code "context_length_exceeded" and the numbers of the prompt's tokens and of the room.
     """
     model = service.model(request.model)
     conversation = request.conversation
     request.params.check_vocabulary(model.tokenizer.vocab_size)
     _check_tools(conversation, model)
-    prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
+    with prompt_in(prompt_field):
+        prompt_ids = model.tokenizer.encode_chat(conversation, max_tokens=model.max_context)
+        room = find_room(model, len(prompt_ids))
     reply = _parser_options(conversation, model, prompt_ids)
     may_think = model.tokenizer.reply_format.may_open_reasoning(prompt_ids, model.tokenizer.decode)
     grammar, reply = _form(request, reply, model, may_think=may_think, salt=salt)
     engine_request = GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         params=request.params,
-        max_tokens=find_room(model, len(prompt_ids)) if request.max_tokens is None else request.max_tokens,
+        max_tokens=room if request.max_tokens is None else request.max_tokens,
         open_ended=request.max_tokens is None,
         stop=request.stop,
         num_choices=request.num_choices,
@@ -87,8 +93,22 @@ def count_prompt(request: ChatRequest, service: Service) -> int:
     return len(service.model(request.model).tokenizer.encode_chat(request.conversation))
 
 
+@contextlib.contextmanager
+def prompt_in(prompt_field: str) -> Iterator[None]:
+    """Let an error about the prompt name ``prompt_field``, the client's own field for the prompt.
+
+    The tokeniser names its argument, and the field differs by API.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param in {"prompt", "messages"}:
+            error.param = prompt_field
+        raise
+
+
 def find_room(model: ServedModel, num_prompt: int) -> int:
-    """Return the tokens that are left for an answer without a given length. Raises `RequestError`."""
+    """Return the tokens that are left for an answer. Raises `RequestError` if there are none."""
     room = model.max_context
     check_room(num_prompt + 1, room, num_prompt)
     return room - num_prompt

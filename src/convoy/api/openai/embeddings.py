@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from convoy.api.chat.parsed import ParsedRequest
-from convoy.api.chat.request import cache_salt_of, check_room
+from convoy.api.chat.request import cache_salt_of, check_room, prompt_in
 from convoy.api.chat.usage import UsageCounter
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import convert_object, decode_object
@@ -107,20 +107,19 @@ def read_embeddings(
     """Translate a body. ``salt`` is that of the caller's key. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     room = model.max_context
-    inputs = read_prompts(body.input, options, room, "input")
     requests = []
-    for one in inputs:
-        ids = model.tokenizer.encode(one, max_tokens=room) if isinstance(one, str) else one
-        check_room(len(ids), room)
-        requests.append(
-            GenerationRequest(
+    with prompt_in("input"):
+        for one in read_prompts(body.input, options, room, "input"):
+            ids = model.tokenizer.encode(one, max_tokens=room) if isinstance(one, str) else one
+            check_room(len(ids), room)
+            request = GenerationRequest(
                 prompt_ids=tuple(ids),
                 params=SamplingParams(temperature=0.0),
                 max_tokens=0,
                 cache_salt=cache_salt_of(salt, body.cache_salt),
                 embeds=True,
             )
-        )
+            requests.append(request)
     return EmbeddingRequest(
         model=model,
         requests=tuple(requests),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from convoy.api.body.fields import Endpoint, refuse_unserved
+from convoy.api.chat.request import prompt_in
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
 from convoy.api.openai.conversation import read_conversation
@@ -109,7 +110,8 @@ def _encode(
 ) -> list[int]:
     room = model.max_context
     if isinstance(body, MessagesBody):
-        return model.tokenizer.encode_chat(read_conversation(body, options, dropped), max_tokens=room)
+        with prompt_in("messages"):
+            return model.tokenizer.encode_chat(read_conversation(body, options, dropped), max_tokens=room)
     ids = model.tokenizer.encode(body.prompt, max_tokens=room)
     if body.add_special_tokens:
         return ids

@@ -351,14 +351,12 @@ def _from_cut(turns: Sequence[Turn], cut: int) -> tuple[Turn, ...]:
 
 def _fitting(request: ChatRequest, service: Service, salt: bytes) -> ParsedRequest:
     """Return the engine's request. Raises `RequestError` if prompt and answer do not fit the context."""
-    parsed = parse_chat(request, service, salt)
+    parsed = parse_chat(request, service, salt, prompt_field="input")
     num_prompt, room, most = parsed.num_prompt_tokens, parsed.model.max_context, request.max_tokens or 1
     if num_prompt + most > room:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens and its answer {most}, but the context holds {room}"
-            if request.max_tokens
-            else f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
-            param="max_output_tokens" if num_prompt < room else "input",
+            f"the prompt has {num_prompt} tokens and its answer {most}, but the context holds {room}",
+            param="max_output_tokens",
             code=CONTEXT_ERROR,
             hint="shorten the input",
         )
