@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ import tomli_w
 from convoy.cluster.children import Started, end
 from convoy.config.settings import Config, load_config, override
 from convoy.config.table import EngineConfig, PlanConfig
+from convoy.config.temporary_folder import temporary_folder
 from convoy.errors import ConvoyError, PeerError
 from convoy.model.library import heavy_rooms
 from convoy.sdk.names import local_names, spans_by_name
@@ -123,8 +122,7 @@ class LocalCluster(Started):
         self.names = options.names
         self._options = options
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.directory = Path(tempfile.mkdtemp(prefix="convoy-"))
-        self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        self.directory = self._stack.enter_context(temporary_folder())
         self._stack.callback(self._stop_all)
 
     @property

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +14,7 @@ from convoy.bench.hop.carrier import Carrier, LinkCarrier, StreamCarrier
 from convoy.bench.hop.connection import accept_plain, accept_tls, bench_member, make_members
 from convoy.bench.hop.names import HOME, HOST
 from convoy.cluster.children import Started, end
+from convoy.config.temporary_folder import temporary_folder
 from convoy.errors import PeerError, PeerUnreachable
 from convoy.transport.link.link import Link
 from convoy.transport.listen.listener import Listener
@@ -36,8 +35,7 @@ class HopPair(Started):
     cipher: str
 
     def _start(self) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="convoy-bench-"))
-        self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory = self._stack.enter_context(temporary_folder())
         operator_key = make_members(directory)
         me = bench_member(directory, HOME, operator_key)
         links: queue.SimpleQueue[Link] = queue.SimpleQueue()

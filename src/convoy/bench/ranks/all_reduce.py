@@ -7,15 +7,12 @@ the product. bench/METHODOLOGY.md explains the figures and their limits.
 from __future__ import annotations
 
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -27,6 +24,7 @@ from convoy.bench.ranks.rank import sealed_rank, sums
 from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.cluster.children import Started, end
+from convoy.config.temporary_folder import temporary_folder
 from convoy.engine.ranks.sums.local import GLOO, NCCL, LocalRanks
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
@@ -120,8 +118,7 @@ class SealedRanks(Started):
         self._options = options
 
     def _start(self) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="convoy-bench-"))
-        self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory = self._stack.enter_context(temporary_folder())
         operator_key = make_members(directory)
         links: queue.SimpleQueue[Link] = queue.SimpleQueue()
         with ExitStack() as listening:
