@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_here
+from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.config.settings import load_config
 from convoy.crypto.identity import OperatorKey
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -121,7 +122,7 @@ def test_an_address_for_metrics_that_is_none_is_said_before_anything_starts(conf
 def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path) -> None:
     flags = ["--config", str(config), "--model", str(tmp_path / "nowhere")]
     done = run_here(["join", *flags], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert f"error: no model at {tmp_path}/nowhere\n" in done.stderr
     assert "listening" not in done.stderr
 

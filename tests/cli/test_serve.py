@@ -20,6 +20,7 @@ import pytest
 
 from cli.transcript import run_here
 from convoy.cli.serve import with_layers
+from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.cli.show.progress import LoadLines, VerifyLines
 from convoy.errors import SpanError, UsageError
 from convoy.model.checkpoints.source import ModelSource
@@ -104,7 +105,7 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
 def test_a_model_that_is_not_there_is_said_before_who_has_the_port(tmp_path: Path) -> None:
     with taken_port() as taken:
         done = run_here(["serve", "nosuch", "--port", str(taken.getsockname()[1])], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert done.stderr.startswith("error: no model at nosuch\n")
 
 
