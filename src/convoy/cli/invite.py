@@ -83,7 +83,10 @@ def invite(
     ] = False,
     ends_with: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Let one more machine in: show a token for its `join`."""
+    """Let one more machine in: show a token for its `join`.
+
+    In a folder without a cluster, make one first, with this machine as its head.
+    """
     if ends_with is not None:
         threading.Thread(target=_end_with, args=(ends_with,), daemon=True).start()
     home = Home(directory)

@@ -34,6 +34,8 @@ def make_first_machine(
     from convoy.trust.roster.roster import MAX_ROSTER_BYTES, make_roster, open_roster, sign_roster
 
     _refuse_second_cluster(home)
+    if not home.roster.exists():
+        _announce(home)
     host, _ = parse_place(address or local_addresses()[0], None)
     operator, identity = home.open_operator(passphrase_file), home.open_identity()
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
@@ -51,8 +53,14 @@ def make_first_machine(
     home.write_config(member.name, operator.public_key, listen_host="::" if ":" in host else None)
     print_note(
         f"made cluster {roster.cluster_id} with {member.name} as its head: "
-        f"keys, roster and convoy.toml are in {home.directory}"
+        f"keys, roster and convoy.toml are in {home.directory.absolute()}"
     )
+
+
+def _announce(home: Home) -> None:
+    """Say that a cluster is about to be made. On a terminal a question for a passphrase follows."""
+    print_note(f"no cluster in {home.directory.absolute()}: making a new one, with this machine as its head")
+    print_note("(for a cluster that exists: run this where its .convoy is, or name that folder with --dir)")
 
 
 def _refuse_second_cluster(home: Home) -> None:

@@ -1,0 +1,40 @@
+"""Setting up a cluster says so, before and after: the folder may be the wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from convoy.cli.operator.first_machine import make_first_machine
+from convoy.cli.operator.home import Home
+
+
+def made(directory: Path) -> None:
+    make_first_machine(Home(directory), name="alpha", address="127.0.0.1", cluster="home")
+
+
+def test_a_new_cluster_is_announced_and_named_with_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(Path(".convoy"))
+    announced, other, done = capsys.readouterr().err.splitlines()
+    assert announced.startswith(f"no cluster in {tmp_path}/.convoy: making a new one")
+    assert "for a cluster that exists" in other
+    assert "--dir" in other
+    assert done.startswith("made cluster home with alpha as its head: ")
+    assert done.endswith(f" are in {tmp_path}/.convoy")
+
+
+def test_a_set_up_that_was_interrupted_goes_on_without_a_new_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home(tmp_path / ".convoy")
+    made(home.directory)
+    home.config.unlink()
+    roster = home.roster.read_bytes()
+    capsys.readouterr()
+    made(home.directory)
+    assert "no cluster in" not in capsys.readouterr().err
+    assert home.roster.read_bytes() == roster
