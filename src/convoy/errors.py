@@ -30,6 +30,7 @@ ConvoyError                     carries a message, a hint and a text that client
 │   ├── AttestationError        its evidence is insufficient or false
 │   ├── ProviderError           an invalid statement or reply of a provider
 │   ├── LinkBroken              the other end or the network ended the link
+│   │   └── PeerLeft            the other end said goodbye first, with its reason
 │   └── PeerRefused             the peer refused, with its reason
 ├── Unavailable                 a valid request that cannot be served now (HTTP 503)
 │   ├── NotReady                no token has passed every stage yet, or not recently
@@ -208,6 +209,10 @@ class ProviderError(PeerError):
 
 class LinkBroken(PeerError):  # noqa: N818
     """Report that the other end or the network ended the link; ``__cause__`` has the reason."""
+
+
+class PeerLeft(LinkBroken):
+    """Report that the other end closed the link in order; the text gives its reason."""
 
 
 class PeerRefused(PeerError):  # noqa: N818

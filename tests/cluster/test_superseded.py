@@ -142,7 +142,7 @@ def test_a_dial_that_hangs_does_not_keep_the_next_head(talk: Talk) -> None:
     talk.activate(old)
     assert talk.network.dialled.wait(20)
     talk.link.close("the head is gone")
-    assert "alpha is gone" in talk.peer.wait_for("lost").text
+    assert "alpha closed the link" in talk.peer.wait_for("ended").text
 
 
 def test_an_activation_of_a_plan_that_is_over_dials_nobody(

@@ -107,7 +107,7 @@ def test_a_peer_serves_one_head_after_another(
         cluster = RunningCluster.start(membership_of(members[0]), source, HEAD_OPTIONS, network=network)
         assert ask_once(cluster) == "11"
         cluster.close()
-        peer.wait_for("lost")
+        assert peer.wait_for("ended").text == "alpha closed the link: the head is shutting down"
 
 
 def test_a_head_that_comes_back_displaces_its_old_link(

@@ -69,7 +69,7 @@ def test_nothing_of_a_head_that_crashed_reaches_the_next(
     first = start(members, network)
     alone = ask(first, SHORT)
     first.close()
-    peer.wait_for("lost")
+    peer.wait_for("ended")
     second = start(members, network)
     ask(second, LONG)
     crash(second)
@@ -89,7 +89,7 @@ def test_a_plan_frees_the_stage_of_the_plan_before_it(
     stage = weakref.ref(loaded.stage)
     del loaded
     first.close()
-    peer.wait_for("lost")
+    peer.wait_for("ended")
     second = start(members, network)
     gc.collect()
     assert stage() is None

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class LoadedPlan:
     """Hold one plan, its stage on this member, and the links to its neighbours.
 
-    ``loop``, ``keeper``, ``successor`` and ``predecessor`` are None until the plan is active.
+    ``loop``, ``kv_server``, ``successor`` and ``predecessor`` are None until the plan is active.
     The predecessor's link is known with its first hidden state. A predecessor that is the head uses the
     head's link.
     """
@@ -44,7 +44,7 @@ class LoadedPlan:
     position: int
     room_bytes: int
     loop: StageWorker | None = None
-    keeper: KvServer | None = None
+    kv_server: KvServer | None = None
     successor: Link | None = None
     predecessor: Link | None = None
     # Set if other members hold the stage too.
@@ -98,7 +98,7 @@ class LoadedPlan:
         if self.ranks is not None:
             stage = self.ranks.join({}, reach)
         self.activate(activate, head.peer, successor, failed, stage)
-        self.keeper = KvServer(stage, head, plan_id)
+        self.kv_server = KvServer(stage, head, plan_id)
         if self.predecessor_name == head.peer:
             self.predecessor = head
 

@@ -26,7 +26,7 @@ from convoy.cluster.traffic import Traffic
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
 from convoy.engine.stats import STEP_S, Histogram
-from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.errors import ConvoyError, LinkClosed, PeerLeft, StepError
 from convoy.model.stage import LoadedStage
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -60,6 +60,9 @@ _log = logging.getLogger(__name__)
 
 # A member that dials and is no head. The plan says whether it is the predecessor or rank 0.
 _DIALLER = Sender.PREDECESSOR | Sender.LEADER
+# The reasons that a peer gives its neighbours in the ring.
+PLAN_IS_OVER = "the plan is over"
+HEAD_IS_GONE = "its head is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Peer:
         self._limited_log = RateLimitedLog(_log)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self.hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
-        self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
+        self._attestation = Attestation.of(lambda: self._me.current, options.member, self._refuse_head)
         self._weights = PeerWeights(me.name, options)
         self._preparing = PeerPrefetch(me.name, self._weights)
         self._links: set[Link] = set()
@@ -267,7 +270,7 @@ class Peer:
         loaded.end(StepError(SUPERSEDED))
         for link in loaded.neighbours():
             if link is not self._head:
-                link.dismiss("the plan is over", revoke=True)
+                link.dismiss(PLAN_IS_OVER, revoke=True)
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self.traffic.ended(link, error)
@@ -321,8 +324,8 @@ class Peer:
                 self._activate(link, activate, received.plan_id)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
                 self._loaded.loop.accept_step(step, received.plan_id)
-            case ReadBlocks() | WriteBlocks() as asked if self._loaded and self._loaded.keeper is not None:
-                self._loaded.keeper.accept(asked, received.plan_id)
+            case ReadBlocks() | WriteBlocks() as asked if self._loaded and self._loaded.kv_server is not None:
+                self._loaded.kv_server.accept(asked, received.plan_id)
             case message:
                 raise StepError(f"{type(message).__name__} came before a plan was active")
 
@@ -333,7 +336,8 @@ class Peer:
                 link.dismiss(f"{old.peer} is the head of {self._me.name} already")
                 return
             # A head that came back may have restarted, so neither its plan nor the kept weights are reused.
-            self._forget("the head came back on a new link", everything=True)
+            self._forget()
+            self._tell("lost", "the head came back on a new link")
             old.dismiss("the head came back on a new link")
         if old is not link:
             # Only this link may plan from now on. Its clock may be behind the old link's.
@@ -343,9 +347,9 @@ class Peer:
         stands_by = ", and this member stands by" if self._options.standby else ""
         self._tell("head", f"{link.peer} is here{stands_by}")
         link.send(self.hello)
-        self._vet(link)
+        self._demand_evidence(link)
 
-    def _vet(self, link: Link) -> None:
+    def _demand_evidence(self, link: Link) -> None:
         """Ask the head for evidence before it may plan here, if this member's own policy demands it."""
         if not self._attestation.policy.minimum:
             return
@@ -353,9 +357,9 @@ class Peer:
         if self._attestation.suffices(verdict):
             self._attestation.watch([link], hold_stages=False)
         else:
-            self._fell(link, verdict)
+            self._refuse_head(link, verdict)
 
-    def _fell(self, link: Link, verdict: Verdict) -> None:
+    def _refuse_head(self, link: Link, verdict: Verdict) -> None:
         """Refuse a head that is below this member's minimum, at its arrival or later."""
         self._refused = link
         refusal = self._attestation.refusal(verdict)
@@ -441,10 +445,10 @@ class Peer:
         loaded.loop.accept_hidden(link.peer, received)
 
     def _blocks(self, link: Link, loaded: LoadedPlan, received: ReceivedTensor) -> None:
-        if link is not self._head or loaded.keeper is None:
+        if link is not self._head or loaded.kv_server is None:
             link.dismiss("the K/V of sessions is for the plan's head to send")
             return
-        loaded.keeper.accept_tensor(received)
+        loaded.kv_server.accept_tensor(received)
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
         """Tell the head of an error in the form that it waits for.
@@ -473,27 +477,40 @@ class Peer:
         self._links.discard(link)
         if link is self._head:
             self._head = None
-            self._forget(f"{link.peer} is gone: {error.message}", everything=True)
+            self._forget(HEAD_IS_GONE)
+            self._tell_end(error, f"{link.peer} is gone")
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
-            self._ring_broke(self._loaded.plan.plan_id, link.peer, error.message)
+            self._ring_broke(self._loaded.plan.plan_id, link.peer, error)
 
-    def _ring_broke(self, plan_id: int, neighbour: str, why: str) -> None:
+    def _ring_broke(self, plan_id: int, neighbour: str, error: ConvoyError) -> None:
         """End the plan and tell the head. The head's link stays open."""
-        why = f"the ring is broken at {neighbour}: {why}"
-        self._forget(why)
+        broken = f"the ring is broken at {neighbour}"
+        self._drop_plan()
+        self._tell_end(error, broken)
         if self._head is not None:
+            failed = StepFailed(0, f"{broken}: {error.message}"[:MAX_REASON], neighbour)
             # If this send fails, the head's link ends too and is reported separately.
             with contextlib.suppress(ConvoyError):
-                self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), plan_id=plan_id)
+                self._head.send(failed, plan_id=plan_id)
 
-    def _forget(self, why: str, *, everything: bool = False) -> None:
-        self._drop_plan()
-        if everything:
-            self._kept = None
-        self._tell("lost", why)
+    def _tell_end(self, error: ConvoyError, lost: str) -> None:
+        """Tell that a link ended with ``error``. It is ``lost`` unless its other end closed it in order.
 
-    def _drop_plan(self) -> None:
+        A neighbour in the ring also leaves because its head has ended, and its goodbye may come before the
+        head's own.
+        """
+        if isinstance(error, PeerLeft):
+            self._tell("ended", error.message)
+        else:
+            self._tell("lost", f"{lost}: {error.message}")
+
+    def _forget(self, reason: str = PLAN_IS_OVER) -> None:
+        """Drop the plan and the weights. ``reason`` is for the neighbours in the ring."""
+        self._drop_plan(reason)
+        self._kept = None
+
+    def _drop_plan(self, reason: str = PLAN_IS_OVER) -> None:
         """Free the K/V and end the ring's links to both neighbours.
 
         The head's own link stays. So do the weights, because the head's next plan may need most of them.
@@ -506,7 +523,7 @@ class Peer:
         self._kept = loaded.stage
         for link in loaded.neighbours():
             if link is not self._head:
-                link.dismiss("the plan is over")
+                link.dismiss(reason)
 
     def _take_kept(self) -> LoadedStage | None:
         kept, self._kept = self._kept, None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from convoy.crypto.seal import FrameOpener, FrameSealer
-from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerLeft, PeerUnreachable
 from convoy.transport.link.facts import LinkFacts
 from convoy.transport.link.incoming import (
     LINK_TYPES,
@@ -396,7 +396,7 @@ class Link:
             case RosterUpdate(signed=signed):
                 self.on_roster(self, signed)
             case Bye(reason=reason):
-                raise LinkBroken(f"{self.peer} closed the link: {reason or 'no reason given'}")
+                raise PeerLeft(f"{self.peer} closed the link: {reason or 'no reason given'}")
             case _:
                 return False
         return True
