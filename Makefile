@@ -106,7 +106,7 @@ test-chaos: setup
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
-# Those of the tests that would make `make test` longer than five minutes, and the examples that it leaves out.
+# The tests that `make test` leaves out to stay short, and the examples that it leaves out.
 test-long: setup
 	@$(BIN)/python -m pytest -m long $(PARALLEL)
 	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(PARALLEL) \

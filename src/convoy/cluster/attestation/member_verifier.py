@@ -27,7 +27,7 @@ class MemberVerifier:
     """
 
     def __init__(self, me: Callable[[], LocalMember], options: MemberOptions) -> None:
-        self.attestation = Attestation.of(me, options, self._fell)
+        self.attestation = Attestation.of(me, options, self._refuse_member)
         self.excluded: dict[str, Verdict] = {}
         self._me = me
         self._fallen: dict[str, AttestationError] = {}
@@ -95,7 +95,7 @@ class MemberVerifier:
             )
             raise PlanError(f"{error.message}; {reasons}", hint=error.hint) from error
 
-    def _fell(self, link: Link, verdict: Verdict) -> None:
+    def _refuse_member(self, link: Link, verdict: Verdict) -> None:
         refusal = self.attestation.refusal(verdict)
         _log.warning("%s", refusal.message)
         self._fallen[link.peer] = refusal

@@ -223,7 +223,7 @@ class LeaderStage:
     def _watching(self) -> _WatchedOrder:
         return _WatchedOrder(self)
 
-    def _fell(self, error: BaseException) -> None:
+    def _end_collective(self, error: BaseException) -> None:
         """End the collective after a failed order, so that no other rank waits for this rank's part."""
         if isinstance(error, CollectiveError):
             self.culprit = self.culprit or named(error, self._links)
@@ -245,6 +245,6 @@ class _WatchedOrder:
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         self._leader._watch.end()
         if error is not None:
-            self._leader._fell(error)
+            self._leader._end_collective(error)
         else:
             self._leader._collective.rest()

@@ -198,12 +198,12 @@ class ProviderSocket:
             *(message.key_signature, message.certificate, _operator_of(message)),
             *(message.software, offers),
         )
-        await self._vet(message.evidence, registration, nonce)
+        await self._verify_evidence(message.evidence, registration, nonce)
         self.registration = registration
         await self.send(Registered(name, self._options.window))
         return registration
 
-    async def _vet(self, evidence: bytes, registration: Registration, nonce: bytes) -> None:
+    async def _verify_evidence(self, evidence: bytes, registration: Registration, nonce: bytes) -> None:
         """Verify evidence and keep it. Raises `AttestationError` if it does not suffice."""
         challenged = Challenged(self._coordinator, nonce)
         self.verdict = await self._verifier.verify_on_thread(evidence, registration.claimant, challenged)
@@ -390,7 +390,7 @@ class ProviderSocket:
             self._count_failed_proof()
             return None
         self._failed_proofs = 0
-        await self._vet(proof.evidence, self.registration, proof.nonce)
+        await self._verify_evidence(proof.evidence, self.registration, proof.nonce)
         return self.verdict.level
 
     def _count_failed_proof(self) -> None:
