@@ -37,7 +37,7 @@ class StageChain:
         self._spec = spec
         self._block_size = self.stages[0].block_size
         in_full = sum(-(-length // self._block_size) for length in lengths)
-        num_blocks = [len(lengths) if g.kind == "recurrent" else in_full for g in spec.cache_groups]
+        num_blocks = [len(lengths) if g.is_state else in_full for g in spec.cache_groups]
         self._free = [list(range(count)) for count in num_blocks]
         # A sequence's number on the wire, which no other sequence ever gets.
         self._ids: dict[int, int] = {}

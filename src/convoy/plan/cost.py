@@ -52,10 +52,7 @@ class TokenCost:
         """Return the costs in multiplications: q.k and p.v for each key, and one for each weight."""
         weights = max(1, sum(layer_costs(spec)))
         per_key = ((g, g.num_heads * (g.head_dim + g.value_dim) / weights) for g in spec.cache_groups)
-        seen = {"kv", "latent", "entries"}
-        return cls(
-            tuple((cost * len(g.layers) / g.stride, g.window) for g, cost in per_key if g.kind in seen)
-        )
+        return cls(tuple((cost * len(g.layers) / g.stride, g.window) for g, cost in per_key if g.has_keys))
 
     def of_chunk(self, start: int, num_tokens: int) -> float:
         """Return the cost of ``num_tokens`` from position ``start``, in tokens without attention."""

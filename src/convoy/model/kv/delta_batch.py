@@ -142,7 +142,7 @@ class DeltaSlots:
         self._layers = {
             index: [layer for layer in group.layers if layer in layers]
             for index, group in enumerate(groups)
-            if group.kind == "recurrent" and not set(layers).isdisjoint(group.layers)
+            if group.is_state and not set(layers).isdisjoint(group.layers)
         }
         self._shapes = {index: DeltaShape.of(groups[index]) for index in self._layers}
         self.pools: dict[int, DeltaPool] = {}

@@ -71,7 +71,7 @@ class KvStore(ABC):
         self.forget()
         tables = BlockTables(
             [
-                GroupBlocks(count, group.window, group.kind == "recurrent", group.stride)
+                GroupBlocks(count, group.window, group.is_state, group.stride)
                 for group, count in zip(groups, num_blocks, strict=True)
             ],
             block_size=self._block_size,

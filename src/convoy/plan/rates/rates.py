@@ -287,7 +287,7 @@ def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: Ste
         return 0.0
     sizes = (
         group.sequence_bytes(stage.start, stage.end, round(load.context), kernel)
-        * (2 if group.kind == "recurrent" else 1)
+        * (2 if group.is_state else 1)
         for group in spec.cache_groups
     )
     return load.num_rows * sum(sizes)
@@ -307,9 +307,9 @@ def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: StepLoad) -> 
 
 def _per_token(group: CacheGroup, context: float) -> float:
     """Return the multiplications of a token in one layer, over all its keys, or over a state twice."""
-    if group.kind == "recurrent":
+    if group.is_state:
         return 2.0 * group.state_elements
-    if group.kind not in {"kv", "latent", "entries"}:
+    if not group.has_keys:
         return 0.0
     keys = group.retained_tokens(round(context)) / group.stride
     return group.num_heads * (group.head_dim + group.value_dim) * keys

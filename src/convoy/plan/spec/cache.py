@@ -72,12 +72,22 @@ class CacheGroup:
 
     @property
     def _elements_per_row(self) -> int:
-        if self.kind == "recurrent":
+        if self.is_state:
             return 0
         if self.row_elements:
             return self.row_elements
         values = 0 if self.kind == "latent" else self.value_dim
         return self.num_kv_heads * (self.head_dim + values)
+
+    @property
+    def is_state(self) -> bool:
+        """Return whether a layer keeps one state of a sequence, however long that is."""
+        return self.kind == "recurrent"
+
+    @property
+    def has_keys(self) -> bool:
+        """Return whether queries meet its rows as keys."""
+        return self.kind in {"kv", "latent", "entries"}
 
     @property
     def is_full(self) -> bool:
@@ -103,7 +113,7 @@ class CacheGroup:
 
         A row of at most ``max_row_tokens`` then overwrites no position that its first token looks back on.
         """
-        if self.kind == "recurrent":
+        if self.is_state:
             return 1
         if self.window is None:
             return None
@@ -115,7 +125,7 @@ class CacheGroup:
 
     def block_bytes(self, start: int, end: int, block_size: int, dtype: str) -> int:
         """Return a block's bytes over layers [start, end); for a recurrent group, a whole sequence's."""
-        elements = self.state_elements if self.kind == "recurrent" else block_size * self._elements_per_row
+        elements = self.state_elements if self.is_state else block_size * self._elements_per_row
         return self._num_bytes(self._num_owned(start, end) * elements, dtype)
 
     def sequence_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
