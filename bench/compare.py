@@ -8,11 +8,13 @@ from comparisons.verbs.fair import fair
 from comparisons.verbs.fleet import fleet_sim
 from comparisons.verbs.providers import providers
 from comparisons.verbs.soak import soak
+from comparisons.verbs.start import start
 from convoy.cli.main import main
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
 app.command()(fair)
 app.command()(soak)
+app.command()(start)
 app.command()(providers)
 app.command("fleet-sim")(fleet_sim)
 
