@@ -61,6 +61,15 @@ def test_every_command_of_a_guide_exists(page: str) -> None:
     assert [problem for words in found if (problem := problem_of(words, reference))] == []
 
 
+@pytest.mark.parametrize("page", ["docs/performance.md", "bench/METHODOLOGY.md"])
+def test_every_bench_of_a_list_is_a_verb_of_convoy_bench(page: str) -> None:
+    reference = commands.PAGE.read_text(encoding="utf-8")
+    lists = re.findall(r"`convoy bench ([\w-]+)`((?:(?:,| and) `[\w-]+`)*)", (ROOT / page).read_text("utf-8"))
+    assert lists
+    verbs = {verb for first, others in lists for verb in (first, *re.findall(r"`([\w-]+)`", others))}
+    assert {verb for verb in verbs if f" convoy bench {verb}\n" not in reference} == set()
+
+
 def test_a_command_that_does_not_exist_is_found() -> None:
     reference = commands.PAGE.read_text(encoding="utf-8")
     assert commands_of("alpha$ convoy serve demo --fast\nor `convoy fly`") == [
