@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -402,3 +403,29 @@ def test_a_strict_tool_of_usual_keywords_is_enforced_in_every_format(name: str) 
     form = ReplyFormat(ROWS[name], vocabulary.tokens)
     text = form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
     GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": ["object", "null"], "additionalProperties": False},
+        {"anyOf": [{"type": "object", "additionalProperties": False}, {"type": "null"}]},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": ["object", "string"], "additionalProperties": False}}},
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "deepseek"])
+def test_the_arguments_of_a_forced_call_are_an_object_also_if_the_schema_allows_others(
+    name: str, schema: dict[str, Any]
+) -> None:
+    row = ROWS[name]
+    vocabulary = ByteMarks(row, spelled=False)
+    tool = Tool("f", "", schema)
+    text = ReplyFormat(row, vocabulary.tokens).call_grammar((tool,), parallel=False, thinking=False)
+    drawn = [draw(text, vocabulary, b"", random.Random(seed)) for seed in range(6)]
+    whole = [read(row, vocabulary, ids, tools=(tool,)) for ids in drawn if ids is not None]
+    assert whole
+    for _, _, ((_, arguments),) in whole:
+        value = json.loads(arguments)
+        assert isinstance(value, dict)
+        assert jsonschema.Draft202012Validator(schema).is_valid(value)

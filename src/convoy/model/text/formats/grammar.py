@@ -51,8 +51,8 @@ class CallRules:
         return json.dumps(text)
 
     def schema(self, tool: Tool) -> str:
-        """Return the expression of the arguments of a tool."""
-        return self.json(tool.parameters or _ANY_OBJECT, strict=tool.strict)
+        """Return the expression of the arguments of a tool: an object, also if its schema allows others."""
+        return self.json({**tool.parameters, **_ANY_OBJECT}, strict=tool.strict)
 
     def json(self, schema: Any, *, strict: bool) -> str:
         """Return the expression of a JSON value; a lenient one passes over keywords that cannot be kept."""
