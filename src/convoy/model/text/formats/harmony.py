@@ -101,7 +101,8 @@ def write_grammar(rules: CallRules) -> str:
         for tool in rules.tools
     ]
     before = f"{_turn(rules)} ({_opening(rules)} {_thought(rules)})? {rules.mark(CHANNEL)}"
-    return rules.grammar(calls, before=before, single=True, extra=[_THOUGHT])
+    prelude, extra = write_prelude(rules, False)
+    return rules.grammar(calls, before=before, single=True, extra=extra, prelude=prelude)
 
 
 def write_prelude(rules: CallRules, thinking: bool) -> tuple[str, list[str]]:
