@@ -146,6 +146,7 @@ def _form(
     if request.grammar is None:
         return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
+    reply = replace(reply, formed=request.grammar.kind not in {"lark", "gbnf"})
     either = _call_or_form(request, request.grammar, reply, model, may_think=may_think, salt=salt)
     if either is not None:
         return either, reply

@@ -208,6 +208,18 @@ def test_a_spelled_mark_within_a_json_string_is_text() -> None:
         ]
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_a_spelled_mark_in_a_text_with_a_form_is_text(name: str) -> None:
+    row = ROWS[name]
+    text = f'{{"a": "{" ".join(row.marks)}"}}'
+    for parts in halves(text):
+        assert joined(read_spelled(row, parts, options(formed=True))) == ("", text, [])
+    if row.parser.think[0]:
+        thought = f"Hm{row.parser.think[1]}\n{text}"
+        given = options(thinking=True, formed=True)
+        assert joined(read_spelled(row, list(thought), given)) == ("Hm", text, [])
+
+
 FRAGMENTS = {
     name: [
         *row.marks,

@@ -33,7 +33,7 @@ class HarmonyParser(ReplyParser):
 
     def read(self, lexeme: Mark | str) -> list[Piece]:
         """Return the pieces that a mark or a text adds."""
-        if isinstance(lexeme, Mark) and not (lexeme.spelled and self.in_string):
+        if isinstance(lexeme, Mark) and not self.is_text(lexeme):
             return self.on_mark(lexeme)
         return self.on_text(lexeme.shown if isinstance(lexeme, Mark) else lexeme)
 
