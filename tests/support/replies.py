@@ -60,8 +60,10 @@ def numbers() -> Any:
     return lambda: f"call_{next(made)}"
 
 
-def options(*, tools: Sequence[Tool] = TOOLS, calls: bool = True, thinking: bool = False) -> ParserOptions:
-    return ParserOptions(tuple(tools), calls, thinking, numbers())
+def options(
+    *, tools: Sequence[Tool] = TOOLS, calls: bool = True, thinking: bool = False, formed: bool = False
+) -> ParserOptions:
+    return ParserOptions(tuple(tools), calls, thinking, numbers(), formed)
 
 
 def read_tokens(row: FormatRow, text: str, given: ParserOptions, *, special: bool) -> list[Piece]:

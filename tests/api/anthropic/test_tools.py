@@ -53,6 +53,12 @@ def test_nothing_is_required_if_every_tool_was_left_out() -> None:
     assert read([SEARCH], {"type": "any"}) == ((), ToolChoice())
 
 
+def test_a_tool_that_was_left_out_is_not_required_by_name() -> None:
+    named = {"type": "tool", "name": "web_search"}
+    assert read([SEARCH], named) == ((), ToolChoice())
+    assert read([SEARCH, CLOCK], named)[1] == ToolChoice()
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "where"),
     [
@@ -62,6 +68,7 @@ def test_nothing_is_required_if_every_tool_was_left_out() -> None:
         ([CLOCK, CLOCK], None, "tools.1.name"),
         ([CLOCK] * 513, None, "tools"),
         ([CLOCK], {"type": "tool", "name": "moon"}, "tool_choice.name"),
+        ([{"type": "mcp_toolset"}, CLOCK], {"type": "tool"}, "tool_choice.name"),
         ([CLOCK], {"type": "must"}, "tool_choice.type"),
         (None, {"type": "any"}, "tool_choice"),
     ],

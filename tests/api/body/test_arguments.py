@@ -11,14 +11,26 @@ from convoy.errors import RequestError
 
 
 @pytest.mark.parametrize(
-    ("given", "text"), [('{"a": 1}', '{"a": 1}'), (" {} ", "{}"), ("", "{}"), ("  ", "{}"), ("\n{}", "{}")]
+    ("given", "text"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        (" {} ", "{}"),
+        ("", "{}"),
+        ("  ", "{}"),
+        ("\n{}", "{}"),
+        ('{"a": "\\ud83d\\ude00"}',) * 2,
+    ],
 )
 def test_an_object_is_returned_and_empty_arguments_are_one(given: str, text: str) -> None:
     assert read_arguments(given, "x") == text
 
 
 @pytest.mark.parametrize(
-    "given", ['{"a":', "[1]", "5", "no json", "[" * 5000, '{"a": NaN}', '{"a": ' + "1" * 5000 + "}"]
+    "given",
+    [
+        *('{"a": "\\ud800"}', '{"\\udc00": 1}'),
+        *('{"a":', "[1]", "5", "no json", "[" * 5000, '{"a": NaN}', '{"a": ' + "1" * 5000 + "}"),
+    ],
 )
 def test_other_text_is_none(given: str) -> None:
     assert read_arguments(given, "x") is None

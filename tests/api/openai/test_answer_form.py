@@ -163,3 +163,21 @@ def test_an_answer_in_a_grammar_of_its_own_has_no_reasoning(
     assert answer.status_code == 200, answer.text
     message = answer.json()["choices"][0]["message"]
     assert {name for name in ("content", "reasoning_content") if message.get(name)} == {field}
+
+
+def test_an_answer_in_a_json_form_may_call_a_tool_instead(server: Running) -> None:
+    call = '<tool_call>\n{"name": "read", "arguments": {"a": 1}}\n</tool_call>'
+
+    def with_tool(parameters: dict[str, Any], **more: Any) -> GenerationRequest:
+        tool = {"type": "function", "function": {"name": "read", "parameters": parameters, "strict": True}}
+        return asked(server, CHAT, response_format={"type": "json_object"}, tools=[tool], **more)
+
+    either = with_tool(SCHEMA)
+    assert takes(either, call)
+    assert takes(either, '{"b": 1}')
+    assert not takes(either, "[1]")
+    # A tool that cannot be compiled, or that may not be called, leaves the form alone.
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(("}}}
+    for alone in (with_tool(odd), with_tool(SCHEMA, tool_choice="none")):
+        assert takes(alone, '{"b": 1}')
+        assert not takes(alone, call)

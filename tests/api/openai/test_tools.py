@@ -184,6 +184,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "tool_choice.function.name",
     ),
     ({"chat_template_kwargs": {"a": deep(100)}}, "chat_template_kwargs"),
+    ({"messages": [*ASK, called()], "continue_final_message": True}, "continue_final_message"),
 ]
 
 

@@ -44,6 +44,9 @@ while "--wait" in sys.argv:
 sys.exit(7)
 """
 
+# With one of these, Claude Code asks a cloud whatever its base URL is.
+OTHER_SERVICES = ("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -68,6 +71,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "CONVOY_API_KEY": KEY,
         "ANTHROPIC_API_KEY": "of-the-user",
         "CODEX_API_KEY": "of-the-user",
+        **dict.fromkeys(OTHER_SERVICES, "1"),
     }
 
 
@@ -127,7 +131,7 @@ def test_claude_gets_variables_alone(server: Running, environment: dict[str, str
     assert variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "4096"
     for switch in ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY"):
         assert variables[switch] == "1"
-    assert "ANTHROPIC_API_KEY" not in variables
+    assert not {"ANTHROPIC_API_KEY", *OTHER_SERVICES} & variables.keys()
 
 
 def test_opencode_gets_its_configuration_in_a_variable(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from convoy.errors import ModelError, RequestError
 from convoy.model.text import vocabulary
@@ -86,6 +87,19 @@ def test_a_control_string_that_is_an_ordinary_piece_too_stays_text(tmp_path: Pat
 def test_added_tokens_that_are_not_special_are_used_in_raw_text(byte_level: Tokenizer) -> None:
     assert len(byte_level.encode(" " * 16)) == 1
     assert len(byte_level.encode("<tool>")) == 1
+
+
+def test_a_mark_of_replies_is_a_control_token_also_if_the_template_never_writes_it(tmp_path: Path) -> None:
+    backend = tiny.byte_level()
+    marks = ("<think>", "</think>")
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    template = "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}"
+    tokenizer = tiny.load(backend, tmp_path, BYTE_LEVEL, template=template)
+    numbers = {backend.token_to_id(mark) for mark in marks}
+    assert numbers <= tokenizer.control_ids
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<think>hm</think>"}])
+    assert not numbers & set(ids)
+    assert tokenizer.decode(ids) == "<think>hm</think>"
 
 
 def test_half_a_surrogate_pair_is_a_request_error(byte_level: Tokenizer) -> None:

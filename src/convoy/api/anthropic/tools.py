@@ -62,6 +62,9 @@ def _choice(
             raise RequestError("tool_choice: any needs tools", param="tool_choice")
         case "tool" if given.name in tools:
             return ToolChoice("required", given.name, parallel=False)
+        case "tool" if given.name and any(one.name == given.name for one in all_tools):
+            # A tool that was left out cannot be called.
+            return ToolChoice(parallel=parallel)
         case "tool":
             raise RequestError("tool_choice.name: no tool has this name", param="tool_choice.name")
     raise RequestError(

@@ -26,6 +26,9 @@ def read_arguments(given: str, param: str) -> str | None:
     text = given.strip() or "{}"
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
+            # A model may write half of a surrogate pair, which is no text, so no prompt can hold it.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     check_depth(value, param)

@@ -166,6 +166,10 @@ def _form(
     if request.grammar is None:
         return None, reply
     model.grammars.check(request.grammar, request.grammar.param)
+    reply = replace(reply, formed=request.grammar.kind not in {"lark", "gbnf"})
+    either = _call_or_form(request, request.grammar, reply, model, may_think=may_think, salt=salt)
+    if either is not None:
+        return either, reply
     grammar = own.answer_grammar(
         request.grammar,
         thinking=reply.thinking,
@@ -177,6 +181,40 @@ def _form(
         # It holds from the first token, so the answer has no reasoning, also if the prompt has opened one.
         reply = replace(reply, thinking=False)
     return model.grammars.compile(grammar, grammar.param, caller=request.caller, owner=salt), reply
+
+
+def _call_or_form(
+    request: ChatRequest,
+    form: Grammar,
+    reply: ParserOptions,
+    model: ServedModel,
+    *,
+    may_think: bool,
+    salt: bytes,
+) -> CompiledGrammar | None:
+    """Return the grammar of an answer that calls a tool or has a form.
+
+    Return None if there is nothing to call, or no such grammar. The form then holds alone.
+    """
+    conversation, own = request.conversation, model.tokenizer.reply_format
+    continues = conversation.continues
+    if not reply.calls or not own.may_call_beside(form, thinking=reply.thinking, continues=continues):
+        return None
+    try:
+        for tool in reply.tools:
+            model.grammars.check_schema(tool.parameters, "tools")
+        grammar = own.call_or_answer_grammar(
+            reply.tools,
+            form,
+            parallel=conversation.choice.parallel,
+            thinking=reply.thinking,
+            may_think=may_think,
+            opened=conversation.add_generation_prompt,
+        )
+        return model.grammars.compile(grammar, form.param, caller=request.caller, owner=salt)
+    except RequestError:
+        # The fault may lie in a tool, which need not be called, or in the form, which is then refused alone.
+        return None
 
 
 def _parser_options(conversation: Conversation, model: ServedModel, prompt_ids: list[int]) -> ParserOptions:

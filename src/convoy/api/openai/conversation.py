@@ -50,6 +50,9 @@ def read_conversation(body: ChatBody, options: ServeOptions, dropped: DroppedHis
     if continues and turns[-1].role != "assistant":
         text = "continue_final_message needs an assistant's message at the end"
         raise RequestError(text, param="continue_final_message")
+    if continues and turns[-1].calls:
+        text = "continue_final_message cannot continue a message with tool_calls"
+        raise RequestError(text, param="continue_final_message")
     if continues and body.add_generation_prompt:
         text = "continue_final_message and add_generation_prompt are both true, expected one of them"
         raise RequestError(text, param="continue_final_message")

@@ -106,7 +106,8 @@ def _claude(server: AgentServer, folder: Path) -> AgentSettings:  # noqa: ARG001
     if server.context is not None:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
         variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(server.answer)
-    others = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
+    clouds = ("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY")
+    others = ("ANTHROPIC_API_KEY", *clouds)
     return AgentSettings((), variables, {}, others)
 
 

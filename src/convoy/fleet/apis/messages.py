@@ -104,13 +104,26 @@ def _rebuild(given: Fields, known: Mapping[str, Any]) -> dict[str, Any]:
     own = [tool for tool in tools if tool.type in (None, "custom")]
     if own:
         fields["tools"] = own
-    elif tools and "tool_choice" in fields and fields["tool_choice"].type == "any":
-        # Every tool was left out, so there is nothing that could be required.
+    if tools and _demands_nothing(fields.get("tool_choice"), own, tools):
         del fields["tool_choice"]
     output: AllowedOutput = fields.get("output_config", AllowedOutput())
     schemas: list[tuple[str, Any]] = [("tools", tool.input_schema) for tool in own]
     check_references([*schemas, ("output_config", output.format.schema if output.format else None)])
     return fields
+
+
+def _demands_nothing(
+    choice: AllowedMessageChoice | None,
+    own: Sequence[AllowedMessageTool],
+    given: Sequence[AllowedMessageTool],
+) -> bool:
+    """Return whether a choice demands a call of tools that were all left out, so that nothing is required."""
+    if choice is None:
+        return False
+    if choice.type == "any":
+        return not own
+    left_out = {tool.name for tool in given if tool.name} - {tool.name for tool in own}
+    return choice.type == "tool" and choice.name in left_out
 
 
 def read_message(found: Mapping[str, Any]) -> EventFacts:

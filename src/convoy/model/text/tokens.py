@@ -38,8 +38,9 @@ class Tokenizer:
         template = pretrained.chat_template
         template = template.get("default") if isinstance(template, Mapping) else template
         special = [*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(sorted(self.eos_ids))]
-        self._vocabulary = Vocabulary(pretrained.backend_tokenizer.to_str(), special, template or "")
         row = find_format(template or "")
+        description = pretrained.backend_tokenizer.to_str()
+        self._vocabulary = Vocabulary(description, special, template or "", row.marks)
         tokens = {
             text: number for text in row.marks if (number := self._vocabulary.added_id(text)) is not None
         }

@@ -33,11 +33,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Vocabulary:
     """Wrap a tokeniser's backend, thread-safe. Ids are the tokeniser's; the model may lack some of them."""
 
-    def __init__(self, backend_json: str, special: Iterable[str], template: str) -> None:
+    def __init__(
+        self, backend_json: str, special: Iterable[str], template: str, marks: Iterable[str] = ()
+    ) -> None:
         """Read the backend's description.
 
         ``special`` lists tokens that are special although the description does not mark them. ``template`` is
-        the chat template.
+        the chat template, and ``marks`` are the control strings of the format of replies.
         """
         self._json: dict[str, Any] = json.loads(backend_json)
         self._full = _backend(self._json)
@@ -46,9 +48,11 @@ class Vocabulary:
         added = {token["content"]: token["id"] for token in self._json["added_tokens"]}
         marked = {token["content"] for token in self._json["added_tokens"] if token["special"]}
         special_tokens = {text: added[text] for text in added.keys() & (marked | set(special))}
-        # another added token (such as a run of spaces) is a control token only if the template writes it
+        # another added token (such as a run of spaces) is a control token only if the template writes it, or
+        # if a reply is read by it
         written = {text: number for text, number in added.items() if text.strip() and text in template}
-        controls = special_tokens | written
+        read = {text: added[text] for text in marks if text in added}
+        controls = special_tokens | written | read
         self._added = {number: text for text, number in added.items()}
         self._ids = added
         self._special_ids = frozenset(special_tokens.values())

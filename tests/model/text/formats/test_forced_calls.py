@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -402,3 +403,77 @@ def test_a_strict_tool_of_usual_keywords_is_enforced_in_every_format(name: str) 
     form = ReplyFormat(ROWS[name], vocabulary.tokens)
     text = form.call_grammar((Tool("f", "", schema, True),), parallel=False, thinking=False)
     GrammarCompiler(vocabulary).compile(Grammar("lark", text), "tools")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": ["object", "null"], "additionalProperties": False},
+        {"anyOf": [{"type": "object", "additionalProperties": False}, {"type": "null"}]},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": ["object", "string"], "additionalProperties": False}}},
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "deepseek"])
+def test_the_arguments_of_a_forced_call_are_an_object_also_if_the_schema_allows_others(
+    name: str, schema: dict[str, Any]
+) -> None:
+    row = ROWS[name]
+    vocabulary = ByteMarks(row, spelled=False)
+    tool = Tool("f", "", schema)
+    text = ReplyFormat(row, vocabulary.tokens).call_grammar((tool,), parallel=False, thinking=False)
+    drawn = [draw(text, vocabulary, b"", random.Random(seed)) for seed in range(6)]
+    whole = [read(row, vocabulary, ids, tools=(tool,)) for ids in drawn if ids is not None]
+    assert whole
+    for _, _, ((_, arguments),) in whole:
+        value = json.loads(arguments)
+        assert isinstance(value, dict)
+        assert jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking"),
+    [
+        (name, thinking)
+        for name in CALLING
+        for thinking in (False, True)
+        if not ROWS[name].calls_like_json and not (thinking and name == "harmony")
+    ],
+)
+def test_whatever_is_drawn_beside_a_form_has_it_or_is_a_valid_call(name: str, thinking: bool) -> None:
+    row, answer = ROWS[name], Grammar("json_schema", json.dumps(ANSWER))
+    vocabulary = ByteMarks(row, spelled=False)
+    form = ReplyFormat(row, vocabulary.tokens)
+    assert form.may_call_beside(answer, thinking=thinking, continues=False)
+    text = form.call_or_answer_grammar(TOOLS, answer, parallel=False, thinking=thinking).text
+    drawn = [draw(text, vocabulary, ENDS.get(name, b""), random.Random(seed)) for seed in range(10)]
+    said = [read(row, vocabulary, ids, thinking=thinking) for ids in drawn if ids is not None]
+    for _, shown, calls in said:
+        if calls:
+            assert not shown.strip()
+            assert [called for called, _ in calls] in (["read"], ["list"])
+            if calls[0][0] == "read":
+                check(json.loads(calls[0][1]))
+        else:
+            assert jsonschema.Draft202012Validator(ANSWER).is_valid(json.loads(shown))
+    assert {bool(calls) for _, _, calls in said} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "thinking", "continues"),
+    [
+        ("llama-json", "json_object", False, False),
+        ("think", "json_object", False, False),
+        ("hermes", "regex", False, False),
+        ("hermes", "json_object", False, True),
+        ("harmony", "json_object", True, False),
+    ],
+)
+def test_a_call_has_no_place_where_nothing_tells_it_from_the_text(
+    name: str, kind: Any, thinking: bool, continues: bool
+) -> None:
+    form = ReplyFormat(ROWS[name], {})
+    assert not form.may_call_beside(Grammar(kind, "a"), thinking=thinking, continues=continues)

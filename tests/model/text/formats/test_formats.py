@@ -58,6 +58,10 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
             "</function></tool_call>",
             ("", "", [("read", '{"deep": {"on": "</parameter>"}}')]),
         ),
+        (
+            "<tool_call><function=read><parameter=lines>\nNaN\n</parameter></function></tool_call>",
+            ("", "", [("read", '{"lines": "NaN"}')]),
+        ),
         ("<tool_call>odd</tool_call>", ("", "<tool_call>odd</tool_call>", [])),
         ("<tool_call><function=read><parameter=path>\ncut", ("", "", [("read", '{"path": "cut"}')])),
     ],
@@ -107,8 +111,8 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
         ),
         ('<|tool_call>call:read{path:<|"|>cut', ("", "", [("read", '{"path": "cut"}')])),
         (
-            "<|tool_call>call:list{a:[[1],[]],b:x y}<tool_call|>",
-            ("", "", [("list", '{"a": [[1], []], "b": "x y"}')]),
+            "<|tool_call>call:list{a:[[1],[]],b:x y,c:NaN}<tool_call|>",
+            ("", "", [("list", '{"a": [[1], []], "b": "x y", "c": "NaN"}')]),
         ),
     ],
     "deepseek": [
@@ -132,6 +136,11 @@ REPLIES: dict[str, list[tuple[str, Read]]] = {
             '<｜DSML｜parameter name="deep" string="false">{"on": true}</｜DSML｜parameter>\n'
             '</｜DSML｜invoke>\n<｜DSML｜invoke name="list">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
             ("Why?", "Look.", [READ, LIST]),
+        ),
+        (
+            '<｜DSML｜function_calls><｜DSML｜invoke name="list"><｜DSML｜parameter name="a" string="false">'
+            "-Infinity</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+            ("", "", [("list", '{"a": "-Infinity"}')]),
         ),
         ("a < b and ｜DSML｜ c", ("", "a < b and ｜DSML｜ c", [])),
     ],
@@ -197,6 +206,18 @@ def test_a_spelled_mark_within_a_json_string_is_text() -> None:
         assert joined(read_spelled(ROWS["hermes"], parts, options()))[2] == [
             ("list", '{"a": "</tool_call>"}')
         ]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_spelled_mark_in_a_text_with_a_form_is_text(name: str) -> None:
+    row = ROWS[name]
+    text = f'{{"a": "{" ".join(row.marks)}"}}'
+    for parts in halves(text):
+        assert joined(read_spelled(row, parts, options(formed=True))) == ("", text, [])
+    if row.parser.think[0]:
+        thought = f"Hm{row.parser.think[1]}\n{text}"
+        given = options(thinking=True, formed=True)
+        assert joined(read_spelled(row, list(thought), given)) == ("Hm", text, [])
 
 
 FRAGMENTS = {

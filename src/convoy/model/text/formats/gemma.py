@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.grammar import OBJECT, CallRules
+from convoy.model.text.formats.json_call import is_json
 from convoy.model.text.formats.lexer import Mark
 from convoy.model.text.formats.parser import ParserOptions, ReplyParser
 from convoy.model.text.pieces import Piece
@@ -98,11 +99,7 @@ class _Values:
         if not word or self._has_value:
             return "" if self._has_value or not self._open or self._open[-1] == "[" else "null"
         self._has_value = True
-        try:
-            json.loads(word)
-        except ValueError:
-            return json.dumps(word, ensure_ascii=False)
-        return word
+        return word if is_json(word) else json.dumps(word, ensure_ascii=False)
 
 
 class GemmaParser(ReplyParser):

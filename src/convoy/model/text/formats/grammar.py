@@ -40,6 +40,8 @@ class CallRules:
     reasoning_start: str = ""
     # Whether the prompt has opened the assistant's turn.
     opened: bool = True
+    # The form of a text that may come in place of the calls.
+    form: Grammar | None = None
 
     def mark(self, name: str) -> str:
         """Return the expression of a mark: its token where it is one, otherwise its text."""
@@ -51,8 +53,8 @@ class CallRules:
         return json.dumps(text)
 
     def schema(self, tool: Tool) -> str:
-        """Return the expression of the arguments of a tool."""
-        return self.json(tool.parameters or _ANY_OBJECT, strict=tool.strict)
+        """Return the expression of the arguments of a tool: an object, also if its schema allows others."""
+        return self.json({**tool.parameters, **_ANY_OBJECT}, strict=tool.strict)
 
     def json(self, schema: Any, *, strict: bool) -> str:
         """Return the expression of a JSON value; a lenient one passes over keywords that cannot be kept."""
@@ -136,22 +138,39 @@ class CallRules:
         after: str = "",
         single: bool = False,
         extra: Sequence[str] = (),
+        prelude: str | None = None,
     ) -> str:
         """Return a grammar of one or more of ``calls``, behind the reasoning that the prompt has opened.
 
-        A ``single`` call is one at most. ``extra`` are rules that the calls name.
+        A ``single`` call is one at most. ``extra`` are rules that the calls name. A text of the `form` comes
+        behind ``prelude``, as in `answer`.
         """
         lines = [f"call: {' | '.join(f'call_{index}' for index in range(len(calls)))}"]
         lines += [f"call_{index}: {call}" for index, call in enumerate(calls)]
         lines += extra
         more = f"({between} call)*" if self.parallel and not single else ""
         whole = f"{before} call {more} {after}"
-        return self._whole(whole, whole, lines)
+        text = None if self.form is None else self._text(self.form, prelude)
+        if text is None:
+            return self._whole(whole, whole, lines)
+        alone, behind, body = text
+        return self._whole(f"{whole} | {alone}", f"({whole} | {behind})", [*lines, body])
 
     def answer(self, grammar: Grammar, *, prelude: str | None = None, extra: Sequence[str] = ()) -> Grammar:
         """Return a grammar behind the reasoning, or ``grammar`` itself if it is in a language of its own.
 
         A format's ``prelude`` stands between them, and otherwise newlines. ``extra`` are its rules.
+        """
+        text = self._text(grammar, prelude)
+        if text is None:
+            return grammar
+        alone, behind, body = text
+        return Grammar("lark", self._whole(alone, behind, [body, *extra]), grammar.strict, grammar.param)
+
+    def _text(self, grammar: Grammar, prelude: str | None) -> tuple[str, str, str] | None:
+        """Return the expressions of a text, alone and behind a reasoning, and the rule that they name.
+
+        Return None for a grammar in a language of its own.
         """
         gap = r"/\n*/ " if prelude is None else ""
         behind = f"{prelude or ''} {gap}body"
@@ -172,9 +191,8 @@ class CallRules:
                     self.text(str(one)) for one in (choices if isinstance(choices, list) else [])
                 )
             case _:
-                return grammar
-        text = self._whole(f"{prelude or ''} body", behind, [f"body: {body}", *extra])
-        return Grammar("lark", text, grammar.strict, grammar.param)
+                return None
+        return f"{prelude or ''} body", behind, f"body: {body}"
 
     def _whole(self, alone: str, behind: str, lines: list[str]) -> str:
         """Return the whole grammar of ``alone``, or of ``behind`` a reasoning if there is one."""

@@ -33,7 +33,7 @@ class HarmonyParser(ReplyParser):
 
     def read(self, lexeme: Mark | str) -> list[Piece]:
         """Return the pieces that a mark or a text adds."""
-        if isinstance(lexeme, Mark) and not (lexeme.spelled and self.in_string):
+        if isinstance(lexeme, Mark) and not self.is_text(lexeme):
             return self.on_mark(lexeme)
         return self.on_text(lexeme.shown if isinstance(lexeme, Mark) else lexeme)
 
@@ -101,7 +101,8 @@ def write_grammar(rules: CallRules) -> str:
         for tool in rules.tools
     ]
     before = f"{_turn(rules)} ({_opening(rules)} {_thought(rules)})? {rules.mark(CHANNEL)}"
-    return rules.grammar(calls, before=before, single=True, extra=[_THOUGHT])
+    prelude, extra = write_prelude(rules, False)
+    return rules.grammar(calls, before=before, single=True, extra=extra, prelude=prelude)
 
 
 def write_prelude(rules: CallRules, thinking: bool) -> tuple[str, list[str]]:

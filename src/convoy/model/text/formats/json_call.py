@@ -13,6 +13,20 @@ _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is one JSON value. NaN and Infinity are none, although Python reads them."""
+    try:
+        # A number may have more digits than Python converts.
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
 class JsonValue:
     """Find the end of one JSON value in text that comes in parts."""
 

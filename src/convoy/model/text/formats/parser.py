@@ -28,6 +28,8 @@ class ParserOptions:
     # Whether the prompt ends inside a reasoning.
     thinking: bool = False
     make_id: Callable[[], str] = make_call_id
+    # Whether a text outside of reasoning and calls has a form, in which a spelled mark is text.
+    formed: bool = False
 
 
 class ReplyParser:
@@ -46,6 +48,8 @@ class ReplyParser:
         self._newlines = ""
         # Whether newlines at the beginning of the section are dropped.
         self._fresh = options.thinking
+        # Whether there was text outside of reasoning.
+        self._said = False
         self._index = -1
 
     @property
@@ -55,7 +59,7 @@ class ReplyParser:
 
     def read(self, lexeme: Lexeme) -> list[Piece]:
         """Return the pieces that a mark or a text adds."""
-        if isinstance(lexeme, Mark) and lexeme.spelled and self.in_string:
+        if isinstance(lexeme, Mark) and self.is_text(lexeme):
             lexeme = lexeme.shown
         if isinstance(lexeme, Mark):
             if lexeme.name in self.think and self.may_think:
@@ -77,6 +81,10 @@ class ReplyParser:
     def in_string(self) -> bool:
         """Tell whether a JSON string of a call is open, in which a spelled mark is text."""
         return False
+
+    def is_text(self, mark: Mark) -> bool:
+        """Tell whether a mark is text here, by its letters alone: in a string, or in a text with a form."""
+        return mark.spelled and (self.in_string or (self.options.formed and self._said))
 
     def on_mark(self, mark: Mark) -> list[Piece]:
         """Read a mark outside of reasoning."""
@@ -104,6 +112,7 @@ class ReplyParser:
         text = self._newlines + text
         core = text.rstrip("\n")
         self._newlines = text[len(core) :]
+        self._said = self._said or (bool(core) and not self._reasons)
         return self._section_piece(core)
 
     def close(self) -> list[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats import deepseek, gemma, harmony, hermes, llama, mistral, tags
@@ -30,6 +30,8 @@ class FormatRow:
     arguments_as_text: bool = False
     # The length of call ids that the template demands.
     call_id_chars: int | None = None
+    # A call begins as a JSON text does.
+    calls_like_json: bool = False
 
 
 # More tokens than the mark that opens a reasoning has, when it is spelled.
@@ -72,7 +74,14 @@ FORMATS: tuple[FormatRow, ...] = (
         mistral.write_grammar,
         call_id_chars=9,
     ),
-    FormatRow("llama-json", (llama.TAG, "ipython"), llama.MARKS, llama.LlamaParser, llama.write_grammar),
+    FormatRow(
+        "llama-json",
+        (llama.TAG, "ipython"),
+        llama.MARKS,
+        llama.LlamaParser,
+        llama.write_grammar,
+        calls_like_json=True,
+    ),
     FormatRow("qwen-tags", ("<function=",), tags.QWEN_MARKS, tags.QwenTagParser, tags.write_qwen_grammar),
     FormatRow("hermes", ("<tool_call>",), hermes.MARKS, hermes.HermesParser, hermes.write_grammar),
     _PLAIN,
@@ -137,6 +146,35 @@ class ReplyFormat:
             prelude, extra = self.row.prelude(rules, thinking)
             return rules.answer(grammar, prelude=prelude, extra=extra)
         return rules.answer(grammar) if rules.reasoning_end else grammar
+
+    def may_call_beside(self, grammar: Grammar, *, thinking: bool, continues: bool) -> bool:
+        """Tell whether a reply may call tools in place of a text that keeps ``grammar``.
+
+        The first letter tells a JSON text from a call, but for one format. A prompt that ends inside the text
+        or inside a channel leaves no place for a call.
+        """
+        in_channel = self.row.prelude is not None and thinking
+        is_told = grammar.kind in {"json_object", "json_schema"} and not self.row.calls_like_json
+        return self.has_calls and is_told and not continues and not in_channel
+
+    def call_or_answer_grammar(
+        self,
+        tools: tuple[Tool, ...],
+        grammar: Grammar,
+        *,
+        parallel: bool,
+        thinking: bool,
+        may_think: bool = False,
+        opened: bool = True,
+    ) -> Grammar:
+        """Return the grammar of a reply that calls ``tools``, or that is a text that keeps ``grammar``.
+
+        The prompt ends as that of `call_grammar`. No tool is strict here.
+        """
+        assert self.row.grammar is not None, "only a format with calls can force them"
+        lenient = tuple(replace(tool, strict=False) for tool in tools)
+        rules = replace(self._rules(lenient, parallel, thinking, may_think, opened), form=grammar)
+        return Grammar("lark", self.row.grammar(rules), grammar.strict, grammar.param)
 
     def _rules(
         self, tools: tuple[Tool, ...], parallel: bool, thinking: bool, may_think: bool, opened: bool

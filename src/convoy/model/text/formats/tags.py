@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.grammar import DEFINITIONS, CallRules
-from convoy.model.text.formats.json_call import JsonValue
+from convoy.model.text.formats.json_call import JsonValue, is_json
 from convoy.model.text.formats.lexer import Mark, TextScanner
 from convoy.model.text.formats.parser import THINK, ParserOptions, ReplyParser
 from convoy.model.text.pieces import Piece
@@ -95,11 +95,7 @@ class ArgumentWriter:
         literal = _LITERALS.get(text.strip(), text.strip())
         if "string" in self._types and not (literal == "null" and "null" in self._types):
             return _quoted(text)
-        try:
-            json.loads(literal)
-        except (ValueError, RecursionError):
-            return _quoted(text)
-        return literal
+        return literal if is_json(literal) else _quoted(text)
 
 
 def _quoted(text: str) -> str:
