@@ -12,7 +12,6 @@ from hypothesis import settings
 from support.examined import examine_once
 from support.tls_files import trust_few
 from support.unit import Guard
-from support.workers import bound_memory
 
 pytest_plugins = ["support.workers"]
 
@@ -41,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if folders := config.getoption("--unit").split():
         config.pluginmanager.register(Guard([config.rootpath / folder for folder in folders]))
     if hasattr(config, "workerinput"):
+        from support.workers import bound_memory
+
         bound_memory()
 
 

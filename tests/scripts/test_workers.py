@@ -1,4 +1,4 @@
-"""`--workers`, by which `make test` shares its tests out: every outcome is told, and files keep their fixtures."""
+"""`--workers` of `make test`: every outcome is told, and a file keeps its fixtures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_every_outcome_is_told_also_of_a_worker_that_is_killed(tmp_path: Path) -
         (tmp_path / name).write_text(text)
     done = run(tmp_path, "-rA")
     assert done.returncode == 1, done.stdout + done.stderr
-    told = {line.partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))}
+    told = {
+        line.partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))
+    }
     assert told == {
         "PASSED test_a.py::test_one",
         "PASSED test_a.py::test_two",

@@ -254,7 +254,7 @@ def _run(session: pytest.Session, connection: Connection[Any, Any]) -> None:
     while places:
         for place, following in pairwise(places):
             run(item=items[place], nextitem=items[following])
-        # A fixture lives on if the next test uses it. So the next file must be known before the last test ends.
+        # A fixture lives on if the next test uses it. So the next file is known before the last test ends.
         connection.send(("next", None))
         later: list[int] = connection.recv()
         run(item=items[places[-1]], nextitem=items[later[0]] if later else None)
