@@ -113,8 +113,8 @@ test-verify: setup
 
 # Those of the tests that would make `make test` longer than five minutes, and the examples that it leaves out.
 test-long: setup
-	@$(BIN)/python -m pytest -m long $(PARALLEL)
-	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(PARALLEL) \
+	@$(BIN)/python -m pytest -m long $(FORKED)
+	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(FORKED) \
 	  $$(grep -rl --include='test_*.py' 'from support.examples' tests)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
