@@ -128,8 +128,9 @@ def test_a_member_writes_down_which_rosters_it_accepted_and_from_where(tmp_path:
 
     file = AcceptedFile(tmp_path / "id")
     opened = open_membership("alpha", identity, roster(1), operator_key=operator.public_key, file=file)
-    assert opened.membership.offer(roster(2), "beta")
-    assert not opened.membership.offer(roster(2), "gamma")
+    second = roster(2)
+    assert opened.membership.offer(second, "beta")
+    assert not opened.membership.offer(second, "gamma")
     entries = shown(tmp_path, "id")
     assert [(entry["action"], entry["subject"]["epoch"], entry["from"]) for entry in entries] == [
         ("accept roster", 1, "the roster file, at the start"),

@@ -103,15 +103,20 @@ def actions(folder: Path) -> list[str]:
     return [entry.fields["action"] for entry in read_entries(log) if isinstance(entry, Entry)]
 
 
-def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
+def test_yes_lets_the_newcomer_in_and_a_typo_is_asked_again(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"
     with inviting(alpha) as (operator, token), joining(beta, token) as newcomer:
         asked = event(operator, "confirm")
         assert asked["name"] == "beta"
         assert event(newcomer, "code")["text"].startswith(asked["code"])
-        answer(operator, "y\n")
+        # All at once, as from a pipe. The last line is not over yet.
+        answer(operator, "yy\nyesterday\nyes")
+        answer(operator, "\n")
         assert event(operator, "enrolled")["epoch"] == 2
-        assert operator.wait(30) == 0
+        _, said = operator.communicate(timeout=30)
+        assert operator.returncode == 0
+        assert said.count("the same code? [y/N] ") == 3
+        assert said.count("that is neither y nor n\n") == 2
         event(newcomer, "joined")
         assert event(newcomer, "listening")["text"].startswith("beta listens on")
     rosters = [(folder / ".convoy/roster.toml").read_bytes() for folder in (alpha, beta)]
@@ -187,20 +192,6 @@ def test_who_interrupts_the_question_reads_that_the_invitation_is_used_up(tmp_pa
             _, said = newcomer.communicate(timeout=30)
     assert errors.splitlines()[-1] == "ended: beta was not let in, and the invitation is used up"
     assert "error: the invitation is used up, and the inviting machine went away" in said
-
-
-def test_a_typo_is_asked_again_and_uses_nothing_up(tmp_path: Path) -> None:
-    alpha = tmp_path / "alpha"
-    with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
-        event(operator, "confirm")
-        event(newcomer, "code")
-        answer(operator, "yy\nyesterday\nyes")  # all at once, as from a pipe; the last line is not over yet
-        answer(operator, "\n")
-        assert event(operator, "enrolled")["epoch"] == 2
-        _, asked = operator.communicate(timeout=30)
-        assert asked.count("the same code? [y/N] ") == 3
-        assert asked.count("that is neither y nor n\n") == 2
-        event(newcomer, "joined")
 
 
 def test_the_end_of_input_after_a_typo_is_a_no(tmp_path: Path) -> None:

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import matches, play, read_transcript
+from support.cases import cases
 
 TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
+# `convoy bench comms` measures smaller hops in tests/e2e/test_bench.py.
+SLOW = {"bench_hop"}
 
 
-@pytest.mark.parametrize("file", TRANSCRIPTS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", cases(TRANSCRIPTS, lambda file: file.stem not in SLOW), ids=lambda file: file.stem
+)
 def test_the_command_line_does_what_its_transcript_says(file: Path, tmp_path: Path) -> None:
     commands = read_transcript(file.read_text(encoding="utf-8"))
     assert commands

@@ -28,9 +28,11 @@ PROMPTS = [
 ]
 TOLERANCE = 1e-4  # of logits: partial sums are added in another order than one process adds them
 TOKENS = tuple(range(5, 75))
+# The first of many tokens are those of a shorter answer, so a cluster of its own needs no long one.
+NUM_TOKENS, FEW_TOKENS = 24, 8
 
 
-def texts(cluster: RunningCluster, num_tokens: int = 24) -> list[list[int]]:
+def texts(cluster: RunningCluster, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Greedy and seeded, eight at once, so that rows of many share steps."""
     heard: list[queue.SimpleQueue[Output]] = []
     for prompt in PROMPTS:
@@ -58,6 +60,10 @@ def alone() -> Iterator[RunningCluster]:
 @pytest.fixture(scope="module")
 def expected(alone: RunningCluster) -> list[list[int]]:
     return texts(alone)
+
+
+def beginning(told: list[list[int]]) -> list[list[int]]:
+    return [tokens[:FEW_TOKENS] for tokens in told]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +108,7 @@ def test_several_stages_of_which_some_have_two_ranks(num_members: int, expected:
     with running_cluster(SOURCE, num_members, parallel="tensor", ranks=2) as cluster:
         wanted = {3: [["alpha", "beta"], []], 4: [["alpha", "beta"], ["gamma", "delta"]]}
         assert ranks(cluster) == wanted[num_members]
-        assert texts(cluster) == expected
+        assert texts(cluster, FEW_TOKENS) == beginning(expected)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_peers_are_ranks_of_a_stage_without_the_head(
 ) -> None:
     with running_cluster(SOURCE, 3, spans=spans) as cluster:
         assert ["beta", "gamma"] in ranks(cluster)
-        assert texts(cluster) == expected
+        assert texts(cluster, FEW_TOKENS) == beginning(expected)
 
 
 def test_four_ranks_stand_in_a_ring() -> None:

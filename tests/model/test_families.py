@@ -14,6 +14,7 @@ from convoy.model.backends.host.stage import HostStage
 from convoy.model.stage import StageOptions
 from convoy.plan.spec.registry import FAMILIES
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
+from support.cases import cases
 from support.tiny_models import Chain, Models, Prompt
 
 TOLERANCE = 2e-5
@@ -55,7 +56,8 @@ def in_chunks(chain: Chain, sequence: int, tokens: list[int], sizes: list[int]) 
     raise AssertionError
 
 
-@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+# Plain linears are compared with the library below too, split and in chunks.
+@pytest.mark.parametrize("kernel", cases(["exact-f32", "plain-f32"], "exact-f32".__eq__))
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unsplit_stage_gives_the_librarys_logits(
     models: Models, prompt: Prompt, kind: str, kernel: str

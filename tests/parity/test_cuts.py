@@ -207,11 +207,19 @@ def test_a_shared_prefix_changes_no_bit(
     assert driver.num_cached_tokens == before + sum(found) + 96
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSource, tuple[Run, ...]]:
+    """A model of odd dimensions, and what `alone` makes of it."""
+    source = ModelSource.resolve(str(make_odd_llama(tmp_path_factory.mktemp("odd"))))
+    return source, alone(source)
+
+
 @pytest.mark.parametrize("members", [2, 3])
-def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int) -> None:
-    source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
+def test_a_model_of_odd_dimensions_equals_the_whole(
+    odd: tuple[ModelSource, tuple[Run, ...]], members: int
+) -> None:
+    source, expected = odd
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
-    expected = alone(source)
     # the default, the reverse of three, and the forward
     for spans in [layouts[0], *layouts[1 - members :]]:
         with split(source, spans) as executor:

@@ -31,6 +31,8 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
     ):
         if (module := sys.modules.get(name)) is not None:
             patch.setattr(module, function, _once_with_these_threads(getattr(module, function)))
+    if (module := sys.modules.get("convoy.model.backends.host.checks.trial")) is not None:
+        patch.setattr(module.Trial, "prove", _of_new_layers(module.Trial.prove))
 
 
 def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +44,26 @@ def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]
         return function(*given)
 
     return lambda *given: kept(torch.get_num_threads(), *given)
+
+
+def _of_new_layers(prove: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``prove``, which skips a stage whose layers were all proved with its kernel and threads.
+
+    The trial of a single row, which finds layers that do not run, is not skipped.
+    """
+    import torch
+
+    proved: dict[object, set[int]] = {}
+
+    def prove_new(trial: Any) -> None:
+        stage = trial.make_pools.__self__
+        kind = (repr(trial.spec), stage.options.kernel, stage.shard, torch.get_num_threads())
+        layers, known = set(stage.layers), proved.setdefault(kind, set())
+        if not layers <= known:
+            prove(trial)
+            known |= layers
+
+    return prove_new
 
 
 def measure_once(patch: pytest.MonkeyPatch) -> None:
