@@ -75,20 +75,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # a new one pytest-xdist would wait for ever.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# The same for many files: forks of one process that has imported and collected them all. Elsewhere than on Linux a fork
-# of a process with PyTorch may end at once.
-WORKERS ?= 4
-FORKED := $(if $(filter Linux,$(shell uname)),--workers $(WORKERS),$(PARALLEL))
-
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
 GUARD := --unit '$(UNIT)'
 test-unit: setup
-	@$(BIN)/python -m pytest $(GUARD) -m 'not long and not slow and not outside' $(FORKED) $(UNIT)
+	@$(BIN)/python -m pytest $(GUARD) -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
 
-# One run for all, so that its files are imported once. `make check` runs the tests of the architecture.
+# One run for all, so that each worker imports and collects once. `make check` runs the tests of the architecture.
 test: setup
-	@$(BIN)/python -m pytest $(GUARD) -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(FORKED)
+	@$(BIN)/python -m pytest $(GUARD) -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
@@ -111,10 +106,10 @@ test-chaos: setup
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
-# The tests that `make test` leaves out to stay short, and the examples that it leaves out.
+# What `make test` leaves out to stay short: tests that are marked long, and generated examples.
 test-long: setup
-	@$(BIN)/python -m pytest -m long $(FORKED)
-	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(FORKED) \
+	@$(BIN)/python -m pytest -m long $(PARALLEL)
+	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(PARALLEL) \
 	  $$(grep -rl --include='test_*.py' 'from support.examples' tests)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from support.examined import examine_once
 from support.tls_files import trust_few
 from support.unit import Guard
 
-pytest_plugins = ["support.workers"]
+MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
 # Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core
 # spin at each other's barriers, and a test takes ten times as long. Tests of threads ask for a number.
@@ -39,10 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if folders := config.getoption("--unit").split():
         config.pluginmanager.register(Guard([config.rootpath / folder for folder in folders]))
-    if hasattr(config, "workerinput"):
-        from support.workers import bound_memory
-
-        bound_memory()
+    bound_memory(config)
 
 
 def pytest_collectstart() -> None:
@@ -58,6 +56,20 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+def bound_memory(config: pytest.Config) -> None:
+    """A test that runs away fails with MemoryError and its name, where the system would kill some process.
+
+    Data, not address space: torch and the threads reserve far more than they use. Elsewhere than on Linux
+    such a limit bounds nothing.
+    """
+    if hasattr(config, "workerinput") and sys.platform == "linux":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = MAX_WORKER_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_WORKER_BYTES)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 @pytest.fixture(scope="session", autouse=True)
