@@ -62,6 +62,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{key: value for key, value in SIZES.items() if key != "head_dim"},
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+    ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            "vocab_size": 128,
+            "max_position_embeddings": 512,
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "sliding_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "o_groups": 2,
+            "o_lora_rank": 32,
+            "index_n_heads": 8,
+            "index_head_dim": 8,
+            "index_topk": 6,
+            "hc_mult": 3,
+            "pad_token_id": None,
+        },
+    ),
 }
 
 
@@ -231,32 +280,199 @@ def _stack(stored: State) -> None:
     stored.update({name: torch.stack(parts) for name, parts in experts.items()})
 
 
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _small_floats(scaled: Array) -> tuple[Array, Array]:
+    """Round to E2M1. Return bytes of two codes, the first in the lower half, and the values."""
+    codes = np.abs(np.abs(scaled)[..., None] - _MAGNITUDES).argmin(-1)
+    dense = np.sign(scaled) * _MAGNITUDES[codes]
+    codes = codes + 8 * (scaled < 0)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8), dense
+
+
+def _power_blocks(values: Array) -> tuple[Array, Array, Array]:
+    """Return bytes [..., blocks, 16], exponents [..., blocks] and values of blocks of 32 along a row."""
+    blocks = values.reshape(*values.shape[:-1], -1, 32)
+    exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6)).astype(np.int64)
+    packed, dense = _small_floats(blocks / 2.0 ** exponents[..., None])
+    return packed, exponents + 127, (dense * 2.0 ** exponents[..., None]).reshape(values.shape)
+
+
 def mxfp4(writer: Writer) -> None:
     """Quantise as GPT-OSS does: only experts, [experts, rows, blocks, 16], and the exponents of blocks of
     32.
     """
-    magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     for name in [n for n in writer.state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         values = writer.state[name].numpy().transpose(0, 2, 1)
-        blocks = values.reshape(*values.shape[:2], -1, 32)
-        exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6)).astype(np.int64)
-        scaled = blocks / 2.0 ** exponents[..., None]
-        codes = np.abs(np.abs(scaled)[..., None] - magnitudes).argmin(-1)
-        dense = (np.sign(scaled) * magnitudes[codes]) * 2.0 ** exponents[..., None]
-        codes = codes + 8 * (scaled < 0)
+        packed, exponents, dense = _power_blocks(values)
         module = name.removesuffix("weight")
-        writer.stored[f"{module}_blocks"] = torch.from_numpy(
-            (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
-        )
-        writer.stored[f"{module}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
+        writer.stored[f"{module}_blocks"] = torch.from_numpy(packed)
+        writer.stored[f"{module}_scales"] = torch.from_numpy(exponents.astype(np.uint8))
         writer.dense[name] = torch.from_numpy(
-            np.ascontiguousarray(dense.reshape(values.shape).transpose(0, 2, 1).astype(np.float32))
+            np.ascontiguousarray(dense.transpose(0, 2, 1).astype(np.float32))
         )
         del writer.state[name]
     writer.config["quantization_config"] = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
     }
+
+
+def mlx_gpt_oss(writer: Writer) -> None:
+    """Quantise as `mlx_lm.convert` does GPT-OSS: MXFP4 experts under its own names, the rest in 8 bits."""
+    for name in [n for n in writer.state if ".experts." in n]:
+        values = writer.state.pop(name)
+        module, _, leaf = name.rpartition(".")
+        if leaf.endswith("_bias"):
+            parts = {leaf.removesuffix("_bias"): values}
+            if leaf.startswith("gate_up"):
+                parts = {"gate_proj": values[..., ::2], "up_proj": values[..., 1::2]}
+            writer.stored |= {f"{module}.{part}.bias": one.contiguous() for part, one in parts.items()}
+            writer.dense[name] = values
+            continue
+        packed, exponents, dense = _power_blocks(values.numpy().transpose(0, 2, 1))
+        words = torch.from_numpy(packed.reshape(*dense.shape[:2], -1).copy()).view(torch.uint32)
+        halves = {leaf: slice(None)}
+        if leaf.startswith("gate_up"):
+            halves = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for part, rows in halves.items():
+            scales = torch.from_numpy(exponents.astype(np.uint8))
+            stored = {"weight": words[:, rows], "scales": scales[:, rows]}
+            writer.stored |= {f"{module}.{part}.{kind}": one.contiguous() for kind, one in stored.items()}
+        writer.dense[name] = torch.from_numpy(dense.transpose(0, 2, 1).astype(np.float32))
+    kept = {name: writer.stored.pop(name) for name in list(writer.stored)}
+    mlx(8, 64)(writer)
+    writer.stored |= kept
+    settings = writer.config["quantization"]
+    own = {name.removesuffix(".scales"): {"group_size": 32, "bits": 4, "mode": "mxfp4"} for name in kept}
+    settings |= {name: value for name, value in own.items() if f"{name}.scales" in kept}
+
+
+def mlx_latents(writer: Writer) -> None:
+    """Quantise as `mlx_lm.convert` does DeepSeek: keys and values of its latents are matrices of heads."""
+    heads, fixed = writer.config["num_attention_heads"], writer.config["qk_nope_head_dim"]
+    kept = {}
+    for name in [n for n in writer.state if n.endswith("kv_b_proj.weight")]:
+        whole = writer.state.pop(name).numpy().reshape(heads, -1, writer.config["kv_lora_rank"])
+        halves = {"embed_q": whole[:, :fixed].transpose(0, 2, 1), "unembed_out": whole[:, fixed:]}
+        found = {}
+        for part, values in halves.items():
+            codes, scales, biases, found[part] = affine(values, 4, 32)
+            module = name.replace("kv_b_proj.weight", part)
+            kept[f"{module}.weight"] = torch.from_numpy(pack(codes.astype(np.int64), 4))
+            kept[f"{module}.scales"] = torch.from_numpy(scales).to(torch.bfloat16)
+            kept[f"{module}.biases"] = torch.from_numpy(biases).to(torch.bfloat16)
+        rows = np.concatenate((found["embed_q"].transpose(0, 2, 1), found["unembed_out"]), 1)
+        writer.dense[name] = torch.from_numpy(rows.reshape(-1, rows.shape[-1]).astype(np.float32))
+    mlx(4, 32)(writer)
+    writer.stored |= kept
+
+
+def nvfp4(method: str) -> Quantise:
+    """Quantise to 4-bit floats with 8-bit scales, as ModelOpt or llm-compressor do."""
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            groups = values.reshape(values.shape[0], -1, 16)
+            factor = np.float32(np.abs(values).max() / (6 * 448))
+            stored, coarse = float8(np.abs(groups).max(-1) / 6 / factor)
+            # ModelOpt stores the factor, and llm-compressor what it divides by.
+            kept = factor if method == "modelopt" else np.float32(1) / factor
+            scales = coarse * kept if method == "modelopt" else coarse / kept
+            packed, dense = _small_floats(groups / np.maximum(scales, 1e-9)[..., None])
+            pairs = torch.from_numpy(packed.reshape(values.shape[0], -1))
+            parts = {"weight_scale": stored, "input_scale": torch.tensor(1.0)}
+            if method == "modelopt":
+                parts |= {"weight": pairs, "weight_scale_2": torch.tensor(kept)}
+            else:
+                parts |= {"weight_packed": pairs, "weight_global_scale": torch.tensor([kept])}
+            found = (dense.astype(np.float32) * scales[..., None]).reshape(values.shape)
+            writer.put(name, found, **parts)
+        if method == "modelopt":
+            writer.config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+            return
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group"}
+        _compressed_config(writer, "nvfp4-pack-quantized", {**weights, "group_size": 16})
+
+    return quantise
+
+
+# The quantiles of a normal distribution, as QLoRA's paper gives them (appendix E).
+_NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def nf4(*, double: bool) -> Quantise:
+    """Quantise as bitsandbytes does, in blocks of 64; ``double`` quantises the blocks' scales too."""
+
+    def quantise(writer: Writer) -> None:
+        table, steps = np.array(_NF4, np.float32), np.linspace(-1, 1, 256, dtype=np.float32)
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            blocks = values.reshape(-1, 64)
+            largest = np.abs(blocks).max(-1)
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*values.shape]}
+            parts = {"quant_map": torch.from_numpy(table.copy()), "absmax": torch.from_numpy(largest)}
+            if double:
+                offset = np.float32(largest.mean())
+                outer = np.array(
+                    [np.abs(part - offset).max() for part in np.split(largest, range(256, len(largest), 256))]
+                )
+                spread = outer.repeat(256)[: len(largest)].astype(np.float32)
+                codes = np.abs((largest - offset)[:, None] / spread[:, None] - steps).argmin(-1)
+                largest = steps[codes] * spread + offset
+                state |= {"nested_blocksize": 256, "nested_offset": float(offset), "nested_dtype": "float32"}
+                parts |= {
+                    "absmax": torch.from_numpy(codes.astype(np.uint8)),
+                    "nested_absmax": torch.from_numpy(outer.astype(np.float32)),
+                    "nested_quant_map": torch.from_numpy(steps.copy()),
+                }
+            codes = np.abs((blocks / largest[:, None])[..., None] - table).argmin(-1)
+            dense = bfloat16((table[codes] * largest[:, None]).reshape(values.shape))
+            flat = codes.reshape(-1).astype(np.uint8)
+            text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+            stored = {f"weight.{part}": one for part, one in parts.items()}
+            stored["weight.quant_state.bitsandbytes__nf4"] = torch.from_numpy(text)
+            packed = torch.from_numpy(flat[0::2] * 16 + flat[1::2]).unsqueeze(1)
+            writer.put(name, dense, weight=packed, **stored)
+        writer.config["quantization_config"] = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+        }
+
+    return quantise
+
+
+def deepseek_v4(writer: Writer) -> None:
+    """Quantise as DeepSeek V4's publisher does: experts of 4-bit floats, other matrices in squares."""
+    for word, own in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        for name in [n for n in writer.state if ".experts." in n and n.endswith(f"{word}.weight")]:
+            writer.state[name.replace(word, own)] = writer.state.pop(name)
+    ends = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+    names = [n for n in writer.state if n.startswith("model.layers.") and n.endswith(ends)]
+    for name in [n for n in names if "compressor" not in n]:
+        values = writer.state[name].numpy()
+        if ".experts." in name:
+            packed, exponents, dense = _power_blocks(values)
+            weight = torch.from_numpy(packed.reshape(values.shape[0], -1)).view(torch.int8)
+            scales = torch.from_numpy(exponents.astype(np.uint8)).view(torch.float8_e8m0fnu)
+        else:
+            exponent = int(np.ceil(np.log2(np.abs(values).max() / 448)))
+            weight, dense = float8(values / 2.0**exponent)
+            dense = dense * np.float32(2.0**exponent)
+            grid = np.full((-(-values.shape[0] // 128), -(-values.shape[1] // 128)), exponent + 127, np.uint8)
+            scales = torch.from_numpy(grid).view(torch.float8_e8m0fnu)
+        writer.put(name, dense, weight=weight, scale=scales)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    writer.config["quantization_config"] = settings
 
 
 def float8(values: Array) -> tuple[torch.Tensor, Array]:
@@ -466,7 +682,9 @@ def write_gguf(root: Path, writer: Writer, kind: str, tokenizer: Mapping[str, An
         file.add_tensor("rope_freqs.weight", _llama3_factors(config))
     if tokenizer is not None:
         file.add_tokenizer_model("gpt2")
-        file.add_tokenizer_pre("llama-bpe")
+        file.add_tokenizer_pre(tokenizer.get("pre", "llama-bpe"))
+        if "template" in tokenizer:
+            file.add_chat_template(tokenizer["template"])
         file.add_token_list(tokenizer["tokens"])
         file.add_token_types([1] * len(tokenizer["tokens"]))
         file.add_token_merges(tokenizer["merges"])

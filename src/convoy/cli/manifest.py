@@ -15,7 +15,6 @@ from convoy.cli.show.output import JsonFlag, format_bytes, print_fields, print_j
 from convoy.cli.show.progress import loading_bars
 from convoy.config.files import default_cache, read_bytes, replace_file
 from convoy.config.settings import decode_public_key, load_config
-from convoy.errors import ModelError
 
 if TYPE_CHECKING:
     from convoy.config.settings import Config
@@ -49,7 +48,7 @@ def sign(
     from convoy.trust.signed_model import sign_model
 
     key = load_operator(operator, passphrase_file)
-    source, manifest = _made(load_config(config), model, quiet=as_json, signs=True)
+    source, manifest = _made(load_config(config), model, quiet=as_json)
     hub = commit_of(source.path)
     subject = {"model": source.name[:256], "hub": hub[:256], "manifest": manifest.digest}
     with operator_log(operator, key).doing("sign model", subject):
@@ -82,17 +81,11 @@ def verify(
     _print(signed.model, manifest, {"hub": signed.hub, "operator_key": key.hex()}, as_json=as_json)
 
 
-def _made(settings: Config, model: str, *, quiet: bool, signs: bool = False) -> tuple[ModelSource, Manifest]:
+def _made(settings: Config, model: str, *, quiet: bool) -> tuple[ModelSource, Manifest]:
     from convoy.model.checkpoints.source import ModelSource
     from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 
     source = ModelSource.resolve(local_model(settings, model, quiet=quiet))
-    if signs and source.is_one_file:
-        raise ModelError(
-            f"{source.path.name} cannot be signed: a manifest covers the tensors of a GGUF file, and neither "
-            "its settings nor its tokeniser",
-            hint="sign the model's safetensors",
-        )
     hashing = Hashing(settings.model.cache or default_cache(), settings.model.num_threads or 0)
     with loading_bars(quiet=quiet) as on_load:
 

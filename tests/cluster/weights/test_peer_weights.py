@@ -25,6 +25,7 @@ from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.fetch import Fetch, Piece
 from support.cluster import MEMBER, NAMES, PeerThread
+from support.gguf_models import CASES, build_model, write_case
 from support.members import make_local_members, membership_of
 from support.waiting import wait_until
 
@@ -222,6 +223,21 @@ def test_what_was_damaged_on_disk_is_noticed_and_got_anew(model: Path, tmp_path:
         assert answer_of(cluster) == expected
         fetched = max(done for who, done, _ in heard if who == "beta (from the head)")
     assert fetched == len(data)
+
+
+def test_a_member_without_files_gets_its_layers_of_a_split_gguf_model(tmp_path: Path) -> None:
+    case = CASES["qwen3_moe"]
+    first = write_case(tmp_path / "model" / "moe.gguf", case, build_model(case), "Q8_0", shards=3)
+    spans, cache = {"alpha": "0:0,output", "beta": "1:2"}, tmp_path / "cache"
+    with started(first, PeerOptions(MEMBER, model_path=first.parent), spans) as (cluster, _):
+        expected = answer_of(cluster)
+    with started(first, with_cache(cache), spans) as (cluster, _):
+        assert answer_of(cluster) == expected
+    parts = [path for path in cache.rglob("tensors/*") if not path.name.endswith(".part")]
+    tensors = ModelSource.resolve(str(first)).tensors.values()
+    own = [one for one in tensors if one.name.startswith(("model.layers.1.", "model.layers.2."))]
+    assert sum(path.stat().st_size for path in parts) == sum(one.num_bytes for one in own)
+    assert not list(cache.rglob("header.gguf"))
 
 
 def test_a_file_that_changes_at_the_head_after_it_was_hashed_is_found_out(own: Path, tmp_path: Path) -> None:

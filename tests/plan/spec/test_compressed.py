@@ -83,10 +83,6 @@ def test_fewer_blocks_do_where_a_row_stands_for_several_tokens() -> None:
         ({"hc_mult": 0}, "hc_mult = 0, expected a whole number from 1 to 64"),
         ({"o_groups": 3}, "o_groups = 3, expected a divisor of num_attention_heads = 4"),
         ({"index_topk": None}, "no index_topk"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config = .*: Convoy does not support",
-        ),
     ],
 )
 def test_what_cannot_be_true_is_refused(changes: dict[str, Any], match: str) -> None:

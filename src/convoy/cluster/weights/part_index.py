@@ -54,8 +54,11 @@ def places_of(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation
     if source.seed is not None:
         # Synthetic weights are generated from their seed on every member.
         return {}
+    own = source.own_files
     places = {
-        entry.digest: PartLocation(name, source.path / name, 0, entry.num_bytes)
+        entry.digest: PartLocation(name, None, 0, entry.num_bytes, own[name])
+        if name in own
+        else PartLocation(name, source.path / name, 0, entry.num_bytes)
         for name, entry in manifest.files.items()
     }
     return places | tensor_places(source, manifest)

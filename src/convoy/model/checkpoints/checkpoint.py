@@ -96,6 +96,11 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).view(stored.shape)
 
 
+def has_safetensors(directory: Path) -> bool:
+    """Tell whether a directory has weights as safetensors, or an index of them."""
+    return (directory / INDEX).is_file() or (directory / SINGLE).is_file()
+
+
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.is_file():
@@ -109,10 +114,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(shards.values()))]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
+    others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
     hint = f"{others[0]} is not read: convert the weights to safetensors" if others else None
-    if others and others[0].endswith(".gguf"):
-        hint = f"name the file itself: {directory / others[0]}"
     raise ModelError(f"{directory} has no weights, expected model.safetensors", hint=hint)
 
 

@@ -38,6 +38,8 @@ FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    # the part of a GGUF file before its tensors; members of a cluster get config.json instead
+    "header.gguf",
 )
 
 _VERSION = 1

@@ -6,14 +6,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from convoy.config.table import MODEL_HINT
 from convoy.errors import ModelError
-from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, read_headers
+from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, has_safetensors, read_headers
 from convoy.model.checkpoints.formats.describe import describe_stored
-from convoy.model.checkpoints.formats.gguf import open_gguf
+from convoy.model.checkpoints.formats.gguf.model import open_gguf
+from convoy.model.checkpoints.formats.gguf.split import SUFFIX, find_gguf
 from convoy.model.checkpoints.formats.unpacking import StoredLayout
 from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.spec.config import ConfigReader
@@ -22,6 +23,13 @@ from convoy.plan.spec.registry import read_family
 
 _AGAIN = "fetch the model's file again"
 
+# the settings, the tokeniser and the table of tensors of a GGUF file, as a manifest names them
+HEADER = "header.gguf"
+_OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+_MAX_TOKENIZER_BYTES = 256 << 20
 BUNDLED = ("demo", "demo-mini")
 _BUNDLED_DIRECTORY = Path(__file__).resolve().parents[2] / "models"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -49,6 +57,8 @@ class ModelSource:
     tensors: Mapping[str, StoredTensor]
     # set for synthetic weights, which are generated instead of read
     seed: int | None = None
+    # of a GGUF file, before its first tensor
+    header_bytes: int = 0
     layout: StoredLayout = field(default_factory=StoredLayout)
 
     @classmethod
@@ -66,13 +76,16 @@ class ModelSource:
         name = _name_of(directory.resolve())
         if name_or_path in BUNDLED:
             directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
-        if directory.suffix == ".gguf" and directory.is_file():
-            return cls._of_gguf(directory.resolve())
+        if directory.suffix == SUFFIX and directory.is_file():
+            # a link in a hub's cache leads to a file without the name that shards have
+            return cls._of_gguf(directory.absolute())
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
                 hint=f"{MODEL_HINT}: {', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
+        if not has_safetensors(directory) and (file := find_gguf(directory.resolve())) is not None:
+            return cls._of_gguf(file)
         config = read_config(directory / "config.json")
         # report an unsupported model type before missing weights
         read_family(ConfigReader(config, name))
@@ -91,14 +104,35 @@ class ModelSource:
     @classmethod
     def _of_gguf(cls, path: Path) -> ModelSource:
         model = open_gguf(path)
-        spec = ModelSpec.from_config(model.config, path.stem, model.layout.shapes(model.tensors))
-        digest = digest_of(model.config, model.tensors)
-        return cls(path.stem, path, model.config, spec, digest, model.tensors, layout=model.layout)
+        source = cls.described(model.name, model.path, model.config, model.tensors)
+        return replace(source, header_bytes=model.header_bytes)
 
     @property
     def is_one_file(self) -> bool:
-        """Tell whether ``path`` is one file that holds everything, including the configuration."""
-        return self.path.suffix == ".gguf" and self.seed is None
+        """Tell whether ``path`` is a GGUF file, which holds the configuration and the tokeniser too.
+
+        It is the first of several in a split model.
+        """
+        return self.path.suffix == SUFFIX and self.seed is None
+
+    @property
+    def own_files(self) -> dict[str, bytes]:
+        """Return the files that a GGUF file stands for, by name: members load config.json without it.
+
+        The tokeniser's files beside it are among them.
+        """
+        if not self.is_one_file:
+            return {}
+        beside = self.path.with_name("tokenizer.json").is_file()
+        names = [name for name in _OF_TOKENIZER if beside and self.path.with_name(name).is_file()]
+        config = json.dumps(dict(self.config), sort_keys=True, separators=(",", ":")).encode()
+        try:
+            with self.path.open("rb") as file:
+                header = file.read(self.header_bytes)
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        files = {name: file_bytes(self.path.with_name(name), _MAX_TOKENIZER_BYTES) for name in names}
+        return {"config.json": config, HEADER: header, **files}
 
     @classmethod
     def _drawn(cls, synthetic: Synthetic) -> ModelSource:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from convoy.errors import ModelError, RequestError
-from convoy.model.checkpoints.formats.gguf import gguf_package
-from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.formats.gguf.header import read_gguf
+from convoy.model.checkpoints.formats.gguf.rows import gguf_package
+from convoy.model.checkpoints.source import HEADER, ModelSource
 from convoy.model.checkpoints.synthetic import Synthetic
 from convoy.model.library import LIBRARY
 from convoy.model.text.chat import ChatTemplate
@@ -18,6 +20,7 @@ from convoy.model.text.templates import TemplateRenderer
 from convoy.model.text.vocabulary import Vocabulary
 
 _TOKENIZER = "fetch the model's whole directory, with tokenizer.json"
+_BESIDE_GGUF = "put the tokenizer.json of the model beside the file: it is read first"
 
 
 class Tokenizer:
@@ -116,29 +119,35 @@ class Tokenizer:
 def _load(source: ModelSource) -> Any:
     if source.seed is not None:
         return _load_synthetic(source)
-    if source.is_one_file:
-        return _load_gguf(source)
+    directory = source.path.parent if source.is_one_file else source.path
     # tokenizer.json is complete; AutoTokenizer would rebuild it by the model type in config.json, which may
     # be wrong
-    has_file = (source.path / "tokenizer.json").is_file()
+    has_file = (directory / "tokenizer.json").is_file()
+    header = source.path if source.is_one_file else source.path / HEADER
+    if not has_file and header.is_file():
+        return _load_gguf(header)
+    return _load_files(source, directory, has_file=has_file)
+
+
+def _load_files(source: ModelSource, directory: Path, *, has_file: bool) -> Any:
     try:
         with LIBRARY:
             # use as little of it as possible: AutoTokenizer imports torch, which takes seconds
             import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
-            pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+            pretrained = loader.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # the library raises any exception at all for a broken file
     except Exception as error:
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
         raise ModelError(
-            f"{source.name}: no usable tokeniser in {source.path}: {reason}", hint=_TOKENIZER
+            f"{source.name}: no usable tokeniser in {directory}: {reason}", hint=_TOKENIZER
         ) from error
     files = pretrained.vocab_files_names.values()
     # without any file the library makes an empty tokeniser, and no error
-    if not any((source.path / name).is_file() for name in files):
+    if not any((directory / name).is_file() for name in files):
         raise ModelError(
-            f"{source.name}: no usable tokeniser in {source.path}: none of {', '.join(sorted(files))}",
+            f"{source.name}: no usable tokeniser in {directory}: none of {', '.join(sorted(files))}",
             hint=_TOKENIZER,
         )
     if not hasattr(pretrained, "backend_tokenizer"):
@@ -165,25 +174,43 @@ def _load_synthetic(source: ModelSource) -> Any:
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _load_gguf(source: ModelSource) -> Any:
-    """Return the tokeniser that a GGUF file describes, rebuilt by the library."""
+def _load_gguf(path: Path) -> Any:
+    """Return the tokeniser that a GGUF file's settings describe, rebuilt by the library."""
     gguf_package()
+    settings = read_gguf(path, whole=False).settings
     try:
         with LIBRARY:
             import transformers
 
-            loader: Any = transformers.AutoTokenizer
+            _require_split(path, settings)
+            # the class that knows no architecture: the file's settings say all
+            loader: Any = transformers.PreTrainedTokenizerFast
             return loader.from_pretrained(
-                source.path.parent,
-                gguf_file=source.path.name,
-                local_files_only=True,
-                trust_remote_code=False,
+                path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
             )
+    except ModelError:
+        raise
     # the library raises any exception at all for a broken file
     except Exception as error:
         raise ModelError(
-            f"{source.path}: no usable tokeniser in it: {_first_line(error)}", hint=_TOKENIZER
+            f"{path}: no usable tokeniser in it: {_first_line(error)}", hint=_BESIDE_GGUF
         ) from error
+
+
+def _require_split(path: Path, settings: Mapping[str, object]) -> None:
+    """Raise ModelError for a byte-level vocabulary whose rule of splitting text the library does not know.
+
+    It would split as GPT-2 does, and give other tokens.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    kind, split = (settings.get(f"tokenizer.ggml.{word}") for word in ("model", "pre"))
+    known = {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", None}
+    if kind == "gpt2" and split not in known:
+        raise ModelError(
+            f"{path}: its tokeniser splits text by the rule {split!r}, which is not known here",
+            hint=_BESIDE_GGUF,
+        )
 
 
 def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:

@@ -16,9 +16,16 @@ class ConfigReader:
     """
 
     def __init__(
-        self, config: Mapping[str, object], model: str, defaults: Mapping[str, object] | None = None
+        self,
+        config: Mapping[str, object],
+        model: str,
+        defaults: Mapping[str, object] | None = None,
+        *,
+        place: str = "config.json",
     ) -> None:
         self.model = model
+        # Of the values, as errors name it.
+        self._place = place
         self._outer = config
         self._defaults = {} if defaults is None else defaults
         nested = config.get("text_config")
@@ -28,7 +35,7 @@ class ConfigReader:
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigReader:
         """Return the same configuration, where an unwritten key has the value of ``defaults``."""
-        return ConfigReader(self._outer, self.model, defaults)
+        return ConfigReader(self._outer, self.model, defaults, place=self._place)
 
     def get(self, key: str) -> object:
         """Return the raw value, or None if the key is null, or missing without a default."""
@@ -50,8 +57,8 @@ class ConfigReader:
         if value is None:
             if default is None:
                 raise ModelError(
-                    f"{self.model}: config.json has no {key}, expected a number from 1 to {most}",
-                    hint="fetch the model's config.json again, or choose another model",
+                    f"{self.model}: {self._place} has no {key}, expected a number from 1 to {most}",
+                    hint=f"fetch the model's {self._place} again, or choose another model",
                 )
             return default
         # A bool is an int to Python, and a careless converter writes 4096.0 as a float: both are refused.
@@ -100,7 +107,7 @@ class ConfigReader:
         shown = repr(value)
         if len(shown) > 60:
             shown = shown[:57] + "..."
-        return ModelError(f"{self.model}: config.json says {key} = {shown}, expected {expected}")
+        return ModelError(f"{self.model}: {self._place} says {key} = {shown}, expected {expected}")
 
 
 def is_above_0(value: object) -> TypeGuard[float]:

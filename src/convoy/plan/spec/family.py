@@ -34,6 +34,23 @@ NormKind = Literal["weight", "one plus weight"]
 # How a router weighs experts: by a softmax over all of them or over the chosen ones, or by sigmoids, with
 # experts of the best groups.
 RouterKind = Literal["softmax of all", "softmax of chosen", "best groups"]
+# How tensors of a GGUF file make one of the library's, by a word of `formats.arrange`.
+Arrangement = Literal[
+    "as stored",
+    "less one",
+    "one row",
+    "joined",
+    "transposed",
+    "alternating",
+    "alternating columns",
+    "latents",
+    "value rows",
+    "values behind keys",
+    "value heads",
+    "value columns",
+    "decays",
+    "taps",
+]
 # How an expert applies its gate: the model's activation, or GPT-OSS's or DeepSeek V4's with bounds.
 GateKind = Literal["activation", "clamped", "limited"]
 
@@ -92,6 +109,67 @@ class Streams:
     def table_of(self, layer: int) -> int:
         """Return the elements of a layer's table."""
         return self.table_elements if layer in self.hashed else 0
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Name the tensors of a GGUF file that make one of the library's, behind the layer's prefix."""
+
+    arrangement: Arrangement
+    stored: tuple[str, ...]
+
+
+# Returns keys of config.json from a file's settings, whose names begin behind the architecture's. The last
+# argument has the shapes of the file's tensors, by the file's names.
+ReadGguf = Callable[["ConfigReader", Mapping[str, Shape]], Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """Describe how llama.cpp's converter names and changes a family's settings and tensors.
+
+    `formats.gguf` has the names that all families share.
+    """
+
+    # The file's general.architecture.
+    architecture: str
+    # Whether files of this architecture have experts, where another family has the same architecture.
+    experts: bool = False
+    # Settings and their keys in config.json.
+    settings: Mapping[str, str] = field(default_factory=dict)
+    # Keys of config.json that no file has.
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    # Returns the keys that need more than a new name.
+    read: ReadGguf | None = None
+    # Modules of a layer and their names in the library; "": the file has none of that name.
+    modules: Mapping[str, str] = field(default_factory=dict)
+    # The library's tensors of a layer that need more than a new name.
+    made: Mapping[str, GgufTensor] = field(default_factory=dict)
+    # Tensors outside layers.
+    ends: Mapping[str, str] = field(default_factory=dict)
+    # The linears whose rows have another order, and the keys with their numbers of heads.
+    turned: Mapping[str, str] = field(default_factory=dict)
+    # Whether norms hold one plus the weight, and the modules of norms that do not.
+    norms_plus_one: bool = False
+    plain_norms: frozenset[str] = frozenset()
+    # Whether a part of a head may be rotated.
+    partial_rotation: bool = False
+    # Keys of a rotation of the type yarn that no file has.
+    yarn: Mapping[str, object] = field(default_factory=dict)
+    # Whether the keys of the rotation come from ``read``.
+    own_rotation: bool = False
+
+
+# Experts as most families' converters stack them.
+GGUF_EXPERTS: Mapping[str, GgufTensor] = {
+    "mlp.experts.gate_up_proj": GgufTensor("joined", ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+    "mlp.experts.down_proj": GgufTensor("as stored", ("ffn_down_exps.weight",)),
+}
+GGUF_CHOICE: Mapping[str, str] = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 
 ReadHeads = Callable[["ConfigReader", "Family", int, int], tuple[LayerHeads, ...]]
@@ -161,10 +239,8 @@ class Family:
     expert_width_key: str = "moe_intermediate_size"
     # Whether stacks of experts are [experts, inputs, outputs], with columns of gate and up in turn.
     transposed_experts: bool = False
-    # Whether GGUF files of this architecture are read; the library uses the same name.
-    gguf: bool = False
-    # The linears whose rows a GGUF file has in another order, and the keys with their numbers of heads.
-    gguf_turned: Mapping[str, str] = field(default_factory=dict)
+    # How GGUF files hold the family; None: they are not read.
+    gguf: GgufForm | None = None
     # Exact parts. The norms of layers, and the final one.
     norm: NormKind | None = "weight"
     # Whether `exact.ExactAttention` replaces a layer's attention. Such attention has linears for q, k and v,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.compressed import compressed_groups
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_CONTEXT, MAX_WIDTH, Family, LayerHeads
+from convoy.plan.spec.family import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Family, LayerHeads
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -149,6 +149,25 @@ def kinds_of_layers(
     if family.full_every_key:
         every = reader.count(family.full_every_key, most=MAX_CONTEXT, default=every)
     return tuple(known[1] if (layer + 1) % every else FULL for layer in range(num_layers))
+
+
+def pattern_of_layers(reader: ConfigReader, *, period: int) -> list[str]:
+    """Return layer_types from a GGUF file's settings.
+
+    ``period`` is the family's distance between full layers, for files without a pattern. A file without a
+    window has full layers alone.
+    """
+    num_layers = reader.count("block_count", most=MAX_LAYERS)
+    if not reader.get("attention.sliding_window"):
+        return [FULL] * num_layers
+    key = "attention.sliding_window_pattern"
+    slides = reader.get(key)
+    if not isinstance(slides, list):
+        period = reader.count(key, most=MAX_LAYERS, default=period)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if len(slides) != num_layers or not all(isinstance(one, bool) for one in slides):
+        raise reader.wrong(key, slides, f"true or false for each of {num_layers} layers")
+    return [SLIDING if one else FULL for one in slides]
 
 
 def _layer_types(

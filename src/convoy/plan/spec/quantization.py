@@ -10,6 +10,8 @@ from convoy.plan.spec.config import ConfigReader
 
 # The methods that `checkpoints.formats` unpacks, by their names in config.json; MLX has no name of its own.
 MLX = "mlx"
+# Written by `formats.gguf` into the config.json that it makes of a file's settings.
+GGUF = "gguf"
 METHODS: dict[str, str] = {
     MLX: "MLX affine, 2 to 8 bits",
     "mxfp4": "4-bit floats with a power of two for each block (GPT-OSS)",
@@ -18,6 +20,9 @@ METHODS: dict[str, str] = {
     "compressed-tensors": "what llm-compressor writes",
     "gptq": "GPTQ",
     "awq": "AWQ, packed for gemm",
+    "modelopt": "NVFP4 and FP8, as ModelOpt writes them",
+    "bitsandbytes": "nf4",
+    GGUF: "llama.cpp's types",
 }
 _KEYS = ("quantization_config", "quantization", "compression_config")
 

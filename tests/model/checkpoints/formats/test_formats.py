@@ -31,10 +31,15 @@ from support.quantised_models import (
     awq,
     compressed,
     compressed_float8,
+    deepseek_v4,
     fp8,
     gptq,
     mlx,
+    mlx_gpt_oss,
+    mlx_latents,
     mxfp4,
+    nf4,
+    nvfp4,
     write,
 )
 from support.tiny_models import Chain, Prompt
@@ -62,6 +67,13 @@ CASES: dict[str, tuple[str, Quantise]] = {
     "gptq 4-bit order": ("llama", gptq(4, 32, shuffled=True)),
     "gptq 8-bit v2": ("llama", gptq(8, 32, version="gptq_v2")),
     "awq": ("llama", awq(32)),
+    "mlx gpt_oss": ("gpt_oss", mlx_gpt_oss),
+    "mlx deepseek": ("deepseek_v3", mlx_latents),
+    "nvfp4": ("llama", nvfp4("modelopt")),
+    "nvfp4 compressed": ("llama", nvfp4("compressed")),
+    "nf4": ("llama", nf4(double=False)),
+    "nf4 double": ("llama", nf4(double=True)),
+    "deepseek v4": ("deepseek_v4", deepseek_v4),
 }
 
 

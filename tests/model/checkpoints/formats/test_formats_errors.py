@@ -19,7 +19,21 @@ from convoy.model.checkpoints.formats.grid import GridScaled
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
-from support.quantised_models import Quantise, State, awq, compressed, fp8, gptq, mlx, mxfp4, write
+from support.quantised_models import (
+    Quantise,
+    State,
+    awq,
+    compressed,
+    deepseek_v4,
+    fp8,
+    gptq,
+    mlx,
+    mlx_gpt_oss,
+    mxfp4,
+    nf4,
+    nvfp4,
+    write,
+)
 
 Damage = Callable[[State, dict[str, Any]], object]
 FORMATS: dict[str, tuple[str, Quantise]] = {
@@ -29,9 +43,17 @@ FORMATS: dict[str, tuple[str, Quantise]] = {
     "compressed": ("llama", compressed(4, 32, shuffled=True)),
     "gptq": ("llama", gptq(4, 64)),
     "awq": ("llama", awq(32)),
+    "nvfp4": ("llama", nvfp4("modelopt")),
+    "nvfp4 compressed": ("llama", nvfp4("compressed")),
+    "nf4": ("llama", nf4(double=True)),
+    "mlx mxfp4": ("gpt_oss", mlx_gpt_oss),
+    "v4": ("deepseek_v4", deepseek_v4),
 }
 DOWN = "model.layers.1.mlp.down_proj"
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
+GATE = "model.layers.1.mlp.experts.gate_proj"
+V4_DOWN = "model.layers.1.mlp.experts.2.w2"
+STATE = f"{DOWN}.weight.quant_state.bitsandbytes__nf4"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +78,14 @@ def cast(name: str, dtype: torch.dtype) -> Damage:
 
 def cut(name: str) -> Damage:
     return lambda state, _: state.update({name: state[name][:-1].clone()})
+
+
+def narrow(name: str, width: int) -> Damage:
+    return lambda state, _: state.update({name: state[name][:, :width].clone()})
+
+
+def state(text: bytes) -> Damage:
+    return lambda state, _: state.update({STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
 
 def emptied(name: str) -> Damage:
@@ -100,7 +130,7 @@ def load(path: Path) -> HostStage:
         ("mlx", everywhere("bits", 7), "quantization_config.bits = 7, expected one of 2, 3, 4, 5, 6, 8"),
         ("mlx", everywhere("bits", 8), "weight has the shape"),
         ("mlx", everywhere("group_size", 48), "has the shape [128, 16], expected [128, 12]"),
-        ("mlx", everywhere("mode", "nvfp4"), "quantization_config.mode = 'nvfp4', expected affine"),
+        ("mlx", everywhere("mode", "nvfp4"), "quantization_config.mode = 'nvfp4', expected affine or mxfp4"),
         ("mxfp4", without(f"{EXPERTS}_scales"), f"there is no {EXPERTS}_scales"),
         ("mxfp4", cut(f"{EXPERTS}_scales"), f"{EXPERTS}_scales has the shape [3, 128, 2], expected [4, 128"),
         ("mxfp4", cast(f"{EXPERTS}_blocks", torch.int32), f"{EXPERTS}_blocks has the dtype I32, expected U8"),
@@ -113,7 +143,7 @@ def load(path: Path) -> HostStage:
         ("fp8", said("weight_block_size", 128), "weight_block_size = 128, expected two whole numbers"),
         ("fp8", emptied(f"{DOWN}.weight"), f"{DOWN}.weight has the shape [0, 192], expected 2 or 3 dim"),
         ("compressed", cut(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale has the shape [127, 6], expected"),
-        ("compressed", said("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized', expected"),
+        ("compressed", said("format", "marlin-24"), "format = 'marlin-24', expected"),
         ("compressed", said("config_groups", {}), "config_groups = {}, expected an object with a group"),
         ("gptq", said("bits", 3), "bits = 3, expected one of 2, 4, 8"),
         ("gptq", said("group_size", 50), "inputs, expected a multiple of the group_size 50"),
@@ -126,7 +156,40 @@ def load(path: Path) -> HostStage:
         ),
         ("awq", said("version", "gemv"), "version = 'gemv', expected gemm"),
         ("awq", cut(f"{DOWN}.scales"), f"{DOWN}.scales has the shape [5, 128], expected [6, 128]"),
-        ("awq", said("quant_method", "bitsandbytes"), "quant_method = 'bitsandbytes', which is not known"),
+        ("awq", said("quant_method", "higgs"), "quant_method = 'higgs', which is not known"),
+        ("nvfp4", without(f"{DOWN}.weight_scale_2"), f"there is no {DOWN}.weight_scale_2"),
+        ("nvfp4", cut(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale has the shape [127, 12], expected [128"),
+        ("nvfp4", cast(f"{DOWN}.weight_scale", torch.uint8), "has the dtype U8, expected F8_E4M3"),
+        ("nvfp4", said("quant_algo", "W4A8_AWQ"), "quant_algo = 'W4A8_AWQ', expected NVFP4 or FP8"),
+        ("nvfp4", narrow(f"{DOWN}.weight", 4), f"{DOWN}.weight has rows of 8 numbers, expected a multiple"),
+        (
+            "nvfp4 compressed",
+            without(f"{DOWN}.weight_global_scale"),
+            f"there is no {DOWN}.weight_global_scale",
+        ),
+        ("nvfp4 compressed", cut(f"{DOWN}.weight_packed"), f"{DOWN}.weight_scale has the shape [128, 12]"),
+        ("nf4", said("bnb_4bit_quant_type", "fp4"), "bnb_4bit_quant_type = 'fp4', expected nf4"),
+        ("nf4", said("load_in_4bit", False), "load_in_4bit = False, expected true"),
+        ("nf4", without(f"{DOWN}.weight.absmax"), f"there is no {DOWN}.weight.absmax"),
+        ("nf4", cut(f"{DOWN}.weight"), f"{DOWN}.weight has the shape [12287, 1], expected [12288, 1]"),
+        ("nf4", cut(f"{DOWN}.weight.absmax"), "absmax has the shape [383], expected [384]"),
+        ("nf4", cut(f"{DOWN}.weight.nested_absmax"), "nested_absmax has the shape [1], expected [2]"),
+        ("nf4", cut(f"{DOWN}.weight.quant_map"), "quant_map has the shape [15], expected [16]"),
+        ("nf4", state(b"[]"), f"{STATE} holds a list, expected an object"),
+        ("nf4", state(b"{" * 5000), f"{STATE} has 5000 bytes, expected at most 4096"),
+        ("nf4", state(b"[" * 4000), f"{STATE} is not JSON"),
+        ("nf4", state(b'{"shape": [1048577, 2]}'), "shape = [1048577, 2], expected the sizes of a matrix"),
+        ("nf4", state(b'{"shape": [4, 4], "blocksize": 0}'), "blocksize = 0, expected a whole number"),
+        ("mlx mxfp4", cut(f"{EXPERTS}.scales"), f"{EXPERTS}.scales has the shape [3, 128, 2], expected [4"),
+        (
+            "mlx mxfp4",
+            without(f"{GATE}.weight"),
+            f"{GATE}.scales is quantised, and there is no {GATE}.weight",
+        ),
+        ("mlx mxfp4", cut(f"{GATE}.bias"), "cannot make model.layers.1.mlp.experts.gate_up_proj_bias"),
+        ("v4", without(f"{V4_DOWN}.scale"), f"{V4_DOWN}.weight has the dtype I8, expected one of"),
+        ("v4", cut(f"{V4_DOWN}.scale"), f"{V4_DOWN}.scale has the shape [63, 1], expected [64, 1]"),
+        ("v4", narrow(f"{V4_DOWN}.weight", 8), "has rows of 16 numbers, expected a multiple of 32"),
     ],
 )
 def test_what_does_not_fit_is_refused_from_the_headers_alone(
@@ -154,6 +217,21 @@ def test_what_does_not_fit_is_refused_from_the_headers_alone(
             "mxfp4",
             lambda state, _: state[f"{EXPERTS}_scales"].fill_(255),
             f"model.safetensors: {EXPERTS}_scales holds a scale that is not a number",
+        ),
+        (
+            "mlx mxfp4",
+            lambda state, _: state[f"{EXPERTS}.scales"].fill_(255),
+            f"model.safetensors: {EXPERTS}.scales holds a scale that is not a number",
+        ),
+        (
+            "nvfp4",
+            lambda state, _: state[f"{DOWN}.weight_scale"].view(torch.uint8).fill_(0x7F),
+            f"model.safetensors: {DOWN}.weight_scale holds a scale that is not a number",
+        ),
+        (
+            "nvfp4",
+            lambda state, _: state[f"{DOWN}.weight_scale_2"].fill_(float("inf")),
+            f"model.safetensors: {DOWN}.weight_scale_2 holds a scale that is not a number",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.fp8 import of_activations, scaled_floats
 from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.formats.nvfp4 import grouped_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
     StoredLayout,
@@ -30,6 +31,7 @@ _FORMATS = (
     "int-quantized",
     "naive-quantized",
     "float-quantized",
+    "nvfp4-pack-quantized",
     "dense",
     "mixed-precision",
 )
@@ -72,7 +74,14 @@ def describe_compressed(quantization: Quantization, tensors: Mapping[str, Stored
         if module == name:
             continue
         weights = _weights_of(quantization, groups, module)
-        if f"{module}.weight{_PACKED}" in tensors:
+        packed = tensors.get(f"{module}.weight{_PACKED}")
+        if weights.kind == "float" and weights.bits == 4:
+            packed = part_of(tensors, f"{module}.weight{_PACKED}", name)
+            factor = part_of(tensors, f"{module}.weight_global_scale", name)
+            made[f"{module}.weight"] = grouped_floats(
+                f"{module}.weight", packed, scales, factor, divides=True
+            )
+        elif packed is not None:
             made[f"{module}.weight"] = _packed(module, tensors, weights)
             # the stored shape follows from the other tensors
             shapes.add(f"{module}.weight_shape")
@@ -81,7 +90,6 @@ def describe_compressed(quantization: Quantization, tensors: Mapping[str, Stored
         else:
             block = weights.block if weights.strategy == "block" else None
             made[f"{module}.weight"] = scaled_floats(f"{module}.weight", tensors, block)
-        del scales
     return StoredLayout(made, of_activations(tensors) | (shapes & tensors.keys()))
 
 
@@ -153,11 +161,14 @@ def _read_weights(quantization: Quantization, settings: Mapping[str, object]) ->
     reader = ConfigReader(settings, quantization.model)
     kind = reader.word("type") or "int"
     bits = reader.count("num_bits", most=32)
-    if kind not in {"int", "float"} or bits not in (_BITS if kind == "int" else (8,)):
-        raise reader.wrong("num_bits", bits, "whole numbers of 4 or 8 bits, or floats of 8")
+    if kind not in {"int", "float"} or bits not in _BITS:
+        raise reader.wrong("num_bits", bits, "4 or 8 bits")
     group_size = (
         None if settings.get("group_size") == -1 else reader.optional_count("group_size", most=_MAX_GROUP)
     )
+    if kind == "float" and bits == 4:
+        # NVFP4 has one form: the tensors show it
+        return _Weights(kind, bits, "tensor", None, None)
     strategy = reader.word("strategy") or ("group" if group_size else "tensor")
     block = settings.get("block_structure")
     tile = None

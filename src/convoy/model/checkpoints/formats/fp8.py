@@ -1,7 +1,8 @@
 """Unpack 8-bit floats with a scale per square (DeepSeek, Qwen), per row, or per matrix.
 
 ``NAME`` in float8_e4m3fn lies beside ``NAME_scale`` or ``NAME_scale_inv``. Values are multiplied by either
-one, in spite of the second name. Scales of activations are not used: activations are not quantised here.
+one, in spite of the second name. DeepSeek V4 has ``X.scale`` beside ``X.weight``, and its experts are 4-bit
+floats. Scales of activations are not used: activations are not quantised here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.formats.mxfp4 import row_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
     StoredLayout,
@@ -22,10 +24,13 @@ from convoy.model.checkpoints.formats.unpacking import (
 from convoy.plan.spec.quantization import Quantization
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
+# pairs of 4-bit floats
+_FLOAT4 = ("I8", "U8")
+_WEIGHT = ".weight"
 _MAX_BLOCK = 1 << 16
 _OF_ACTIVATIONS = (
     *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
-    *(".input_scale_ub", ".input_zero_point", ".output_zero_point"),
+    *(".input_global_scale", ".input_scale_ub", ".input_zero_point", ".output_zero_point"),
 )
 
 
@@ -33,6 +38,10 @@ def describe_fp8(quantization: Quantization, tensors: Mapping[str, StoredTensor]
     """Describe a checkpoint. Raises ModelError naming the settings or tensors that do not fit together."""
     block = _block(quantization)
     made = {name: scaled_floats(name, tensors, block) for name, t in tensors.items() if t.dtype in _FLOAT8}
+    for name, weight in tensors.items():
+        scales = tensors.get(_beside(name))
+        if weight.dtype in _FLOAT4 and name.endswith(_WEIGHT) and scales is not None:
+            made[name] = row_floats(name, weight, scales)
     return StoredLayout(made, of_activations(tensors))
 
 
@@ -45,7 +54,8 @@ def scaled_floats(name: str, tensors: Mapping[str, StoredTensor], block: tuple[i
     """Describe one matrix and its scales. Raises ModelError if scales are missing or do not fit ``block``."""
     weight = require_rank(tensors[name], 2, 3)
     inverse = f"{name}_scale_inv"
-    scales = tensors[inverse] if inverse in tensors else part_of(tensors, f"{name}_scale", name)
+    found = next((one for one in (inverse, _beside(name)) if one in tensors), f"{name}_scale")
+    scales = part_of(tensors, found, name)
     *lead, num_rows, width = weight.shape
     tile = block
     if tile is not None:
@@ -56,6 +66,11 @@ def scaled_floats(name: str, tensors: Mapping[str, StoredTensor], block: tuple[i
         require(scales, FLOATS, per_row, per_row[:-1], alike, *([] if lead else [(1,), ()]))
         tile = (1 if math.prod(scales.shape) == math.prod(per_row) else num_rows, width)
     return GridScaled(name, weight.shape, {"weight": weight, "scales": scales}, tile)
+
+
+def _beside(name: str) -> str:
+    """Return the name of DeepSeek V4's scales of a matrix."""
+    return f"{name.removesuffix(_WEIGHT)}.scale"
 
 
 def _block(quantization: Quantization) -> tuple[int, int] | None:

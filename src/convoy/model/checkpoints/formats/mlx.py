@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.arrange import arranged, plain
+from convoy.model.checkpoints.formats.mxfp4 import row_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
     Index,
@@ -31,8 +33,40 @@ if TYPE_CHECKING:
 _BITS = (2, 3, 4, 5, 6, 8)
 _MAX_GROUP = 1 << 16
 _LOOKED_UP = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# `mlx_lm` stacks experts under this name; checkpoints for transformers store them one by one
-_STACKS = ".switch_mlp."
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Name the tensors of `mlx_lm`, behind a module's name, that make one of the library's."""
+
+    # behind the prefix of the layer
+    target: str
+    arrangement: str
+    stored: tuple[str, ...]
+
+
+def _rows(*rows: _Row) -> dict[str, _Row]:
+    return {name: row for row in rows for name in row.stored}
+
+
+# by the module's name; checkpoints for transformers have other names for these
+_STACKS: dict[str, dict[str, _Row]] = {
+    ".mlp.switch_mlp.": _rows(
+        _Row(".mlp.experts.gate_up_proj", "joined", ("gate_proj.weight", "up_proj.weight")),
+        _Row(".mlp.experts.down_proj", "as stored", ("down_proj.weight",)),
+    ),
+    # GPT-OSS
+    ".mlp.experts.": _rows(
+        _Row(".mlp.experts.gate_up_proj", "alternating columns", ("gate_proj.weight", "up_proj.weight")),
+        _Row(".mlp.experts.gate_up_proj_bias", "alternating", ("gate_proj.bias", "up_proj.bias")),
+        _Row(".mlp.experts.down_proj", "transposed", ("down_proj.weight",)),
+        _Row(".mlp.experts.down_proj_bias", "as stored", ("down_proj.bias",)),
+    ),
+    # DeepSeek: the two halves of one matrix, with that of keys transposed
+    ".self_attn.": _rows(
+        _Row(".self_attn.kv_b_proj.weight", "latents", ("embed_q.weight", "unembed_out.weight")),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,36 +94,29 @@ class AffineRows(Unpacking):
                 yield place, values.flatten(-2)
 
 
-@dataclass(frozen=True)
-class JoinedRows(Unpacking):
-    """Join several tensors along their rows."""
-
-    wholes: tuple[Unpacking, ...]
-
-    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Yield the pieces of each tensor in turn."""
-        start = 0
-        for number, whole in enumerate(self.wholes):
-            own = {role: parts[f"{number}.{role}"] for role in whole.parts}
-            for index, values in whole.pieces(own):
-                rows = index[-1]
-                assert isinstance(rows, slice)
-                yield (*index[:-1], slice(rows.start + start, rows.stop + start)), values
-            start += whole.shape[-2]
-
-
 def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
     """Describe a checkpoint. Raises ModelError naming the settings or tensors that do not fit together."""
-    made = [
-        _affine(quantization, tensors, name.removesuffix(".scales"))
-        for name in tensors
-        if name.endswith(".scales")
-    ]
-    return StoredLayout({whole.name: whole for whole in _with_stacks(made)})
+    made = {}
+    for name in tensors:
+        if name.endswith(".scales"):
+            whole = _quantised(quantization, tensors, name.removesuffix(".scales"))
+            made[whole.name] = whole
+    return StoredLayout({whole.name: whole for whole in _with_stacks(made, tensors)})
+
+
+def _quantised(quantization: Quantization, tensors: Mapping[str, StoredTensor], module: str) -> Unpacking:
+    quantization = _own_settings(quantization, module)
+    mode = quantization.settings.get("mode", "affine")
+    if mode == "mxfp4":
+        weight = part_of(tensors, f"{module}.weight", f"{module}.scales")
+        return row_floats(weight.name, weight, tensors[f"{module}.scales"])
+    if mode != "affine":
+        raise quantization.wrong("mode", "affine or mxfp4")
+    return _affine(quantization, tensors, module)
 
 
 def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], module: str) -> AffineRows:
-    bits, group_size = _settings(quantization, module)
+    bits, group_size = _settings(quantization)
     scales = require_rank(require(tensors[f"{module}.scales"], FLOATS), 2, 3)
     weight = part_of(tensors, f"{module}.weight", scales.name)
     biases = part_of(tensors, f"{module}.biases", scales.name)
@@ -111,41 +138,46 @@ def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], mod
     )
 
 
-def _settings(quantization: Quantization, module: str) -> tuple[int, int]:
-    """Return bits and group size of one module."""
+def _own_settings(quantization: Quantization, module: str) -> Quantization:
+    """Return the settings of one module, or those of all."""
     own = quantization.settings.get(module)
-    if isinstance(own, Mapping):
-        quantization = replace(quantization, settings=own, key=f"{quantization.key}.{module}")
-    mode = quantization.settings.get("mode", "affine")
-    if mode != "affine":
-        raise quantization.wrong("mode", "affine")
+    if not isinstance(own, Mapping):
+        return quantization
+    return replace(quantization, settings=own, key=f"{quantization.key}.{module}")
+
+
+def _settings(quantization: Quantization) -> tuple[int, int]:
+    """Return bits and group size."""
     bits = quantization.reader.count("bits", most=32)
     if bits not in _BITS:
         raise quantization.wrong("bits", f"one of {', '.join(map(str, _BITS))}")
     return bits, quantization.reader.count("group_size", most=_MAX_GROUP)
 
 
-def _with_stacks(made: list[AffineRows]) -> Iterator[Unpacking]:
-    """Rename stacked experts to the library's names, with gate and up projections joined."""
-    stacks = {whole.name: whole for whole in made if _STACKS in whole.name}
-    yield from (whole for whole in made if whole.name not in stacks)
-    for name, whole in stacks.items():
-        prefix, _, rest = name.partition(_STACKS)
-        if rest == "down_proj.weight":
-            yield replace(whole, name=f"{prefix}.experts.down_proj")
-        elif rest == "gate_proj.weight":
-            up = stacks.get(f"{prefix}{_STACKS}up_proj.weight")
-            if up is None or up.shape != whole.shape:
-                raise ModelError(
-                    f"{whole.parts['weight'].path}: {name} has no up_proj of its shape beside it"
-                )
-            yield _joined(f"{prefix}.experts.gate_up_proj", (whole, up))
+def _with_stacks(made: Mapping[str, Unpacking], tensors: Mapping[str, StoredTensor]) -> Iterator[Unpacking]:
+    """Yield all tensors that are not used as stored, with those of `_STACKS` under the library's names."""
+    found = set()
+    for name in tensors:
+        for module, rows in _STACKS.items():
+            prefix, _, rest = name.partition(module)
+            row = rows.get(rest)
+            if row is None:
+                continue
+            found.add(name)
+            beside = [f"{prefix}{module}{part}" for part in row.stored]
+            wholes = [_whole(made, tensors, part, name) for part in beside]
+            if row.arrangement == "as stored":
+                yield replace(wholes[0], name=prefix + row.target)
+            elif name == beside[0]:
+                yield arranged(prefix + row.target, row.arrangement, wholes, None)
+    yield from (whole for name, whole in made.items() if name not in found)
 
 
-def _joined(name: str, wholes: tuple[Unpacking, ...]) -> JoinedRows:
-    parts = {f"{i}.{role}": part for i, one in enumerate(wholes) for role, part in one.parts.items()}
-    *lead, _, width = wholes[0].shape
-    return JoinedRows(name, (*lead, sum(one.shape[-2] for one in wholes), width), parts, wholes)
+def _whole(
+    made: Mapping[str, Unpacking], tensors: Mapping[str, StoredTensor], name: str, beside: str
+) -> Unpacking:
+    whole = made.get(name)
+    return plain(part_of(tensors, name, beside)) if whole is None else whole
 
 
 def _leads(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

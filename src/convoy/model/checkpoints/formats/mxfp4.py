@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _BLOCK = 32
 # the magnitudes of E2M1; the highest bit is the sign
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# numbers in one element of a stored tensor
+_PAIRS = {"U8": 2, "I8": 2, "U32": 8}
 _EXPONENT_BIAS = 127
 # the exponent that marks a NaN
 _NOT_A_NUMBER = 255
@@ -41,21 +43,70 @@ class TurnedFloats(Unpacking):
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
         """Yield some rows of an expert at a time. Raises ModelError for a scale that is NaN."""
-        import torch
-
         blocks, scales = parts["blocks"], parts["scales"]
-        values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=blocks.device)
         num_experts, width, num_rows = self.shape
         for expert in range(num_experts):
             for rows in self.row_slices(num_rows, width):
-                packed, exponents = blocks[expert, rows], scales[expert, rows]
-                if bool((exponents == _NOT_A_NUMBER).any()):
-                    stored = self.parts["scales"]
-                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
-                codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-                found = values[codes.to(torch.int64)]
-                found = torch.ldexp(found, exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS)
+                found = scaled_pairs(blocks[expert, rows], scales[expert, rows], self.parts["scales"])
                 yield (expert, slice(None), rows), found.flatten(1).T
+
+
+@dataclass(frozen=True)
+class RowFloats(Unpacking):
+    """Unpack [..., rows, inputs] from pairs in bytes or words, with a scale for 32 inputs.
+
+    Leading dimensions are experts.
+    """
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield rows, expert by expert. Raises ModelError for a scale that is NaN."""
+        import torch
+
+        num_rows, width = self.shape[-2:]
+        leads: list[tuple[int, ...]] = [()] if len(self.shape) == 2 else [(e,) for e in range(self.shape[0])]
+        for lead in leads:
+            for rows in self.row_slices(num_rows, width):
+                place: Index = (*lead, rows)
+                pairs = parts["weight"][place].contiguous().view(torch.uint8)
+                blocks = pairs.view(-1, width // _BLOCK, _BLOCK // 2)
+                found = scaled_pairs(blocks, parts["scales"][place], self.parts["scales"])
+                yield place, found.flatten(1)
+
+
+def row_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> RowFloats:
+    """Describe a matrix, or one for each expert. Raises ModelError naming tensors that do not fit."""
+    require_rank(require(weight, tuple(_PAIRS)), 2, 3)
+    *lead, num_words = weight.shape
+    width = num_words * _PAIRS[weight.dtype]
+    if width % _BLOCK:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {_BLOCK}"
+        )
+    require(scales, ("U8", "F8_E8M0"), (*lead, width // _BLOCK))
+    return RowFloats(name, (*lead, width), {"weight": weight, "scales": scales})
+
+
+def scaled_pairs(blocks: torch.Tensor, scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Return the values of blocks [..., 16 bytes] with their exponents [...], float32 [..., 32].
+
+    Raises ModelError for a scale that is NaN, which ``stored`` names.
+    """
+    import torch
+
+    exponents = scales.view(torch.uint8)
+    if bool((exponents == _NOT_A_NUMBER).any()):
+        raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
+    powers = exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
+    return torch.ldexp(pairs_of_floats(blocks), powers)
+
+
+def pairs_of_floats(packed: torch.Tensor) -> torch.Tensor:
+    """Return the values of E2M1 codes in bytes [..., n], float32 [..., 2 n]; low halves come first."""
+    import torch
+
+    values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return values[codes.to(torch.int64)]
 
 
 def describe_mxfp4(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:

@@ -7,7 +7,7 @@ by file and name, before a weight is read. Torch is imported only by `pieces`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,31 @@ class Unpacking:
 
         Raises ModelError for invalid values.
         """
+
+
+@dataclass(frozen=True)
+class JoinedRows(Unpacking):
+    """Join several tensors along their rows."""
+
+    wholes: tuple[Unpacking, ...]
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield the pieces of each tensor in turn."""
+        start = 0
+        for number, whole in enumerate(self.wholes):
+            own = {role: parts[f"{number}.{role}"] for role in whole.parts}
+            for index, values in whole.pieces(own):
+                rows = index[-1]
+                assert isinstance(rows, slice)
+                yield (*index[:-1], slice(rows.start + start, rows.stop + start)), values
+            start += whole.shape[-2]
+
+
+def joined_rows(name: str, wholes: Sequence[Unpacking]) -> JoinedRows:
+    """Describe the tensor ``name`` of ``wholes``, which have the same shape except for their rows."""
+    parts = {f"{i}.{role}": part for i, one in enumerate(wholes) for role, part in one.parts.items()}
+    *lead, _, width = wholes[0].shape
+    return JoinedRows(name, (*lead, sum(one.shape[-2] for one in wholes), width), parts, tuple(wholes))
 
 
 @dataclass(frozen=True)

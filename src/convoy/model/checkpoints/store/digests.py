@@ -73,7 +73,7 @@ def make_manifest(source: ModelSource, hashing: Hashing, progress: HashProgress 
     digests = tensor_digests(source, tensors, hashing, progress)
     check_tied_digests(source, digests)
     entries = {t.name: TensorEntry(t.dtype, t.shape, t.num_bytes, digests[t.name]) for t in tensors}
-    return Manifest(entries, {} if source.seed is not None else _file_entries(source.path))
+    return Manifest(entries, {} if source.seed is not None else _file_entries(source))
 
 
 def tensor_digests(
@@ -135,13 +135,13 @@ def hash_tensor(
     return digest.hexdigest()
 
 
-def _file_entries(directory: Path) -> dict[str, FileEntry]:
-    entries = {}
-    for name in FILES:
-        if (directory / name).is_file():
-            data = file_bytes(directory / name, MAX_FILE_BYTES)
-            entries[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
-    return entries
+def _file_entries(source: ModelSource) -> dict[str, FileEntry]:
+    directory = source.path
+    files = dict(source.own_files)
+    if not source.is_one_file:
+        names = [name for name in FILES if (directory / name).is_file()]
+        files = {name: file_bytes(directory / name, MAX_FILE_BYTES) for name in names}
+    return {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
 
 
 class _Pass:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_EXPERTS, MAX_WIDTH, Family, LayerHeads, Tensors
+from convoy.plan.spec.family import (
+    GGUF_CHOICE,
+    GGUF_EXPERTS,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    GgufTensor,
+    LayerHeads,
+    Shape,
+    Tensors,
+)
 from convoy.plan.spec.heads import check_head_dim, read_windows
 from convoy.plan.spec.tensors import expert_stacks, gated, linear, mlp, num_experts
 
@@ -89,6 +101,72 @@ def _check_groups(reader: ConfigReader, count: int) -> None:
     reader.count("topk_group", most=groups, default=1)
 
 
+# GGUF's number of a router that weighs experts by sigmoids. Without the setting it is a softmax.
+_SIGMOID = 2
+
+
+def _read_gguf(reader: ConfigReader, shapes: Mapping[str, Shape]) -> dict[str, object]:  # noqa: ARG001 - one form for all
+    """Return the widths of heads, and the experts' choice. Raises ModelError for a DeepSeek V2."""
+    gating = reader.get("expert_gating_func")
+    if gating != _SIGMOID:
+        raise reader.wrong("expert_gating_func", gating, f"{_SIGMOID}: DeepSeek V2 does not run")
+    scaling = reader.word("rope.scaling.type") or "none"
+    if scaling == "yarn" and reader.get("rope.scaling.yarn_log_multiplier") is None:
+        raise reader.wrong("rope.scaling.yarn_log_multiplier", None, "a number above 0")
+    rotary = reader.count("rope.dimension_count", most=MAX_WIDTH)
+    # Older files count the widths of whole heads under the keys of every family.
+    both = reader.optional_count("attention.key_length_mla", most=MAX_WIDTH)
+    value = reader.optional_count("attention.value_length_mla", most=MAX_WIDTH)
+    both = both or reader.count("attention.key_length", most=MAX_WIDTH)
+    if both <= rotary:
+        raise reader.wrong("attention.key_length_mla", both, f"more than rope.dimension_count = {rotary}")
+    heads = reader.count("attention.head_count", most=MAX_WIDTH)
+    return {
+        "num_key_value_heads": heads,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": both - rotary,
+        "head_dim": rotary,
+        "v_head_dim": value or reader.count("attention.value_length", most=MAX_WIDTH),
+        "q_lora_rank": reader.optional_count("attention.q_lora_rank", most=MAX_WIDTH),
+        "norm_topk_prob": reader.flag("expert_weights_norm"),
+        "n_group": reader.count("expert_group_count", most=MAX_EXPERTS),
+        "topk_group": reader.count("expert_group_used_count", most=MAX_EXPERTS),
+    }
+
+
+_GGUF = GgufForm(
+    "deepseek2",
+    settings={
+        **GGUF_CHOICE,
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "attention.kv_lora_rank": "kv_lora_rank",
+    },
+    fixed={"rope_interleave": True},
+    read=_read_gguf,
+    modules={
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    made={
+        **GGUF_EXPERTS,
+        # llama.cpp multiplies queries with keys' part of this matrix, so it is stored transposed.
+        "self_attn.kv_b_proj.weight": GgufTensor("latents", ("attn_k_b.weight", "attn_v_b.weight")),
+        "mlp.gate.e_score_correction_bias": GgufTensor("as stored", ("exp_probs_b.bias",)),
+    },
+    partial_rotation=True,
+)
+
 ROWS = (
     Family(
         "deepseek_v3",
@@ -99,5 +177,6 @@ ROWS = (
         shared_expert_alike=True,
         router="best groups",
         replaced={"self_attn": "convoy.model.layers.latent:LatentAttention"},
+        gguf=_GGUF,
     ),
 )

@@ -126,7 +126,6 @@ ROWS = (
         attention=_attention,
         feed_forward=_feed_forward,
         streams=_streams,
-        refused_keys=("quantization_config", "quantization"),
         replaced={"": "convoy.model.layers.streams:StreamLayer"},
     ),
 )

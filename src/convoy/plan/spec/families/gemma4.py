@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_WIDTH, Family, LayerHeads, Tensors
-from convoy.plan.spec.heads import alike_heads, check_divides, check_head_dim
+from convoy.plan.spec.families.gemma import GGUF_CAPS, GGUF_GELU, GGUF_NORMS
+from convoy.plan.spec.family import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    GgufTensor,
+    LayerHeads,
+    Shape,
+    Tensors,
+)
+from convoy.plan.spec.heads import FULL, alike_heads, check_divides, check_head_dim, pattern_of_layers
 from convoy.plan.spec.tensors import expert_stacks, gated, linear, num_experts, per_layer_input
 
 _DEFAULTS: dict[str, object] = {
@@ -124,6 +134,91 @@ def _feed_forward(
         yield "post_per_layer_input_norm.weight", (hidden,)
 
 
+def _read_gguf(reader: ConfigReader, shapes: Mapping[str, Shape]) -> dict[str, object]:
+    """Return what the file has for each layer, or for windows apart: widths, K/V heads and rotations."""
+    types = pattern_of_layers(reader, period=6)
+    full = {number for number, kind in enumerate(types) if kind == FULL}
+    shared = (
+        reader.optional_count("attention.shared_kv_layers", most=MAX_LAYERS)
+        if reader.get("attention.shared_kv_layers")
+        else 0
+    )
+    own = range(len(types) - (shared or 0))
+    heads = _by_layer(reader, "attention.head_count_kv", len(types))
+    widths = _by_layer(reader, "feed_forward_length", len(types))
+    of_full = next((heads[number] for number in sorted(full)), heads[0])
+    same = any(f"blk.{number}.attn_v.weight" not in shapes for number in full if number in own)
+    return {
+        "layer_types": types,
+        "num_key_value_heads": next((n for i, n in enumerate(heads) if i not in full), heads[0]),
+        "num_global_key_value_heads": of_full if same else None,
+        "attention_k_eq_v": same,
+        "num_kv_shared_layers": shared,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": reader.get("embedding_length_per_layer_input") or 0,
+        "enable_moe_block": bool(reader.get("expert_count")),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": reader.optional_above_0("rope.freq_base") or 1e6,
+                "partial_rotary_factor": 1.0,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": reader.optional_above_0("rope.freq_base_swa") or 1e4,
+            },
+        },
+    }
+
+
+def _by_layer(reader: ConfigReader, key: str, num_layers: int) -> list[int]:
+    """Return a number for each layer; a file may have one for all."""
+    found = reader.get(key)
+    if not isinstance(found, list):
+        return [reader.count(key, most=MAX_WIDTH)] * num_layers
+    if len(found) != num_layers or not all(type(one) is int and 1 <= one <= MAX_WIDTH for one in found):
+        raise reader.wrong(key, found, f"a number above 0 for each of {num_layers} layers")
+    return found
+
+
+_GGUF = GgufForm(
+    "gemma4",
+    settings={
+        **GGUF_CAPS,
+        "attention.key_length": "global_head_dim",
+        "attention.key_length_swa": "head_dim",
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    fixed=GGUF_GELU,
+    read=_read_gguf,
+    modules={
+        **GGUF_NORMS,
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    made={
+        "layer_scalar": GgufTensor("as stored", ("layer_output_scale.weight",)),
+        "router.scale": GgufTensor("as stored", ("ffn_gate_inp.scale",)),
+        "router.per_expert_scale": GgufTensor("as stored", ("ffn_down_exps.scale",)),
+        "experts.gate_up_proj": GgufTensor("as stored", ("ffn_gate_up_exps.weight",)),
+        "experts.down_proj": GgufTensor("as stored", ("ffn_down_exps.weight",)),
+    },
+    ends={
+        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+    },
+    own_rotation=True,
+)
+
 ROWS = (
     Family(
         "gemma4_text",
@@ -138,5 +233,6 @@ ROWS = (
         ends_full=True,
         num_norms=4,
         layer_inputs=True,
+        gguf=_GGUF,
     ),
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_WIDTH, Family, LayerHeads, Tensors
+from convoy.plan.spec.family import MAX_WIDTH, Family, GgufForm, GgufTensor, LayerHeads, Shape, Tensors
+from convoy.plan.spec.heads import pattern_of_layers
 from convoy.plan.spec.tensors import linear, num_experts
 
 _DEFAULTS: dict[str, object] = {
@@ -37,6 +40,39 @@ def _feed_forward(
     yield "mlp.experts.down_proj_bias", (count, hidden)
 
 
+def _read_gguf(reader: ConfigReader, shapes: Mapping[str, Shape]) -> dict[str, object]:  # noqa: ARG001 - one form for all
+    return {"layer_types": pattern_of_layers(reader, period=2)}
+
+
+_GGUF = GgufForm(
+    "gpt-oss",
+    settings={
+        "attention.sliding_window": "sliding_window",
+        "expert_feed_forward_length": "intermediate_size",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    read=_read_gguf,
+    modules={
+        "ffn_norm": "",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    made={
+        "self_attn.sinks": GgufTensor("as stored", ("attn_sinks.weight",)),
+        "mlp.experts.gate_up_proj": GgufTensor(
+            "alternating columns", ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+        ),
+        "mlp.experts.gate_up_proj_bias": GgufTensor(
+            "alternating", ("ffn_gate_exps.bias", "ffn_up_exps.bias")
+        ),
+        "mlp.experts.down_proj": GgufTensor("transposed", ("ffn_down_exps.weight",)),
+        "mlp.experts.down_proj_bias": GgufTensor("as stored", ("ffn_down_exps.bias",)),
+    },
+    # The published models were trained with a ramp between fractions; llama.cpp rounds its ends.
+    yarn={"truncate": False},
+)
+
 ROWS = (
     Family(
         "gpt_oss",
@@ -52,5 +88,6 @@ ROWS = (
         plain_attention=True,
         router="softmax of chosen",
         expert_gate="clamped",
+        gguf=_GGUF,
     ),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family
+from convoy.plan.spec.families.llama import GGUF_TURNED, LLAMA
+from convoy.plan.spec.family import GGUF_EXPERTS, Family, GgufForm
 
 ROWS = (
     Family(
@@ -20,5 +21,14 @@ ROWS = (
         expert_width_key="intermediate_size",
         plain_attention=True,
         router="softmax of all",
+        # llama.cpp has no architecture of its own for it; files of Mistral are files of Llama.
+        gguf=GgufForm(
+            LLAMA,
+            experts=True,
+            settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            modules={"ffn_gate_inp": "mlp.gate"},
+            made=GGUF_EXPERTS,
+            turned=GGUF_TURNED,
+        ),
     ),
 )

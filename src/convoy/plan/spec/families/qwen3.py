@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_LAYERS, MAX_WIDTH, Family, LayerHeads, Tensors
+from convoy.plan.spec.family import (
+    GGUF_CHOICE,
+    GGUF_EXPERTS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    LayerHeads,
+    Tensors,
+)
 from convoy.plan.spec.tensors import expert_stacks, linear, mlp, num_experts
 
 
@@ -36,7 +45,7 @@ ROWS = (
         out_bias=True,
         qk_norm=True,
         window="after a layer",
-        gguf=True,
+        gguf=GgufForm("qwen3"),
         plain_attention=True,
         plain_layers=True,
     ),
@@ -56,5 +65,13 @@ ROWS = (
         window="if used",
         plain_attention=True,
         router="softmax of all",
+        gguf=GgufForm(
+            "qwen3moe",
+            settings=GGUF_CHOICE,
+            # llama.cpp fixes this in its code.
+            fixed={"norm_topk_prob": True},
+            modules={"ffn_gate_inp": "mlp.gate"},
+            made=GGUF_EXPERTS,
+        ),
     ),
 )

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_LAYERS, MAX_WIDTH, Family, LayerHeads, Tensors
+from convoy.plan.spec.families.qwen2 import GGUF_SHARED, GGUF_SHARED_GATE
+from convoy.plan.spec.family import (
+    GGUF_CHOICE,
+    GGUF_EXPERTS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    GgufTensor,
+    LayerHeads,
+    Shape,
+    Tensors,
+)
 from convoy.plan.spec.heads import FULL, alike_heads, kinds_of_layers
 from convoy.plan.spec.tensors import attention, expert_stacks, gated, linear, num_experts
 
@@ -86,6 +101,59 @@ def _experts(reader: ConfigReader, family: Family, number: int, heads: LayerHead
     yield from linear("mlp.shared_expert_gate", 1, hidden)
 
 
+def _read_gguf(reader: ConfigReader, shapes: Mapping[str, Shape]) -> dict[str, object]:  # noqa: ARG001 - one form for all
+    """Return the heads of delta nets: the file has the width of all values, and not of one head."""
+    inner, heads = (
+        reader.count("ssm.inner_size", most=MAX_WIDTH),
+        reader.count("ssm.time_step_rank", most=MAX_WIDTH),
+    )
+    if inner % heads:
+        raise reader.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank = {heads}")
+    return {"linear_value_head_dim": inner // heads}
+
+
+_GGUF = GgufForm(
+    "qwen35",
+    settings={
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    read=_read_gguf,
+    modules={
+        "ffn_norm": "",
+        "post_attention_norm": "post_attention_layernorm",
+        "ssm_norm": "linear_attn.norm",
+    },
+    # llama.cpp has the heads of values in another order: the first of each key, then the second of each.
+    made={
+        "linear_attn.in_proj_qkv.weight": GgufTensor("values behind keys", ("attn_qkv.weight",)),
+        "linear_attn.in_proj_z.weight": GgufTensor("value rows", ("attn_gate.weight",)),
+        "linear_attn.in_proj_a.weight": GgufTensor("value heads", ("ssm_alpha.weight",)),
+        "linear_attn.in_proj_b.weight": GgufTensor("value heads", ("ssm_beta.weight",)),
+        "linear_attn.dt_bias": GgufTensor("value heads", ("ssm_dt.bias",)),
+        "linear_attn.A_log": GgufTensor("decays", ("ssm_a",)),
+        "linear_attn.conv1d.weight": GgufTensor("taps", ("ssm_conv1d.weight",)),
+        "linear_attn.out_proj.weight": GgufTensor("value columns", ("ssm_out.weight",)),
+    },
+    norms_plus_one=True,
+    plain_norms=frozenset({"ssm_norm"}),
+    partial_rotation=True,
+)
+_GGUF_MOE = replace(
+    _GGUF,
+    architecture="qwen35moe",
+    settings={
+        **_GGUF.settings,
+        **GGUF_CHOICE,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    modules={**_GGUF.modules, **GGUF_SHARED},
+    made={**_GGUF.made, **GGUF_EXPERTS, **GGUF_SHARED_GATE},
+)
+
 ROWS = tuple(
     Family(
         model_type,
@@ -104,9 +172,10 @@ ROWS = tuple(
         plain_attention=True,
         router="softmax of all",
         replaced={"linear_attn": "convoy.model.layers.delta:GatedDeltaNet"},
+        gguf=gguf,
     )
-    for model_type, defaults, feed_forward in (
-        ("qwen3_5_text", _QWEN_3_5, None),
-        ("qwen3_5_moe_text", _QWEN_3_5_MOE, _experts),
+    for model_type, defaults, feed_forward, gguf in (
+        ("qwen3_5_text", _QWEN_3_5, None, _GGUF),
+        ("qwen3_5_moe_text", _QWEN_3_5_MOE, _experts, _GGUF_MOE),
     )
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +30,31 @@ TYPES: dict[int, tuple[str, int, int]] = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
     20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+}
+# types of ggml that the `gguf` package does not unpack
+_NOT_UNPACKED = {
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    41: "Q1_0",
 }
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -41,6 +64,8 @@ _MAX_ENTRIES = 1 << 20
 _MAX_DIMENSIONS = 4
 # longer arrays are skipped
 _MAX_READ = 1 << 10
+# of all settings together; the largest vocabulary has a quarter of a million tokens and twice as many merges
+_MAX_STRINGS = 1 << 23
 _ALIGNMENT = 32
 
 
@@ -55,13 +80,18 @@ class GgufHeader:
     settings: dict[str, object]
     # by their names in the file; shapes begin with the longest stride
     tensors: dict[str, StoredTensor]
+    # bytes before the first tensor
+    num_bytes: int
 
 
-def read_gguf(path: Path) -> GgufHeader:
-    """Read a header. Raises ModelError if it is truncated, not GGUF, or has an unknown tensor type."""
+def read_gguf(path: Path, *, whole: bool = True) -> GgufHeader:
+    """Read a header. Raises ModelError if it is truncated, not GGUF, or has an unknown tensor type.
+
+    The file's tensors need not be there if it is not ``whole``.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reading(path, data).header()
+            return _Reading(path, data, whole=whole).header()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
@@ -73,10 +103,12 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reading:
     """Read values of the header in order."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, *, whole: bool) -> None:
         self._path = path
+        self._whole = whole
         self._data = data
         self._at = 0
+        self._strings_left = _MAX_STRINGS
 
     def header(self) -> GgufHeader:
         magic, version = self._take(4), self._number("I")
@@ -88,15 +120,29 @@ class _Reading:
             key = self._word()
             kind = self._number("I")
             value = self._value(kind)
-            settings[f"#{key}" if isinstance(value, _Passed) else key] = (
-                value.length if isinstance(value, _Passed) else value
-            )
+            is_passed = isinstance(value, _Passed)
+            name = f"#{key}" if is_passed else key
+            if name in settings:
+                raise ModelError(f"{self._path}: the header has the setting {key[:80]!r} twice")
+            settings[name] = value.length if isinstance(value, _Passed) else value
         described = [self._tensor() for _ in range(num_tensors)]
         alignment = settings.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
             raise ModelError(f"{self._path}: general.alignment is {alignment!r}, expected 1 to {1 << 20}")
         base = -(-self._at // alignment) * alignment
-        return GgufHeader(settings, {t.name: self._placed(t, base) for t in described})
+        placed = {tensor.name: self._placed(tensor, base) for tensor in described}
+        if len(placed) != len(described):
+            raise ModelError(f"{self._path}: the header has {len(described) - len(placed)} tensors twice")
+        self._require_apart(placed.values())
+        return GgufHeader(settings, placed, base)
+
+    def _require_apart(self, tensors: Iterable[StoredTensor]) -> None:
+        """Raise ModelError for tensors that share bytes: a small file could describe a huge model."""
+        last: StoredTensor | None = None
+        for tensor in sorted(tensors, key=lambda one: one.offset):
+            if last is not None and tensor.offset < last.offset + last.num_bytes:
+                raise ModelError(f"{self._path}: {tensor.name} begins within {last.name}", hint=FETCH_AGAIN)
+            last = tensor
 
     def _tensor(self) -> StoredTensor:
         name = self._word()
@@ -104,7 +150,7 @@ class _Reading:
         kind, offset = self._number("I"), self._number("Q")
         if kind not in TYPES:
             raise ModelError(
-                f"{self._path}: {name} has ggml's type {kind}, expected one of "
+                f"{self._path}: {name} has ggml's type {_NOT_UNPACKED.get(kind, kind)}, expected one of "
                 f"{', '.join(known for known, _, _ in TYPES.values())}",
                 hint="choose a file with another quantisation",
             )
@@ -118,7 +164,7 @@ class _Reading:
 
     def _placed(self, tensor: StoredTensor, base: int) -> StoredTensor:
         end, size = base + tensor.offset + tensor.num_bytes, len(self._data)
-        if end > size:
+        if end > size and self._whole:
             raise ModelError(
                 f"{self._path} is truncated: it has {size} bytes, and {tensor.name} ends at {end}",
                 hint=FETCH_AGAIN,
@@ -142,8 +188,9 @@ class _Reading:
         if kind in _NUMBERS and length > _MAX_READ:
             self._take(struct.calcsize(f"<{_NUMBERS[kind]}") * length)
             return _Passed(length)
-        if length > len(self._data) or kind == _ARRAY:
+        if kind not in _NUMBERS and (kind != _STRING or length > self._strings_left):
             raise ModelError(f"{self._path}: a setting has {length} values of the type {kind}")
+        self._strings_left -= length if kind == _STRING else 0
         if length <= _MAX_READ:
             return [self._value(kind) for _ in range(length)]
         for _ in range(length):

@@ -1,0 +1,94 @@
+"""Unpack rows of ggml's blocks with the `gguf` package, which llama.cpp's authors publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.gguf.header import TYPES
+from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
+_SIZES = {name: sizes for name, *sizes in TYPES.values()}
+
+
+@dataclass(frozen=True)
+class GgufRows(Unpacking):
+    """Unpack ``stored``, bytes [..., rows, bytes of a row]; leading dimensions are experts.
+
+    With ``turned_heads`` heads, the rows of each head's halves are interleaved, and are sorted here.
+    """
+
+    # ggml's number of the quantised type
+    kind: int
+    turned_heads: int | None = None
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield rows, expert by expert; whole heads at a time if their rows are reordered."""
+        num_rows, width = self.shape[-2:]
+        head_rows = num_rows // self.turned_heads if self.turned_heads else 1
+        leads: list[tuple[int, ...]] = [()] if len(self.shape) == 2 else [(e,) for e in range(self.shape[0])]
+        for lead in leads:
+            for rows in self.row_slices(num_rows, width, head_rows):
+                place: Index = (*lead, rows)
+                values = unpack_blocks(parts["stored"][place], self.kind)
+                if self.turned_heads:
+                    values = values.view(-1, head_rows // 2, 2, width).transpose(1, 2).reshape(-1, width)
+                yield place, values
+
+
+def gguf_rows(stored: StoredTensor, turned_heads: int | None = None) -> GgufRows:
+    """Describe a matrix, or one for each expert. Raises ModelError for another shape."""
+    num_rows = stored.shape[-2] if len(stored.shape) in (2, 3) else 0
+    if not num_rows or num_rows % (2 * (turned_heads or 1)) * (turned_heads or 0):
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {stored.dtype} of shape {list(stored.shape)}, expected a matrix"
+            + (f" for {turned_heads} heads" if turned_heads else "")
+        )
+    return GgufRows(
+        stored.name, stored.shape, {"stored": as_bytes(stored)}, _NUMBERS[stored.dtype], turned_heads
+    )
+
+
+def as_bytes(stored: StoredTensor) -> StoredTensor:
+    """Return a tensor as bytes [..., bytes of a row]. Raises ModelError if its size does not fit its type."""
+    block, block_bytes = _SIZES.get(stored.dtype, (0, 0))
+    if not block or not stored.shape or stored.shape[-1] % block:
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {stored.dtype} of shape {list(stored.shape)}, expected one of "
+            f"ggml's types in rows of whole blocks"
+        )
+    row_bytes = stored.shape[-1] // block * block_bytes
+    if stored.num_bytes != prod(stored.shape[:-1]) * row_bytes:
+        raise ModelError(
+            f"{stored.path}: {stored.name} has {stored.num_bytes} bytes, expected {stored.dtype} of shape "
+            f"{list(stored.shape)}"
+        )
+    return replace(stored, dtype="U8", shape=(*stored.shape[:-1], row_bytes))
+
+
+def unpack_blocks(packed: torch.Tensor, kind: int) -> torch.Tensor:
+    """Return the float32 values of bytes [..., bytes of a row] in ggml's type ``kind``."""
+    import torch
+
+    package = gguf_package()
+    found = package.quants.dequantize(packed.cpu().numpy(), package.GGMLQuantizationType(kind))
+    return torch.from_numpy(found)
+
+
+def gguf_package() -> Any:
+    """Return the package that unpacks GGUF types. Raises ModelError if it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelError(
+            "weights in a GGUF file need the package gguf", hint="pip install 'WHEEL[gguf]'"
+        ) from error
+    return gguf
