@@ -11,13 +11,17 @@ from convoy.config.kernels import (
     CUDA_KERNELS,
     HOST_KERNELS,
     KERNELS,
+    KV_FORMS,
     QUANTIZED,
     ROUNDED,
     RequestedKernel,
+    RequestedKvDtype,
     form_of,
     host_kernels_text,
+    kv_form,
     on_device,
 )
+from convoy.errors import ModelError
 
 
 def test_the_settings_name_the_kernels_of_hosts() -> None:
@@ -36,6 +40,17 @@ def test_the_kernels_that_a_row_names_have_rows_of_their_own(name: str) -> None:
     assert form_of(name) is kernel.form
     assert {kernel.form.otherwise, kernel.cuda_name} - {""} <= set(KERNELS)
     assert not kernel.cuda_name or on_device(kernel.cuda_name)
+
+
+def test_a_dtype_of_kv_is_a_setting_and_a_kernels_own_is_the_first_that_it_holds() -> None:
+    assert get_args(RequestedKvDtype) == (AUTO, *KV_FORMS)
+    assert {kv_form(name).name for name in HOST_KERNELS} == {"f32"}
+    assert {kv_form(name).name for name in CUDA_KERNELS} == {"bf16"}
+    assert [kv_form("exact-f32", name).num_bytes(64) for name in ("f32", "bf16", "f16", "q8")] == [
+        *(256, 128, 128, 68)
+    ]
+    with pytest.raises(ModelError, match="kv_dtype is q8, and cuda-bf16 holds K/V as bf16"):
+        kv_form("cuda-bf16", "q8")
 
 
 def test_a_word_of_quantize_asks_for_a_rounded_kernel() -> None:

@@ -17,7 +17,7 @@ from convoy.cli import main
 from convoy.cli.verify import report
 from convoy.config.kernels import EXACT, PLAIN, W8A8
 from convoy.errors import InputError, SelfCheckError, StepError
-from convoy.evaluate.certificate import Certificate
+from convoy.evaluate.certificate import Certificate, limits_of
 from convoy.evaluate.chain import load_stage
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
@@ -119,6 +119,16 @@ def test_8_bit_linears_change_the_logits_and_no_cut_changes_a_bit_of_them(models
         models.source("odd"), 0, kernel=W8A8, load=broken.split_only(broken.perturb)
     ).results[1:2]
     assert not broken_cut.passed
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", pytest.param("q8", marks=pytest.mark.long)])
+def test_rounded_kv_change_the_logits_and_no_cut_changes_a_bit_of_them(models: Models, kv_dtype: str) -> None:
+    found = certify(models.source("even"), 1, kv_dtype=kv_dtype)
+    assert failures(found) == []
+    assert found.kv_dtype == kv_dtype
+    assert found.limits.unsplit == 0.0
+    (library,) = {result.library.greatest for result in found.results if result.library is not None}
+    assert limits_of("exact-f32", has_experts=False).library < library < found.limits.library
 
 
 def test_a_model_without_files_has_its_certificate(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ def prompts_for(source: ModelSource, lengths: Sequence[int] = LENGTHS) -> Prompt
     ]
 
 
-def whole(source: ModelSource) -> Executor:
+def whole(source: ModelSource, kv_dtype: str = "auto") -> Executor:
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
-    stage = HostStage.load(source, assignment, StageOptions(num_threads=1))
+    stage = HostStage.load(source, assignment, StageOptions(num_threads=1, kv_dtype=kv_dtype))
     stage.make_pools(NUM_BLOCKS)
     return LocalExecutor(stage)
 
@@ -90,7 +90,7 @@ def cold(demo: ModelSource, turns: Prompts) -> list[Run]:
 
 
 @contextmanager
-def split(source: ModelSource, spans: Mapping[str, str]) -> Iterator[Executor]:
+def split(source: ModelSource, spans: Mapping[str, str], kv_dtype: str = "auto") -> Iterator[Executor]:
     """A head and its peers over in-memory streams, sealed as ever."""
     network = MemoryNetwork()
     members = make_local_members(NAMES[: len(spans)])
@@ -98,7 +98,7 @@ def split(source: ModelSource, spans: Mapping[str, str]) -> Iterator[Executor]:
     head = Head(
         membership_of(members[0]),
         source,
-        HeadOptions(MEMBER, spans=spans, wait_s=20, num_blocks=NUM_BLOCKS),
+        HeadOptions(MEMBER, spans=spans, wait_s=20, num_blocks=NUM_BLOCKS, kv_dtype=kv_dtype),
         network,
     )
     try:
@@ -153,6 +153,17 @@ def test_batch_and_chunks_around_a_row_change_no_bit(
 ) -> None:
     driver = Driver(whole(demo), replace(LIMITS, prefill_chunk=chunk, max_step_tokens=97))
     assert_equal_to_the_bit(expected, driver.run(prompts_for(demo), NUM_TOKENS))
+
+
+@pytest.mark.parametrize("kv_dtype", [pytest.param("f16", marks=pytest.mark.long), "q8"])
+def test_rounded_kv_are_the_same_on_every_member(demo: ModelSource, kv_dtype: str) -> None:
+    prompts = prompts_for(demo, FEW_LENGTHS)
+    limits = replace(LIMITS, max_step_tokens=1024, prefill_chunk=1024, prefix_cache=False)
+    alone = Driver(whole(demo, kv_dtype), limits)
+    expected = [run for prompt in prompts for run in alone.run([prompt], FEW_TOKENS)]
+    with split(demo, two_way(demo.spec.num_layers)[4], kv_dtype) as executor:
+        runs = Driver(executor, replace(LIMITS, prefill_chunk=7)).run(prompts, FEW_TOKENS)
+    assert_equal_to_the_bit(expected, runs)
 
 
 def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[Run, ...]) -> None:

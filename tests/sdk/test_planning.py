@@ -10,10 +10,11 @@ import pytest
 
 import convoy
 from cli.transcript import run_here
-from convoy.errors import PlanError, UsageError
+from convoy.errors import InputError, PlanError, UsageError
 
 # So that nothing is measured.
 TOLD = ("--speed", "10,100")
+SIZES = {"alpha": 0.5, "beta": 0.5}
 
 
 def test_a_plan_is_the_value_that_the_command_prints(tmp_path: Path) -> None:
@@ -27,6 +28,33 @@ def test_a_plan_is_the_value_that_the_command_prints(tmp_path: Path) -> None:
     asked = ["plan", "demo", "--members", "alpha=0.5,beta=0.5", "--config", "plain.toml", *TOLD, "--json"]
     shown = json.loads(run_here(asked, tmp_path).stdout)
     assert shown["stages"] == [msgspec.structs.asdict(stage) for stage in found.stages]
+
+
+def test_a_plan_counts_what_every_dtype_of_kv_takes() -> None:
+    plain = convoy.plan("demo", members=SIZES, kernel="plain-f32", measure=False)
+    assert plain.kv_dtype == "f32"
+    taken = {one.kv_dtype: one.bytes_per_token for one in plain.kv_choices}
+    each = plain.kv_bytes_per_token
+    assert taken == {"f32": each, "bf16": each // 2, "f16": each // 2, "q8": each * 34 // 128}
+    small = convoy.plan("demo", members=SIZES, kernel="plain-f32", kv_dtype="q8", measure=False)
+    assert (small.kv_dtype, small.kv_bytes_per_token) == ("q8", taken["q8"])
+    assert small.kv_choices == plain.kv_choices
+    assert small.max_kv_tokens == plain.kv_choices[-1].max_kv_tokens > 3 * plain.max_kv_tokens
+    assert small.blocks is not None
+    assert plain.blocks is not None
+    assert small.blocks.groups[0].block_bytes == plain.blocks.groups[0].block_bytes * 34 // 128
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "message"),
+    [
+        ("fp8", "kv_dtype is fp8, and plain-f32 holds K/V as f32 or bf16 or f16 or q8"),
+        ("f8", "kv_dtype is f8, expected auto, f32, bf16, f16, q8, fp8"),
+    ],
+)
+def test_a_dtype_of_kv_that_cannot_be_is_refused_with_those_that_can(kv_dtype: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        convoy.plan("demo", members=2, kernel="plain-f32", kv_dtype=kv_dtype, measure=False)
 
 
 def test_members_that_cannot_hold_the_model_are_refused_with_both_numbers() -> None:

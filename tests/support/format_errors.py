@@ -1,4 +1,4 @@
-"""The cost of each quantised format for a trained model: the table of docs/models.md.
+"""The cost of each quantised format, and of each dtype of K/V, for a trained model: tables of docs/models.md.
 
     PYTHONPATH=src:tests python -m support.format_errors
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from convoy.config.kernels import CUDA_KERNELS
+from convoy.config.kernels import CUDA_KERNELS, EXACT
 from convoy.evaluate.prompts import TEXTS
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
@@ -49,6 +49,7 @@ FORMATS: dict[str, Quantise] = {
     "AWQ 4-bit, groups of 128": awq(128),
 }
 GGUF = ("Q8_0", "Q5_1", "Q4_0")
+KV_DTYPES = ("bf16", "f16", "q8")
 
 
 def main() -> None:
@@ -57,11 +58,16 @@ def main() -> None:
     texts = [Tokenizer(source).encode(text) for text in TEXTS]
     expected = _logits(source, texts)
     print(f"logits reach {expected.abs().max():.0f}, {len(expected)} positions")
+    for kv_dtype in KV_DTYPES:
+        options = StageOptions(require_tags=False, kv_dtype=kv_dtype)
+        num_bytes = source.spec.with_kv_dtype(kv_dtype).kv_token_bytes(0, source.spec.num_layers, EXACT)
+        found, _ = _logits_and_bytes(source, texts, options)
+        _say(f"K/V in {kv_dtype}", f"{num_bytes / 1e3:.2f} kB", found, expected, digits=5)
     for kernel in CUDA_KERNELS if torch.cuda.is_available() else ():
         found, num_bytes = _logits_and_bytes(
             source, texts, StageOptions(kernel, device="cuda:0", require_tags=False)
         )
-        _say(f"{kernel}, on the device", num_bytes, found, expected)
+        _say(f"{kernel}, on the device", f"{num_bytes / 1e6:.1f} MB", found, expected)
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, quantise) in enumerate(FORMATS.items()):
             model = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
@@ -75,17 +81,17 @@ def _report(name: str, written: Written, expected: torch.Tensor, texts: list[lis
     quantised = ModelSource.resolve(str(written.quantised))
     stored_bytes = sum(tensor.num_bytes for tensor in quantised.tensors.values())
     found = _logits(quantised, texts)
-    _say(name, stored_bytes, found, expected)
+    _say(name, f"{stored_bytes / 1e6:.1f} MB", found, expected)
 
 
-def _say(name: str, num_bytes: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+def _say(name: str, size: str, found: torch.Tensor, expected: torch.Tensor, digits: int = 3) -> None:
     error = found - expected
     share = error.pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     worst = error.abs().amax(-1)
     same = (found.argmax(-1) == expected.argmax(-1)).float().mean()
     print(
-        f"| {name} | {num_bytes / 1e6:.1f} MB | {share:.3f} | {worst.max():.2f} | {worst.median():.2f} "
-        f"| {100 * same:.1f} % |"
+        f"| {name} | {size} | {share:.{digits}f} | {worst.max():.{digits - 1}f} "
+        f"| {worst.median():.{digits - 1}f} | {100 * same:.1f} % |"
     )
 
 

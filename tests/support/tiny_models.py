@@ -224,7 +224,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     ),
-    "gemma3": ("Gemma3Text", {**_GEMMA, "sliding_window_pattern": 3}),
+    # Heads of 32, as K/V of 8 bits needs them.
+    "gemma3": ("Gemma3Text", {**_GEMMA, "head_dim": 32, "sliding_window_pattern": 3}),
     "gemma3 capped": ("Gemma3Text", {**_GEMMA, "final_logit_softcapping": 2.0, "layer_types": _MIXED}),
     "gemma3 nested": (
         "Gemma3",
@@ -433,7 +434,7 @@ class Models:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._references: dict[tuple[str, torch.dtype], Any] = {}
-        self._stages: dict[tuple[str, str, tuple[int, ...]], list[HostStage]] = {}
+        self._stages: dict[tuple[str, StageOptions, tuple[int, ...]], list[HostStage]] = {}
 
     def directory(self, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
         path = self._root / f"{kind}-{str(dtype).removeprefix('torch.')}"
@@ -473,14 +474,20 @@ class Models:
         return allowed if float((found.double() - exact).abs().max()) <= 2 * own else apart
 
     def chain(
-        self, kind: str, *cuts: int, kernel: str = "exact-f32", ring_tokens: int | None = None
+        self,
+        kind: str,
+        *cuts: int,
+        kernel: str = "exact-f32",
+        kv_dtype: str = "auto",
+        ring_tokens: int | None = None,
     ) -> Chain:
         """Return a fresh chain cut before these layers; the first stage embeds, the last has the output.
 
         With ``ring_tokens`` windows keep no more than rows of so many tokens need. Chains of one kind and
         cut share their stages: a new chain ends the use of the earlier one.
         """
-        key = kind, kernel, cuts
+        options = StageOptions(kernel=kernel, require_tags=False, kv_dtype=kv_dtype)
+        key = kind, options, cuts
         if key not in self._stages:
             source = self.source(kind)
             limits = [0, *cuts, source.spec.num_layers]
@@ -488,7 +495,7 @@ class Models:
                 HostStage.load(
                     source,
                     StageAssignment(f"m{i}", start, end, i == 0, i == len(limits) - 2),
-                    StageOptions(kernel=kernel, require_tags=False),
+                    options,
                 )
                 for i, (start, end) in enumerate(itertools.pairwise(limits))
             ]

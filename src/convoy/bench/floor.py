@@ -17,6 +17,7 @@ import torch
 
 from convoy.bench.bare import BLOCK_SIZE, num_blocks, whole
 from convoy.bench.report.clock import Deadline
+from convoy.config.table import ENGINE
 from convoy.model.backends.host.checks.selfcheck import choose_kernel
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
@@ -139,13 +140,16 @@ class Decodes:
         self._number, self._grants = self._number + 1, []
 
 
-def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> HostStage:
+def load_whole(
+    source: ModelSource, kernel: str, num_threads: int | None, kv_dtype: str = ENGINE.kv_dtype
+) -> HostStage:
     """Load the model as one stage that needs no prefix tags. Raises as `HostStage.load`."""
     options = StageOptions(
         kernel=choose_kernel(kernel, num_threads),
         block_size=BLOCK_SIZE,
         num_threads=num_threads,
         require_tags=False,
+        kv_dtype=kv_dtype,
     )
     return HostStage.load(source, whole(source)[0], options)
 

@@ -10,7 +10,7 @@ import typer
 from convoy.cli.checks.plan_print import print_plan, print_rules
 from convoy.cli.checks.rates import ContextFlag, RoundTripFlag, SpeedFlag, ThreadsFlag
 from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
-from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.flags.steps import KvDtypeFlag, check_choice, with_step_flags
 from convoy.cli.flags.table import option
 from convoy.cli.local.members import LayersFlag, parse_members
 from convoy.cli.operator.home import config_file
@@ -49,6 +49,7 @@ def plan(
     level: LevelFlag = None,
     config: ConfigFlag = None,
     quantize: QuantizeFlag = None,
+    kv_dtype: KvDtypeFlag = None,
     standby: StandbysFlag = None,
     speed: SpeedFlag = None,
     round_trip: RoundTripFlag = None,
@@ -63,7 +64,9 @@ def plan(
     """
     # Members that the command line names are not the members of this folder's cluster.
     settings = load_config(config_file(config) if members is None else config)
-    settings = override(settings, plan=override(settings.plan, **sharing))
+    check_choice("engine", "kv_dtype", kv_dtype)
+    engine = override(settings.engine, kv_dtype=kv_dtype)
+    settings = override(settings, plan=override(settings.plan, **sharing), engine=engine)
     found = make_plan(
         PlanQuestion(
             settings,

@@ -52,7 +52,7 @@ def run(
     device: DeviceFlag = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
-    engine: dict[str, int],
+    engine: dict[str, Any],
     sharing: dict[str, Any],
     listens: dict[str, Any],
     verbose: VerboseFlag = False,

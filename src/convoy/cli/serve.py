@@ -85,7 +85,7 @@ def serve(
     config: ConfigFlag = None,
     layers: LayersFlag = None,
     listens: dict[str, Any],
-    engine: dict[str, int],
+    engine: dict[str, Any],
     sharing: dict[str, Any],
     waiting: dict[str, Any],
     invite: InviteFlag = False,

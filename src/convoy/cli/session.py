@@ -11,13 +11,14 @@ import typer
 
 from convoy.cli.flags.device import computing
 from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
+from convoy.cli.flags.steps import KvDtypeFlag, check_choice
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import config_file
 from convoy.cli.operator.session_key import KeyFile
 from convoy.cli.serve import start_cluster
 from convoy.cli.show.output import JsonFlag, counted, format_bytes, print_json, print_note
 from convoy.config.kernels import host_kernels_text
-from convoy.config.settings import load_config
+from convoy.config.settings import load_config, override
 from convoy.errors import ConvoyError, RequestError, SessionError, UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
@@ -67,18 +68,24 @@ def session(
     raw: Annotated[bool, typer.Option("--raw", help="Use no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
+    kv_dtype: KvDtypeFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt, and keep the conversation in a file."""
     turn = SessionTurn(
-        prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json, quantize=quantize
+        *(prompt, load, save, max_tokens, temperature, seed, raw),
+        quiet=as_json,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
     )
     turn.check()
     found = config_file(None) if config is None and members is None and layers is None else None
     keys = SessionKeys.of(turn, KeyFile.of(key, config or found, plain=plain))
     if found is not None and not as_json:
         print_note(f"as the head of {found}; --members 1 is this machine alone")
-    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel))
+    check_choice("engine", "kv_dtype", kv_dtype)
+    engine = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
+    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel), engine=engine)
     _start(turn, keys, model, config or found, options)
 
 
@@ -95,6 +102,7 @@ class SessionTurn:
     raw: bool
     quiet: bool
     quantize: str | None = None
+    kv_dtype: str | None = None
 
     def check(self) -> None:
         """Raise UsageError for flags that do not fit together."""
@@ -201,6 +209,7 @@ def _start(
     turn.check_model(source)
     if config is not None:
         settings = computing(load_config(config), turn.quantize, None)
+        settings = override(settings, engine=override(settings.engine, kv_dtype=turn.kv_dtype))
         _run(turn, keys, start_cluster(settings, model, quiet=turn.quiet))
         return
     options.check(source.spec)

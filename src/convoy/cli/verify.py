@@ -18,10 +18,12 @@ from convoy.cli.checks.leak import (
     show_leak,
 )
 from convoy.cli.flags.device import DeviceFlag
+from convoy.cli.flags.steps import KvDtypeFlag, check_choice
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, plain, print_json, print_note, print_table, report_error
 from convoy.cli.show.progress import VerifyLines
 from convoy.config.kernels import host_kernels_text
+from convoy.config.table import ENGINE
 from convoy.errors import UsageError
 from convoy.sdk.parity import device_and_kernel, prompts_of
 
@@ -47,6 +49,7 @@ def verify(
         int, typer.Option(min=1, max=8, help="Ranks that hold each stage together, on the CPU.")
     ] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
+    kv_dtype: KvDtypeFlag = None,
     leak: LeakFlag = False,
     leak_tokens: LeakTokensFlag = LEAK_TOKENS,
     leak_depths: LeakDepthsFlag = LEAK_DEPTHS,
@@ -58,6 +61,7 @@ def verify(
     that it receives.
     """
     max_cuts = _max_cuts(cuts)
+    check_choice("engine", "kv_dtype", kv_dtype)
     if not leak and (leak_tokens, leak_depths) != (LEAK_TOKENS, LEAK_DEPTHS):
         raise UsageError("--leak-tokens and --leak-depths are for --leak", hint="add --leak")
     from convoy.evaluate.verify import VerifyOptions
@@ -73,7 +77,12 @@ def verify(
         show_leak(source, asked[0], search, ranks, progress, as_json=as_json)
         return
     options = VerifyOptions(
-        chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
+        *(chosen, max_cuts),
+        num_tokens=tokens,
+        num_threads=threads,
+        device=device,
+        ranks=ranks,
+        kv_dtype=kv_dtype or ENGINE.kv_dtype,
     )
     report(run(source, asked, options, progress), as_json=as_json)
 
@@ -116,7 +125,8 @@ def _progress(unit: str, *, quiet: bool) -> Progress:
 def _print(found: Certificate) -> None:
     lengths = found.prompt_tokens
     print(
-        f"{found.model}: {found.num_layers} layers, {found.kernel}{_ranks(found)}; {len(lengths)} prompts of "
+        f"{found.model}: {found.num_layers} layers, {found.kernel}, K/V in {found.kv_dtype}{_ranks(found)}; "
+        f"{len(lengths)} prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {found.decoded_tokens} decoded behind each; "
         f"chunks of {', '.join(map(str, found.chunks))}"
     )

@@ -10,7 +10,7 @@ import psutil
 
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
-from convoy.config.kernels import CUDA_KERNEL, CUDA_KERNELS, EXACT, ROUNDED
+from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, EXACT, KERNELS, ROUNDED
 from convoy.errors import Incompatible
 from convoy.model.backends.host.checks.bits import bits_digest
 from convoy.model.backends.host.checks.selfcheck import available_kernels
@@ -118,6 +118,22 @@ def on_device(kernel: str) -> bool:
 def can_take_part(hello: Hello, in_use: Collection[str]) -> bool:
     """Return whether a member runs one of ``in_use``. Any does if that is empty or has a CUDA kernel."""
     return not in_use or any(on_device(kernel) or kernel in hello.kernels for kernel in in_use)
+
+
+def holds_kv(kernel: str, asked: str) -> bool:
+    """Return whether stages with ``kernel`` hold K/V in the dtype ``asked``."""
+    return asked == AUTO or (kernel in KERNELS and asked in KERNELS[kernel].kv_dtypes)
+
+
+def require_kv(asked: str, kernels: Mapping[str, str]) -> None:
+    """Raise `Incompatible`, with both dtypes, for a member whose kernel does not hold K/V as ``asked``."""
+    for name, kernel in kernels.items():
+        if not holds_kv(kernel, asked):
+            own = " or ".join(KERNELS[kernel].kv_dtypes if kernel in KERNELS else ())
+            raise Incompatible(
+                f"kv_dtype is {asked}, but {name} runs {kernel}, which holds K/V as {own or 'none'}",
+                hint="choose a kv_dtype that every member holds, or leave it at auto",
+            )
 
 
 def _require(kernel: str, hellos: Mapping[str, Hello]) -> None:

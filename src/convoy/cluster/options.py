@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from convoy.config.kernels import on_device
+from convoy.config.kernels import AUTO, KV_FORMS, on_device
 from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
 from convoy.engine.kv.limits import MAX_DRAFT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
@@ -104,6 +104,8 @@ class HeadOptions:
     model it waits on for the others with ``keep_waiting``, and raises without. ``answer_s``: how long a
     member that came may take for its greeting, and to begin a plan.
 
+    ``kv_dtype`` is the dtype of K/V on every stage; "auto" is that of each kernel.
+
     ``num_blocks``, of each cache group, 0 means as many as fit, up to a full batch of full contexts.
     ``prefill_chunk`` 0: as `for_kernels` says. ``micro_batches`` are steps in flight, 0: as many as
     stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With
@@ -134,6 +136,7 @@ class HeadOptions:
     step_timeout_s: float = 60.0
     recover_wait_s: float = PLAN.recover_wait_s
     block_size: int = ENGINE.block_size
+    kv_dtype: str = ENGINE.kv_dtype
     num_blocks: int = ENGINE.num_blocks
     max_context: int = ENGINE.max_model_len
     max_batch: int = ENGINE.max_batch
@@ -176,6 +179,9 @@ class HeadOptions:
                 )
         if self.parallel not in ASKED:
             raise ConfigError(f"parallel is {self.parallel}, expected {', '.join(ASKED)}", hint=_WHERE)
+        if self.kv_dtype not in {AUTO, *KV_FORMS}:
+            expected = ", ".join((AUTO, *KV_FORMS))
+            raise ConfigError(f"kv_dtype is {self.kv_dtype}, expected {expected}", hint=_WHERE)
         if self.ranks is not None and not 2 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage", hint=_WHERE)
 

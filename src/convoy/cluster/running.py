@@ -14,7 +14,7 @@ from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.status import ClusterStatus, ParallelStatus
 from convoy.cluster.weights.head_weights import HeadWeights
-from convoy.config.kernels import STEADY
+from convoy.config.kernels import KERNELS, STEADY, kv_form
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sessions.format import SessionModel
@@ -26,6 +26,7 @@ from convoy.model.text.tokens import Tokenizer
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.evidence.level import weakest
+from convoy.wire.messages.control import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class RunningCluster:
             vocab_size=spec.vocab_size,
             max_context=active.max_context,
             manifest=self.head.manifest,
+            kv_dtype=kv_dtype_of(active.plan),
             keeps_kv=len(spec.cache_groups) == 1 and group.is_full and group.is_carried,
         )
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
@@ -151,6 +153,7 @@ class RunningCluster:
             accepted_tokens=stats.accepted_tokens,
             guesses=self._num_guesses,
             why_kernel=self.head.peers.why_kernel,
+            kv_dtype=kv_dtype_of(active.plan),
             other_bits=other_bits(self.head.hellos(), self.head.name, active.plan.kernel),
             level=self.level(),
             minimum_level=self.head.verifier.attestation.policy.minimum.text,
@@ -204,3 +207,8 @@ def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: 
     # A member may have come while the first plan was loaded.
     renewals.plan_began(())
     return engine
+
+
+def kv_dtype_of(plan: Plan) -> str:
+    """Return the dtype of K/V on all stages of ``plan``, or the setting if they run several kernels."""
+    return kv_form(plan.kernel, plan.kv_dtype).name if plan.kernel in KERNELS else plan.kv_dtype

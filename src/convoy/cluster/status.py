@@ -119,6 +119,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     parallel: ParallelStatus = ParallelStatus("", "")
     # Why a better kernel is not used, if loading the model showed that.
     why_kernel: str = ""
+    # The dtype of K/V on every stage; "auto" if kernels differ, and with them their dtypes.
+    kv_dtype: str = ""
     # Members of the roster that are not connected.
     absent: list[str] = []
     # Members that are connected, hold no layers and are no standbys.

@@ -1,4 +1,4 @@
-"""The kernels: one row for each, with its name, the form of weights and K/V, and its error bounds.
+"""The kernels: one row for each, with its name, the form of weights, the dtypes of K/V, and error bounds.
 
 A kernel of hosts with rounded linears also names its module in `model.kernels`, which has the check of this
 machine and the factories (`model.kernels.registry`). So a new one is one module and one row. A form's word is
@@ -17,9 +17,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KernelForm:
-    """Describe the form of weights and K/V.
+    """Describe the form of weights.
 
-    ``dtype`` is that of K/V, and of all weights outside linears or not rounded. ``packed`` linears are laid
+    ``dtype`` is that of all weights outside linears or not rounded. ``packed`` linears are laid
     out for the kernel, and cannot be looked up by row. ``bits`` counts those of a rounded weight; it is 0
     without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
     multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
@@ -43,6 +43,26 @@ class KernelForm:
             return form_of(self.otherwise).linear_bytes(outputs, inputs)
         groups = -(-inputs // self.group) if self.group else 1
         return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
+
+
+@dataclass(frozen=True)
+class KvForm:
+    """Describe a dtype of K/V.
+
+    ``num_values`` neighbouring values of a head take ``bytes_each`` together; they share a scale if they are
+    several.
+    """
+
+    name: str
+    bytes_each: int
+    num_values: int = 1
+    # Added to `ErrorBounds.library` and to its median, as the library's K/V are float32.
+    error: float = 0.0
+    median: float = 0.0
+
+    def num_bytes(self, elements: int) -> int:
+        """Return the bytes of ``elements``, a multiple of ``num_values``."""
+        return elements * self.bytes_each // self.num_values
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,8 @@ class Kernel:
     name: str
     form: KernelForm
     bounds: ErrorBounds
+    # The dtypes in which its stages can hold K/V, its own first.
+    kv_dtypes: tuple[str, ...] = ("f32", "bf16", "f16", "q8")
     # Of models with experts; None: `bounds`.
     expert_bounds: ErrorBounds | None = None
     # The distance from the library with several ranks; None: that of `bounds`.
@@ -99,6 +121,27 @@ CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
 # The setting that lets each member choose, and those that name a kernel of hosts.
 AUTO: Final = "auto"
 RequestedKernel = Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"]
+# The setting of K/V's dtype; "auto" is each kernel's own. No kernel holds fp8 yet.
+RequestedKvDtype = Literal["auto", "f32", "bf16", "f16", "q8", "fp8"]
+_CUDA_KV = ("bf16",)
+
+# By name. The form of q8 is that of Q8_0 in GGUF: 32 codes of 8 bits with a float16 scale.
+KV_FORMS: dict[str, KvForm] = {
+    form.name: form
+    for form in (
+        KvForm("f32", 4),
+        # Seen: up to 0.09, 0.015 and 0.16 for each ten units of logit; medians a third of that, where logits
+        # reach 31 up to 0.18 for q8.
+        KvForm("bf16", 2, error=0.3, median=0.2),
+        KvForm("f16", 2, error=0.05, median=0.03),
+        KvForm("q8", 34, num_values=32, error=0.5, median=0.5),
+        KvForm("fp8", 1),
+    )
+}
+# The same in models with experts: a rounded value may route a row to another one.
+EXPERT_KV_ERROR, EXPERT_KV_MEDIAN = 5.0, 0.3
+# The form of K/V beside weights of a plain dtype.
+_KV_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 # By name, best first on a device; rounded ones come last, since the head must request them.
 KERNELS: dict[str, Kernel] = {
@@ -146,12 +189,14 @@ KERNELS: dict[str, Kernel] = {
             # If two experts score nearly the same, bfloat16 may choose another one than float32 does. One
             # position is then far from the library's. Seen: 0.06 from the unsplit stage, a median of 0.11.
             expert_bounds=ErrorBounds(0.5, 5.0, 0.3),
+            kv_dtypes=_CUDA_KV,
             on_cuda=True,
         ),
         Kernel(
             CUDA_INT8,
             KernelForm("bfloat16", packed=True, bits=8),
             ErrorBounds(0.3, 2.0, 0.5),
+            kv_dtypes=_CUDA_KV,
             on_cuda=True,
         ),
         Kernel(
@@ -159,6 +204,7 @@ KERNELS: dict[str, Kernel] = {
             # A scale and a least value in bfloat16.
             KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise=CUDA_INT8),
             ErrorBounds(0.3, 20.0, 5.0),
+            kv_dtypes=_CUDA_KV,
             on_cuda=True,
         ),
     )
@@ -192,3 +238,21 @@ def form_of(word: str) -> KernelForm:
     if word not in FORMS:
         raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")
     return FORMS[word]
+
+
+def kv_form(word: str, asked: str = AUTO) -> KvForm:
+    """Return the form of K/V beside weights of a kernel or dtype: ``asked``, or the kernel's own for "auto".
+
+    Raises ModelError for an unknown word, and for a dtype in which stages with this kernel hold no K/V.
+    """
+    known = KERNELS[word].kv_dtypes if word in KERNELS else (_KV_OF_DTYPE[form_of(word).dtype],)
+    if asked == AUTO:
+        return KV_FORMS[known[0]]
+    if asked not in KV_FORMS:
+        raise ModelError(f"kv_dtype is {asked!r}, expected {', '.join((AUTO, *KV_FORMS))}")
+    if asked not in known:
+        raise ModelError(
+            f"kv_dtype is {asked}, and {word} holds K/V as {' or '.join(known)}",
+            hint="leave kv_dtype at auto, or choose one that every member's kernel holds",
+        )
+    return KV_FORMS[asked]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from convoy.config.kernels import AUTO, RequestedKernel
+from convoy.config.kernels import AUTO, RequestedKernel, RequestedKvDtype
 
 DEFAULT_PEER_PORT = 7777
 # The hint about a model that is missing; an example follows.
@@ -362,6 +362,15 @@ class EngineConfig(msgspec.Struct, frozen=True):
         ),
     ] = 0
     block_size: Annotated[Count, Setting("tokens in a K/V block; divides 64")] = 16
+    kv_dtype: Annotated[
+        RequestedKvDtype,
+        Setting(
+            "type in which every stage holds K/V",
+            ": see [K/V](#kv)",
+            shown="auto: f32 on hosts, bf16 on CUDA",
+            flag=Flag("Type of K/V: auto, f32, bf16, f16, q8 or fp8.", shown="auto: f32; on CUDA bf16"),
+        ),
+    ] = AUTO
     num_blocks: Annotated[
         CountOrNone,
         Setting(

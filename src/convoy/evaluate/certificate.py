@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from convoy.config.kernels import KERNELS, ErrorBounds
+from convoy.config.kernels import (
+    AUTO,
+    EXPERT_KV_ERROR,
+    EXPERT_KV_MEDIAN,
+    KERNELS,
+    ErrorBounds,
+    kv_form,
+)
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 
 
-def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1) -> ErrorBounds:
+def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1, kv_dtype: str = AUTO) -> ErrorBounds:
     """Return the limits for a model under ``kernel``.
 
-    ``ranks`` counts those of each stage, the unsplit one too.
+    ``ranks`` counts those of each stage, the unsplit one too. K/V that are rounded move a model away from
+    the library's, and no cut away from the unsplit stage.
     """
-    row = KERNELS[kernel]
+    row, form = KERNELS[kernel], kv_form(kernel, kv_dtype)
     if ranks > 1 and row.ranks_library is not None:
-        return replace(row.bounds, library=row.ranks_library)
-    return row.expert_bounds if has_experts and row.expert_bounds is not None else row.bounds
+        limits = replace(row.bounds, library=row.ranks_library)
+    else:
+        limits = row.expert_bounds if has_experts and row.expert_bounds is not None else row.bounds
+    if form.name in {"f32", kv_form(kernel).name}:
+        return limits
+    error, median = (EXPERT_KV_ERROR, EXPERT_KV_MEDIAN) if has_experts else (form.error, form.median)
+    return replace(limits, library=limits.library + error, median=limits.median + median)
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ class Certificate:
     unreached_windows: tuple[int, ...]
     # Of each stage.
     ranks: int = 1
+    kv_dtype: str = AUTO
     # By prompt for which the library's float32 was no judge: its distance from the library's own float64.
     doubted: dict[int, float] = field(default_factory=dict)
     results: list[LayoutResult] = field(default_factory=list)

@@ -16,7 +16,7 @@ from itertools import chain as joined
 import psutil
 import torch
 
-from convoy.config.kernels import EXACT, PLAIN, ErrorBounds
+from convoy.config.kernels import AUTO, EXACT, PLAIN, ErrorBounds, kv_form
 from convoy.engine.ranks.host_ranks import JOIN
 from convoy.errors import ConvoyError
 from convoy.evaluate.certificate import Certificate, LayoutResult, limits_of
@@ -51,6 +51,7 @@ class VerifyOptions:
     device: str = "cpu"
     # Ranks of each stage, the unsplit one too.
     ranks: int = 1
+    kv_dtype: str = AUTO
 
 
 # Called with (number done, number in all, next piece of work).
@@ -82,6 +83,7 @@ def verify(
         model=source.name,
         digest=source.digest,
         kernel=options.kernel,
+        kv_dtype=kv_form(options.kernel, options.kv_dtype).name,
         ranks=options.ranks,
         library=library_version(),
         limits=_limits_of(source, options),
@@ -116,6 +118,7 @@ class _Bench:
             captured=False,
             num_threads=options.num_threads,
             require_tags=False,
+            kv_dtype=options.kv_dtype,
         )
         self._load = load
         self._stages: list[LoadedStage] = []
@@ -192,9 +195,9 @@ def _num_new(layout: Layout, old: dict[int, LoadedStage], index: int) -> int:
 def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected) -> None:
     """Run doubtful prompts through the library in float64, if that fits into memory.
 
-    On these the library's float32 may be wrong. Only for the kernels of float32.
+    On these the library's float32 may be wrong. Only for the kernels of float32, with K/V of float32.
     """
-    if options.kernel not in {EXACT, PLAIN}:
+    if options.kernel not in {EXACT, PLAIN} or kv_form(options.kernel, options.kv_dtype).name != "f32":
         return
     doubtful = expected.doubtful(_limits_of(source, options))
     shapes = source.layout.shapes(source.tensors).values()
@@ -211,4 +214,5 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
 
 def _limits_of(source: ModelSource, options: VerifyOptions) -> ErrorBounds:
     has_experts = any(".experts." in name for name in source.tensors)
-    return limits_of(options.kernel, has_experts=has_experts, ranks=options.ranks)
+    ranks, kv_dtype = options.ranks, options.kv_dtype
+    return limits_of(options.kernel, has_experts=has_experts, ranks=ranks, kv_dtype=kv_dtype)

@@ -31,7 +31,8 @@ class StageOptions:
 
     ``num_threads`` is set for the whole process at load; None leaves torch's number. ``device`` is cpu, or
     CUDA devices separated by commas. Decodes on those are captured as graphs unless ``captured`` is off,
-    which is slower. Without ``require_tags`` the stage takes rows that name no prefix, for callers that
+    which is slower. ``kv_dtype`` is a word of `config.kernels.KV_FORMS`, or "auto" for the kernel's own.
+    Without ``require_tags`` the stage takes rows that name no prefix, for callers that
     run one stage by itself.
     """
 
@@ -43,6 +44,7 @@ class StageOptions:
     require_tags: bool = True
     # float32 bytes of the layers that are built at a time; None leaves the loader's own number
     portion_bytes: int | None = None
+    kv_dtype: str = ENGINE.kv_dtype
 
 
 class PendingHidden(Protocol):

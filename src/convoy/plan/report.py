@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from convoy.config.kernels import form_of
-from convoy.errors import PlanError
+from convoy.config.kernels import AUTO, KV_FORMS, form_of, kv_form
+from convoy.errors import ModelError, PlanError
 from convoy.plan.memory.blocks import BlockDemand, Room, choose_blocks
 from convoy.plan.memory.working import working_bytes
 from convoy.plan.offer import MemberOffer
@@ -30,7 +31,7 @@ class StageReport(msgspec.Struct, frozen=True):
     """
 
     member: str
-    # The form of its weights and K/V.
+    # The form of its weights.
     kernel: str
     head: bool
     span: str
@@ -51,6 +52,18 @@ class StageReport(msgspec.Struct, frozen=True):
     # The members that hold it together, ``member`` first; empty for one member alone.
     ranks: list[str] = []
     weight_share: float = 1.0
+    # The dtype of its K/V.
+    kv_dtype: str = ""
+
+
+class KvReport(msgspec.Struct, frozen=True):
+    """Describe the K/V of a plan in one dtype that every stage can hold, on the same stages."""
+
+    kv_dtype: str
+    # Over all members.
+    bytes_per_token: int
+    # Of the tightest member.
+    max_kv_tokens: int
 
 
 class ParallelReport(msgspec.Struct, frozen=True):
@@ -150,6 +163,9 @@ class PlanReport(msgspec.Struct, frozen=True):
     rates_by_mode: dict[str, RatesReport] = {}
     # The cost and the savings of all-reduces, where ranks could share layers.
     tensor: TensorReport | None = None
+    # The dtypes of the stages' K/V, and all that they could have.
+    kv_dtype: str = ""
+    kv_choices: list[KvReport] = []
 
 
 def report(
@@ -183,7 +199,7 @@ def report(
         peers_seeing_token_ids=[name for name in readers if name != placement.head],
         can_read_prompts=_reads(placement, [*standbys, *(out.member for out in left_out)]),
         weight_bytes=sum(stage.weight_bytes * max(1, len(stage.ranks)) for stage in stages),
-        kv_bytes_per_token=sum(stage.kv_bytes_per_token * max(1, len(stage.ranks)) for stage in stages),
+        kv_bytes_per_token=_kv_token_bytes(stages),
         hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
         max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
         rules=rule_reports(spec, placement.members, placement.rules),
@@ -194,7 +210,27 @@ def report(
         parallel=ParallelReport(placement.mode, placement.reason, compared.refused if compared else {}),
         rates_by_mode=compared.rates if compared else {},
         tensor=compared.tensor if compared else None,
+        kv_dtype=" and ".join(dict.fromkeys(stage.kv_dtype for stage in stages)),
+        kv_choices=_kv_choices(placement),
     )
+
+
+def _kv_token_bytes(stages: Sequence[StageReport]) -> int:
+    return sum(stage.kv_bytes_per_token * max(1, len(stage.ranks)) for stage in stages)
+
+
+def _kv_choices(placement: Placement) -> list[KvReport]:
+    """Return the dtypes of K/V that the model and the kernels of all stages allow."""
+    found = []
+    for asked in KV_FORMS:
+        try:
+            other = dataclasses.replace(placement, spec=placement.spec.with_kv_dtype(asked))
+            stages = [_stage(other, stage) for stage in placement.stages]
+        except ModelError:
+            continue
+        fitting = min(stage.max_kv_tokens for stage in stages)
+        found.append(KvReport(asked, _kv_token_bytes(stages), fitting))
+    return found
 
 
 def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
@@ -293,7 +329,14 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         can_read_prompts=placement.route.reads_prompts(stage.member),
         ranks=list(stage.ranks),
         weight_share=weights / whole,
+        kv_dtype=_kv_dtype(placement.spec, dtype),
     )
+
+
+def _kv_dtype(spec: ModelSpec, kernel: str) -> str:
+    """Return the dtype of keys and values, or that of states where a model has no others."""
+    asked = next((group.kv_dtype for group in spec.cache_groups if group.attends), AUTO)
+    return kv_form(kernel, asked).name
 
 
 def _kv_tokens(spec: ModelSpec, stage: StageAssignment, room_bytes: int, dtype: str) -> int:

@@ -51,7 +51,7 @@ class LocalOptions:
     kernel: str = "auto"
     num_threads: int | None = None
     serve_port: int = 0
-    engine: dict[str, int] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
     cores: tuple[Cores, ...] | None = None
     memory_gb: float | None = None
     device: str = "cpu"
@@ -97,8 +97,8 @@ class LocalOptions:
     def check(self, spec: ModelSpec) -> None:
         """Check spans and flags before anything is started.
 
-        Raises the errors of `plan.placement.modes.choose_placement` for the spans, and those of
-        `HeadOptions.check` for the flags of the engine.
+        Raises the errors of `plan.placement.modes.choose_placement` for the spans, those of
+        `HeadOptions.check` for the flags of the engine, and ModelError for K/V that the model cannot have so.
         """
         from convoy.plan.offer import MemberOffer
         from convoy.plan.placement.modes import choose_placement, find_placements
@@ -107,6 +107,7 @@ class LocalOptions:
         asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
         asked.check()
         asked.check_context(spec)
+        spec.with_kv_dtype(asked.kv_dtype)
         # Memory does not count here: this check is for the spans and flags alone.
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         choose_placement(asked.parallel, find_placements(spec, offers, self.spans, ranks=asked.ranks))

@@ -143,6 +143,7 @@ def head_options(config: Config) -> HeadOptions:
         wait_s=plan.wait_s,
         recover_wait_s=plan.recover_wait_s,
         block_size=engine.block_size,
+        kv_dtype=engine.kv_dtype,
         num_blocks=engine.num_blocks,
         max_context=engine.max_model_len,
         max_batch=engine.max_batch,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.config.table import ENGINE
 from convoy.errors import ModelError, UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -24,14 +25,15 @@ def verify(
     device: str = "cpu",
     ranks: int = 1,
     num_threads: int | None = None,
+    kv_dtype: str = ENGINE.kv_dtype,
     on_progress: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
 ) -> Certificate:
     """Return the parity certificate of a model on this machine, over every allowed cut.
 
     ``max_cuts`` bounds the places to cut into two. ``prompts`` is a number of built-in prompts, or a file
     with one prompt per line; ``num_tokens`` are decoded after each. ``ranks`` hold each stage together, on
-    the CPU. ``on_progress`` hears (done, total, next layout). A layout that failed raises nothing: look at
-    the certificate's ``passed``.
+    the CPU. ``kv_dtype`` is that of K/V. ``on_progress`` hears (done, total, next layout). A layout that
+    failed raises nothing: look at the certificate's ``passed``.
 
     Raises `InputError` for wrong values, and `SelfCheckError` if the kernel does not hold on this machine.
     """
@@ -49,6 +51,7 @@ def verify(
         num_threads=num_threads,
         device=chosen_device,
         ranks=ranks,
+        kv_dtype=kv_dtype,
     )
     return run(source, asked, options, on_progress)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.config.files import default_cache, read_bytes
-from convoy.config.kernels import EXACT, PLAIN
-from convoy.config.settings import Config, load_config
+from convoy.config.kernels import EXACT, PLAIN, kv_form
+from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
 from convoy.sdk.options import Note, head_options, load_policy, unheard
@@ -71,6 +71,7 @@ def plan(
     layers: Sequence[str] | None = None,
     standbys: Sequence[str] = (),
     kernel: str | None = None,
+    kv_dtype: str | None = None,
     context: int = 512,
     measure: bool = True,
 ) -> PlanReport:
@@ -78,12 +79,14 @@ def plan(
 
     ``members`` is a number of members on this machine, or names with the GB of each; the first is the head.
     Without it, the roster of ``config`` (a convoy.toml) counts, otherwise two members here. ``layers`` are
-    spans, as ``convoy plan --layers`` takes them. ``context`` is the length in tokens that the rates are for.
-    With ``measure`` False there are no rates; otherwise this machine is measured, once, in a few seconds.
+    spans, as ``convoy plan --layers`` takes them. ``kv_dtype`` is that of K/V: auto, f32, bf16, f16, q8 or
+    fp8. ``context`` is the length in tokens that the rates are for. With ``measure`` False there are no
+    rates; otherwise this machine is measured, once, in a few seconds.
 
     Raises `PlanError` or `SpanError` if no plan fits, and `InputError` for wrong values.
     """
     settings = load_config(None if config is None else Path(config))
+    settings = override(settings, engine=override(settings.engine, kv_dtype=kv_dtype))
     return make_plan(
         PlanQuestion(
             settings,
@@ -123,6 +126,8 @@ def make_plan(question: PlanQuestion) -> PlanReport:
     spec = _read_spec(named)
     head_options(settings).check_context(spec)
     kernel, device = _kernel(question.kernel, settings.model.device)
+    kv_form(kernel, settings.engine.kv_dtype)
+    spec = spec.with_kv_dtype(settings.engine.kv_dtype)
     offers = [dataclasses.replace(offer, kernel=kernel) for offer in offers]
     here = Here.of(settings, question.members, offers, device, question.threads)
     paces = _Paces(settings, offers, here, question.context, question.speeds, question.round_trips, note)

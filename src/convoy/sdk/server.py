@@ -94,7 +94,7 @@ def serve(
     kernel: str = "auto",
     device: str = "auto",
     num_threads: int | None = None,
-    engine: Mapping[str, int] | None = None,
+    engine: Mapping[str, int | str] | None = None,
     port: int | None = None,
     key: str | None = None,
     ca: str | Path | None = None,

@@ -29,9 +29,9 @@ def hello(
     return Hello("test", ["float32"], [kernel], memory_bytes, 1, "test", standby, bits)
 
 
-def planner(spans: dict[str, str] | None = None) -> Planner:
+def planner(spans: dict[str, str] | None = None, kv_dtype: str = "auto") -> Planner:
     members = make_local_members(NAMES)
-    options = HeadOptions(MemberOptions(), spans=spans)
+    options = HeadOptions(MemberOptions(), spans=spans, kv_dtype=kv_dtype)
     return Planner(
         membership_of(members[0]), SOURCE, options, MemberVerifier(lambda: members[0], MemberOptions())
     )
@@ -217,6 +217,24 @@ def test_a_route_of_one_kind_names_one_kernel() -> None:
 def test_who_asks_for_exact_mode_by_name_gets_no_device_beside_it() -> None:
     with pytest.raises(Incompatible, match="alpha asks for the kernel exact-f32, but beta can run cuda-bf16"):
         planner().first({"alpha": host(("exact-f32",)), "beta": cuda()})
+
+
+def test_a_plan_says_in_which_dtype_all_hold_k_and_v() -> None:
+    plan = planner(kv_dtype="bf16").first({"alpha": host(), "beta": cuda()}).plan
+    assert plan.kv_dtype == "bf16"
+    plans = planner(kv_dtype="q8")
+    first = plans.first({"alpha": host(), "beta": host()})
+    assert first.plan.kv_dtype == "q8"
+    assert {group.kv_dtype for group in first.placement.spec.cache_groups} == {"q8"}
+    # A device cannot take over, and keeps no host from doing so.
+    assert plans.again({"alpha": host(), "gamma": cuda()}, first.placement).members == {"alpha"}
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "q8", "f16", "fp8"])
+def test_a_dtype_of_kv_that_a_member_does_not_hold_is_refused_by_its_name(kv_dtype: str) -> None:
+    told = f"kv_dtype is {kv_dtype}, but beta runs cuda-bf16, which holds K/V as bf16"
+    with pytest.raises(Incompatible, match=told):
+        planner(kv_dtype=kv_dtype).first({"alpha": host(), "beta": cuda()})
 
 
 def test_a_device_joins_no_text_that_hosts_began_but_hosts_go_on_for_a_device() -> None:

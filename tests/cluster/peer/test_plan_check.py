@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
-from convoy.cluster.peer.loaded_plan import LoadedPlan, check_plan
-from convoy.errors import StepError
+from convoy.cluster.offer import require_kv
+from convoy.cluster.options import MemberOptions
+from convoy.cluster.peer.loaded_plan import LoadedPlan, check_plan, stage_options
+from convoy.errors import Incompatible, StepError
 from convoy.model.backends.host.stage import HostStage
 from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Activate, Plan, StageAssignment
@@ -17,6 +20,17 @@ def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
     """Each stage's last word has ``e`` for the embedding and ``o`` for the output."""
     assigned = [StageAssignment(n, a, b, "e" in owns, "o" in owns) for n, a, b, owns in stages]
     return Plan(1, "demo", "0" * 64, assigned, "exact-f32", "float32", 16, 128)
+
+
+def test_a_stage_holds_k_and_v_as_the_plan_says() -> None:
+    plan = replace(plan_of(("alpha", 0, 12, "eo")), kv_dtype="q8")
+    assert stage_options(plan, 0, MemberOptions(device="cpu")).kv_dtype == "q8"
+
+
+@pytest.mark.parametrize("asked", ["fp8", "f64"])
+def test_a_dtype_of_kv_that_a_peer_does_not_hold_is_refused_with_those_that_it_does(asked: str) -> None:
+    with pytest.raises(Incompatible, match=f"kv_dtype is {asked}, but beta runs exact-f32, which holds K/V"):
+        require_kv(asked, {"beta": "exact-f32"})
 
 
 def plan_of_ranks(*ranks: list[str]) -> Plan:

@@ -355,8 +355,11 @@ def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
         assert sample_tokens(session, 3) == expected(list(range(30)), 3)
 
 
-def test_kv_of_another_kernel_is_not_used(engine: Engine, tmp_path: Path) -> None:
-    with Session(engine, replace(MODEL, kernel="plain-f32")) as session:
+@pytest.mark.parametrize("other", [{"kernel": "plain-f32"}, {"kv_dtype": "bf16"}])
+def test_kv_of_another_kernel_or_dtype_is_not_used(
+    engine: Engine, tmp_path: Path, other: dict[str, str]
+) -> None:
+    with Session(engine, replace(MODEL, **other)) as session:  # type: ignore[arg-type]
         session.sync(range(30))
         session.save(tmp_path / "chat", None)
     with Session(engine, MODEL) as session:

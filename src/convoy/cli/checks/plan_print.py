@@ -25,6 +25,7 @@ def print_plan(found: PlanReport) -> None:
             ("model", f"{found.model} ({found.family}, {found.num_layers} layers, {found.dtype})"),
             ("route", found.route),
             ("weights", format_bytes(found.weight_bytes)),
+            ("K/V", kv_text(found)),
             (
                 "context",
                 f"{found.max_context} tokens; {found.max_kv_tokens} tokens of K/V fit at the tightest member",
@@ -46,6 +47,18 @@ def print_plan(found: PlanReport) -> None:
     for out in found.left_out:
         print(f"no stage: {out.reason}")
     _print_readers(found.can_read_prompts)
+
+
+def kv_text(found: PlanReport) -> str:
+    """Return the dtype of K/V with the memory of a token, and that of every other possible dtype."""
+    own = f"{found.kv_dtype}, {format_bytes(found.kv_bytes_per_token)} for each token"
+    others = (
+        f"{one.kv_dtype} {format_bytes(one.bytes_per_token)}"
+        for one in found.kv_choices
+        if one.kv_dtype != found.kv_dtype
+    )
+    text = ", ".join(others)
+    return f"{own}; with --kv-dtype {text}" if text else own
 
 
 def _print_stages(found: PlanReport) -> None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from convoy.cli.flags.http import HTTP_FLAGS, serve_settings
-from convoy.cli.flags.table import flag
+from convoy.cli.flags.table import flag, option
 from convoy.config.table import row
 from convoy.errors import UsageError
 
-_ENGINE = ("max_batch", "prefill_chunk", "prefill_window", "micro_batches", "speculate", "max_model_len")
+_ENGINE = (
+    *("max_batch", "prefill_chunk", "prefill_window", "micro_batches", "speculate", "max_model_len"),
+    "kv_dtype",
+)
 _FLAGS = {
     "engine": {key: flag("engine", key) for key in _ENGINE},
     "sharing": {key: flag("plan", key) for key in ("parallel", "ranks")},
     "waiting": {key: flag("plan", key) for key in ("wait_s", "recover_wait_s")},
     "listens": HTTP_FLAGS,
 }
+
+# For verbs without the other flags of [engine].
+KvDtypeFlag = Annotated[str | None, option("engine", "kv_dtype")]
 
 
 def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +41,8 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
             given[group] = {name: value for name, value in asked.items() if value is not None}
         if "listens" in given:
             given["listens"] = serve_settings(given["listens"])
-        check_parallel(given.get("sharing", {}).get("parallel"))
+        check_choice("plan", "parallel", given.get("sharing", {}).get("parallel"))
+        check_choice("engine", "kv_dtype", given.get("engine", {}).get("kv_dtype"))
         verb(**given)
 
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -55,8 +62,8 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def check_parallel(text: str | None) -> None:
-    """Raise UsageError for an unknown value of ``--parallel``."""
-    known = row("plan", "parallel").choices
+def check_choice(table: str, key: str, text: str | None) -> None:
+    """Raise UsageError for an unknown value of the flag of a setting with a closed set of values."""
+    known = row(table, key).choices
     if text is not None and text not in known:
-        raise UsageError(f"--parallel is {text}, expected {', '.join(known)}")
+        raise UsageError(f"--{key.replace('_', '-')} is {text}, expected {', '.join(known)}")

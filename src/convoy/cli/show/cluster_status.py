@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from convoy.cli.show.output import counted, format_bytes, format_seconds, print_table, reads_text
+from convoy.config.kernels import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ def print_cluster(status: ClusterStatus) -> None:
     print_stages(status)
     print(f"route: {status.route}")
     print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
+    if status.kv_dtype not in {"", AUTO}:
+        print(f"K/V: {status.kv_dtype}")
     if status.parallel.mode:
         print(f"parallel: {status.parallel.mode}; {status.parallel.reason}")
     for stage in status.stages:

@@ -24,7 +24,15 @@ from dataclasses import dataclass
 import msgspec
 
 from convoy.cluster.attestation.member_verifier import MemberVerifier
-from convoy.cluster.offer import MIXED, agree_dtype, agree_kernels, can_take_part, other_bits
+from convoy.cluster.offer import (
+    MIXED,
+    agree_dtype,
+    agree_kernels,
+    can_take_part,
+    holds_kv,
+    other_bits,
+    require_kv,
+)
 from convoy.cluster.options import HeadOptions
 from convoy.config.kernels import EXACT, FORMS
 from convoy.errors import ConvoyError, PlanError
@@ -92,6 +100,8 @@ class Planner:
         self._hub = hub
         self._me = me
         self._source = source
+        # Raises ModelError for K/V that the model cannot hold as the options ask.
+        self._spec = source.spec.with_kv_dtype(options.kv_dtype)
         self._options = options
         self._verifier = verifier
         self._plan_id = 0
@@ -200,15 +210,17 @@ class Planner:
 
         A member that cannot must not keep the others from a plan.
         """
-        spec = self._source.spec
-        forms = [kernel for kernel in hello.kernels if kernel in FORMS] or ["float32"]
+        spec, asked = self._spec, self._options.kv_dtype
+        known = [kernel for kernel in hello.kernels if kernel in FORMS] or ["float32"]
+        forms = [kernel for kernel in known if holds_kv(kernel, asked)]
+        if name == self._me.name or not forms:
+            return name == self._me.name
         least = min(
             stage_bytes(spec, Span(layer, layer + 1), form)
             for layer in range(spec.num_layers)
             for form in forms
         )
-        runs = can_take_part(hello, self._kernels)
-        return name == self._me.name or (runs and hello.memory_bytes >= least)
+        return can_take_part(hello, self._kernels) and hello.memory_bytes >= least
 
     def _variants(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
@@ -254,6 +266,7 @@ class Planner:
         ``fewer`` accepts fewer ranks than were asked for, because a member may be lost.
         """
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
+        require_kv(self._options.kv_dtype, kernels)
         self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
         offers = [
             MemberOffer(
@@ -285,9 +298,7 @@ class Planner:
         """Return a placement. Raises an error with the reason if the wish cannot be met."""
         options = self._options
         rules = options.member.policy.placement
-        found = find_placements(
-            self._source.spec, offers, variant.spans, rules, ranks=options.ranks, fewer=fewer
-        )
+        found = find_placements(self._spec, offers, variant.spans, rules, ranks=options.ranks, fewer=fewer)
         placement = choose_placement(options.parallel, found, predict=self._predict, collective=against)
         return dataclasses.replace(placement, reason=variant.reason) if variant.reason else placement
 
@@ -318,6 +329,7 @@ class Planner:
             kernels=kernels if len(set(kernels)) > 1 else [],
             hub=self._hub if has_peers else "",
             own_hub=self._options.member.hub is not None,
+            kv_dtype=self._options.kv_dtype,
         )
 
     def _rank(self, name: str) -> int:

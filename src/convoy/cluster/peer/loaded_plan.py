@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+from convoy.cluster.offer import require_kv
 from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.peer.ranks import RankPeers, Reach
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
@@ -245,6 +246,7 @@ def load_plan(
             f"the plan asks for {kernel} and {plan.activation_dtype}, but {me} has "
             f"{', '.join(hello.kernels)} and {', '.join(hello.dtypes)}"
         )
+    require_kv(plan.kv_dtype, {me: kernel})
     found = weights.find(asker)
     source = found.source
     check_plan(plan, source.spec.num_layers, source.spec.max_context)
@@ -281,6 +283,7 @@ def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOpti
         block_size=plan.block_size,
         device=stage_device(member.device, member.kernel),
         num_threads=member.num_threads,
+        kv_dtype=plan.kv_dtype,
     )
 
 

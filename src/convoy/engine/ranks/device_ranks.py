@@ -19,6 +19,7 @@ from convoy.model.backends.cuda.batch import CheckedStep
 from convoy.model.backends.cuda.graphs import DecodeGraph
 from convoy.model.backends.cuda.kernels.sums import DeviceRanks
 from convoy.model.backends.cuda.memory.pending import PendingResult
+from convoy.model.backends.cuda.options import check_kv_dtype
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
@@ -130,6 +131,7 @@ class DeviceRankStages(RankStages[CudaStage, DeviceRanks]):
         before: LoadedStage | None,
         shard: Shard,
     ) -> CudaStage:
+        check_kv_dtype(options.kernel, options.kv_dtype)
         return CudaStage.load(
             *(source, assignment),
             device=options.device,

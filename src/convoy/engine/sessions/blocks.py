@@ -124,7 +124,7 @@ class SessionBlocks:
             saved = SavedSession(reader, self._model, lambda done, total: progress(done, 2 * total))
             adopt(saved.state)
             found = 0
-            if saved.state.positions and saved.same_kernel:
+            if saved.state.positions and saved.same_kv:
                 found = self._fill(
                     saved, salt, lambda done, total: progress(size + size * done // total, 2 * size)
                 )

@@ -1,7 +1,7 @@
 """The format of a saved session: a safetensors file with tokens, sampling state and K/V by layer.
 
-    __metadata__            format, version, model, model_digest, manifest, kernel, num_prompt, choice,
-                            params (JSON)
+    __metadata__            format, version, model, model_digest, manifest, kernel, kv_dtype, num_prompt,
+                            choice, params (JSON)
     tokens                  I64 [tokens]
     layers.N.k, layers.N.v  F32 [positions, kv_heads, head_dim], of all layers or of none
     sha256                  U8 [32]: over every byte of the file before it, and the last of it
@@ -45,7 +45,8 @@ class SessionModel:
     """Hold the model facts that a session needs.
 
     ``keeps_kv`` tells whether its K/V may be saved at all. ``manifest`` is the digest that also covers the
-    weights' values; it is empty if they were not hashed.
+    weights' values; it is empty if they were not hashed. ``kv_dtype`` is the dtype of K/V on the stages. A
+    file has their values as float32, and only stages with the same kernel and dtype take them.
     """
 
     name: str
@@ -58,6 +59,7 @@ class SessionModel:
     max_context: int
     keeps_kv: bool
     manifest: str = ""
+    kv_dtype: str = "f32"
 
     @property
     def position_bytes(self) -> int:
@@ -107,7 +109,8 @@ class SavedSession:
         self._check_places()
         _check_digest(reader, progress)
         self.state = self._read_state()
-        self.same_kernel = self._metadata["kernel"] == model.kernel
+        same_dtype = self._metadata.get("kv_dtype") == model.kv_dtype
+        self.same_kv = same_dtype and self._metadata["kernel"] == model.kernel
 
     def read(self, layer: int, start: int, end: int) -> tuple[Half, Half]:
         """Return K and V of positions [start, end) in one layer."""
@@ -230,6 +233,7 @@ def _metadata(model: SessionModel, state: SavedState) -> dict[str, str]:
         "model_digest": model.digest,
         "manifest": model.manifest,
         "kernel": model.kernel,
+        "kv_dtype": model.kv_dtype,
         "num_prompt": str(state.num_prompt),
         "choice": str(state.choice),
         "params": json.dumps(params),

@@ -81,12 +81,14 @@ def _load_cuda(
 ) -> LoadedStage:
     try:
         # It needs Triton.
+        from convoy.model.backends.cuda.options import check_kv_dtype
         from convoy.model.backends.cuda.several_stages import load_on_devices
     except ImportError as error:
         raise ModelError(
             f"a stage on {options.device} needs Triton, which is not installed",
             hint="install the CUDA build of torch, which brings it",
         ) from error
+    check_kv_dtype(options.kernel, options.kv_dtype)
     return load_on_devices(
         *(source, assignment),
         devices=options.device.split(","),

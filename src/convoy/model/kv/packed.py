@@ -49,6 +49,8 @@ class HeadShape:
     value_dim: int = 0
     # True if a value is the first part of its key
     latent: bool = False
+    # of the pool, a word of `config.kernels.KV_FORMS`
+    kv_dtype: str = "f32"
 
     @property
     def is_joined(self) -> bool:

@@ -22,16 +22,17 @@ MAX_CARRIED_BYTES = 64 * 1024 * 1024
 class KvStore(ABC):
     """Hold the K/V of ``layers``. Tables exist for all cache groups, as every stage receives the same step.
 
-    ``failures`` are the exceptions raised when the memory ``where`` has no room for the pools.
+    ``kernel``, or a dtype, decides for groups that name no dtype of K/V. ``failures`` are the exceptions
+    raised when the memory ``where`` has no room for the pools.
     """
 
     failures: tuple[type[Exception], ...] = ()
 
     def __init__(
-        self, spec: ModelSpec, layers: range, dtype: str, where: str, *, block_size: int, require_tags: bool
+        self, spec: ModelSpec, layers: range, kernel: str, where: str, *, block_size: int, require_tags: bool
     ) -> None:
         self.block_bytes = tuple(
-            group.block_bytes(layers.start, layers.stop, block_size, dtype) for group in spec.cache_groups
+            group.block_bytes(layers.start, layers.stop, block_size, kernel) for group in spec.cache_groups
         )
         self._spec = spec
         self._layers = layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from convoy.config.kernels import DTYPE_BYTES, form_of
+from convoy.config.kernels import AUTO, DTYPE_BYTES, EXACT, form_of, kv_form
 
 # Tokens that a delta net takes together, from multiples of this position on.
 STATE_TILE = 16
@@ -14,7 +14,7 @@ CacheKind = Literal["kv", "latent", "recurrent", "entries", "pending"]
 
 
 def dtype_bytes(word: str) -> int:
-    """Return the bytes of one element of K/V in a dtype, or under a kernel.
+    """Return the bytes of one element that is not rounded, in a dtype or under a kernel.
 
     Raises ModelError for other words.
     """
@@ -57,6 +57,13 @@ class CacheGroup:
     row_elements: int = 0
     # Tokens that share one row.
     stride: int = 1
+    # A word of `config.kernels.KV_FORMS`; "auto": the kernel's own.
+    kv_dtype: str = AUTO
+
+    @property
+    def host_dtype(self) -> str:
+        """Return the dtype of its keys and values on hosts, which all have one of their own."""
+        return kv_form(EXACT, self.kv_dtype).name
 
     @property
     def elements_per_token(self) -> int:
@@ -104,22 +111,25 @@ class CacheGroup:
 
     def token_bytes(self, start: int, end: int, dtype: str) -> int:
         """Return the K/V bytes that one retained token takes over this group's layers in [start, end)."""
-        return self._num_owned(start, end) * self.elements_per_token * dtype_bytes(dtype)
+        return self._num_bytes(self._num_owned(start, end) * self.elements_per_token, dtype)
 
     def block_bytes(self, start: int, end: int, block_size: int, dtype: str) -> int:
         """Return a block's bytes over layers [start, end); for a recurrent group, a whole sequence's."""
         elements = self.state_elements if self.kind == "recurrent" else block_size * self._elements_per_row
-        return self._num_owned(start, end) * elements * dtype_bytes(dtype)
+        return self._num_bytes(self._num_owned(start, end) * elements, dtype)
 
     def sequence_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
         """Return the bytes of a sequence of ``num_tokens`` over this group's layers in [start, end)."""
         rows = -(-self.retained_tokens(num_tokens) // self.stride)
         elements = self.state_elements + self._elements_per_row * rows
-        return self._num_owned(start, end) * elements * dtype_bytes(dtype)
+        return self._num_bytes(self._num_owned(start, end) * elements, dtype)
 
     def retained_tokens(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` past tokens a layer still needs."""
         return num_tokens if self.window is None else min(num_tokens, self.window)
+
+    def _num_bytes(self, elements: int, dtype: str) -> int:
+        return kv_form(dtype, self.kv_dtype).num_bytes(elements)
 
     def _num_owned(self, start: int, end: int) -> int:
         return sum(start <= layer < end for layer in self.layers)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from convoy.config.kernels import DTYPE_BYTES, form_of
+from convoy.config.kernels import AUTO, DTYPE_BYTES, KV_FORMS, KvForm, form_of
 from convoy.errors import ModelError
 from convoy.plan.spec.cache import CacheGroup, dtype_bytes
 from convoy.plan.spec.config import ConfigReader
@@ -21,6 +21,7 @@ from convoy.plan.spec.weights import LayerWeights, layer_weights
 _ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
 # Of DeepSeek V4's streams, in every layer and step.
 _MAX_ROUNDS = 1000
+_KV_AUTO = "leave kv_dtype at auto"
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
@@ -116,6 +117,38 @@ class ModelSpec:
     def head_dim(self) -> int:
         """Return the head width of the first cache group; other groups may differ."""
         return self.cache_groups[0].head_dim
+
+    def with_kv_dtype(self, asked: str) -> ModelSpec:
+        """Return the spec with K/V in ``asked``, or in each kernel's own dtype for "auto".
+
+        Recurrent states stay as they are. Raises ModelError, with the reason, if the model cannot have its
+        K/V in ``asked``.
+        """
+        if asked not in {AUTO, *KV_FORMS}:
+            raise ModelError(f"kv_dtype is {asked!r}, expected {', '.join((AUTO, *KV_FORMS))}")
+        if asked not in {AUTO, "f32"}:
+            self._check_kv_dtype(KV_FORMS[asked])
+        groups = tuple(
+            replace(group, kv_dtype=asked) if group.attends else group for group in self.cache_groups
+        )
+        return replace(self, cache_groups=groups)
+
+    def _check_kv_dtype(self, form: KvForm) -> None:
+        kinds = {group.kind for group in self.cache_groups}
+        if "entries" in kinds or not any(group.attends for group in self.cache_groups):
+            kept = "compressed entries" if "entries" in kinds else "recurrent states"
+            raise ModelError(
+                f"kv_dtype is {form.name}, and {self.name} keeps {kept}, which are float32",
+                hint=_KV_AUTO,
+            )
+        for group in self.cache_groups:
+            odd = [dim for dim in (group.head_dim, group.value_dim) if dim % form.num_values]
+            if group.attends and odd:
+                raise ModelError(
+                    f"kv_dtype is {form.name}, with a scale for each {form.num_values} values of a head, and "
+                    f"{self.name} has heads of {odd[0]}",
+                    hint="choose f16 or bf16",
+                )
 
     def layer_bytes(self, layer: int, dtype: str) -> int:
         """Return the weight bytes of one layer."""

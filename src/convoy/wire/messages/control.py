@@ -13,6 +13,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from convoy.config.kernels import AUTO
+
 
 class FrameType(enum.IntEnum):
     """Number the frame types. Only handshake frames travel unsealed (inside TLS)."""
@@ -237,6 +239,8 @@ class Plan(Message, frozen=True):
     # True for a private hub. A member without a configured hub then asks no hub at all: the public one would
     # learn the model's name.
     own_hub: bool = False
+    # The dtype of K/V on every stage, a word of `config.kernels.KV_FORMS`; "auto": that of each kernel.
+    kv_dtype: Annotated[str, msgspec.Meta(max_length=16)] = AUTO
 
     def kernel_of(self, position: int) -> str:
         """Return the kernel that the stage at ``position`` runs."""
@@ -244,7 +248,8 @@ class Plan(Message, frozen=True):
 
     def names(self) -> list[str]:
         stages = [name for stage in self.stages for name in (stage.member, *stage.ranks)]
-        return [self.model, self.model_digest, self.kernel, self.activation_dtype, *self.kernels, *stages]
+        own = [self.model, self.model_digest, self.kernel, self.activation_dtype, self.kv_dtype]
+        return [*own, *self.kernels, *stages]
 
     def weight(self) -> int:
         return (1 + len(self.stages) + sum(len(stage.ranks) for stage in self.stages)) * OBJECT_BYTES

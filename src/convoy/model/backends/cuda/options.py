@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.config.kernels import CUDA_KERNEL, CUDA_KERNELS, PLAIN, form_of
+from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, PLAIN, form_of, kv_form
+from convoy.errors import ModelError
 
 KERNEL = CUDA_KERNEL
 # For debugging: no rounding to bfloat16, and the library's layers for every family.
@@ -34,3 +35,16 @@ class DeviceOptions:
     def bits(self) -> int:
         """Return the bits of a rounded weight, or 0 where weights are not rounded."""
         return form_of(self.kernel).bits
+
+
+def check_kv_dtype(kernel: str, asked: str) -> None:
+    """Raise ModelError, with both dtypes, unless a stage on a device holds K/V as ``asked``.
+
+    Its pools have the dtype of its activations, also for debugging.
+    """
+    own = kv_form(kernel).name
+    if asked not in {AUTO, own}:
+        raise ModelError(
+            f"kv_dtype is {asked}, and a stage on CUDA with {kernel} holds K/V as {own}",
+            hint="leave kv_dtype at auto",
+        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from convoy.config.kernels import PLAIN, ROUNDED
+from convoy.config.kernels import PLAIN, ROUNDED, kv_form
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -59,7 +59,7 @@ class HostStage:
         modules: LoadedModules,
         shard: Shard = WHOLE,
     ) -> None:
-        spec = rank_spec(source.spec, shard.world_size, shard.experts)
+        spec = rank_spec(source.spec, shard.world_size, shard.experts).with_kv_dtype(options.kv_dtype)
         self.assignment = assignment
         self.options = options
         self.hidden_size = spec.num_streams * spec.hidden_size
@@ -82,8 +82,8 @@ class HostStage:
         self._spec = spec
         self._kv = HostKvStore(
             spec,
-            assignment.start,
-            assignment.end,
+            range(assignment.start, assignment.end),
+            options.kernel,
             block_size=options.block_size,
             require_tags=options.require_tags,
         )
@@ -107,8 +107,9 @@ class HostStage:
         others.
 
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError
-        (also for layers that do not run), PlanError for ranks that cannot share these layers, and
-        SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
+        (also for layers that do not run, and for a dtype of K/V that the model or the kernel does not have),
+        PlanError for ranks that cannot share these layers, and SelfCheckError if exact mode does not hold for
+        the shapes of these linears on this machine.
         """
         shard = settle(source.spec, shard)
         with importing():
@@ -119,6 +120,7 @@ class HostStage:
             from convoy.model.loading.loaded import LoadedModules
 
         check_options(options.kernel, options.block_size)
+        source.spec.with_kv_dtype(kv_form(options.kernel, options.kv_dtype).name)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         kept = None

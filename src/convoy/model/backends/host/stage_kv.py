@@ -23,14 +23,20 @@ from convoy.wire.messages.control import Row
 
 
 class HostKvStore(KvStore):
-    """Keep K/V on the host, in float32."""
+    """Keep K/V on the host.
+
+    Keys, values and latents have the dtypes of their cache groups. Recurrent states and compressed entries
+    are float32.
+    """
 
     # The errors that torch and Python raise for too large an allocation.
     failures = (RuntimeError, MemoryError, TypeError, ValueError)
 
-    def __init__(self, spec: ModelSpec, start: int, end: int, *, block_size: int, require_tags: bool) -> None:
-        layers, where = range(start, end), "in this machine's memory"
-        super().__init__(spec, layers, "float32", where, block_size=block_size, require_tags=require_tags)
+    def __init__(
+        self, spec: ModelSpec, layers: range, kernel: str, *, block_size: int, require_tags: bool
+    ) -> None:
+        where = "in this machine's memory"
+        super().__init__(spec, layers, kernel, where, block_size=block_size, require_tags=require_tags)
         self._least_rows = [_least_rows(group) for group in spec.cache_groups]
         # By cache group, for groups with attention here.
         self._shapes: dict[int, HeadShape] = {}
@@ -113,6 +119,7 @@ class HostKvStore(KvStore):
             self._least_rows[index],
             group.value_dim,
             group.kind == "latent",
+            group.host_dtype,
         )
 
 

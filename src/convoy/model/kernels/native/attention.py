@@ -15,6 +15,8 @@ _MAX_DIM = 256
 _VECTOR = 16
 # Starting a second thread takes longer than so few pairs.
 _FEW_PAIRS = 4
+# The dtypes of K/V that compiled code reads, and their numbers in `kernels.c`.
+_KV_DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class NativeGroup:
         shape, of = self.shape, self._heads.get(rotary_dim)
         if of is None:
             of = HeadsStruct(
-                shape.num_heads, shape.num_kv_heads, shape.head_dim, rotary_dim, shape.block_size
+                *(shape.num_heads, shape.num_kv_heads, shape.head_dim, rotary_dim, shape.block_size),
+                _KV_DTYPES[shape.kv_dtype],
             )
             self._heads[rotary_dim] = of
         return of
@@ -129,7 +132,7 @@ def fits_native(shape: HeadShape) -> bool:
     Their bits are compared by `attention_check`.
     """
     whole = shape.head_dim % _VECTOR == 0 and shape.head_dim <= _MAX_DIM and shape.block_size % _VECTOR == 0
-    return whole and shape.is_joined
+    return whole and shape.is_joined and shape.kv_dtype in _KV_DTYPES
 
 
 def _native_chunk(shape: HeadShape, tiles: TileChunk) -> _NativeChunk:

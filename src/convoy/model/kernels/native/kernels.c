@@ -350,14 +350,48 @@ void convoy_norm(const float *x, const float *weight, float eps, float *y, int64
 
 /* ---- attention of tiles of one token, see `model.kv.packed` ---- */
 
-/* The heads of a token lie side by side, [num_heads + 2 * kv_heads][dim]: queries, keys, values. */
+/* The heads of a token lie side by side, [num_heads + 2 * kv_heads][dim]: queries, keys, values. `kv_dtype` is the
+   type of the numbers in the pool. */
 typedef struct {
-  int64_t num_heads, kv_heads, dim, rotary_dim, block_size;
+  int64_t num_heads, kv_heads, dim, rotary_dim, block_size, kv_dtype;
 } Heads;
 
+enum { KV_F32, KV_BF16, KV_F16 };
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Return 16 numbers of a pool from element `at` on. Widening is exact. */
+INLINE __m512 load_kv(const void *pool, int64_t at, int64_t kv_dtype) {
+  if (kv_dtype == KV_F32) return _mm512_loadu_ps((const float *)pool + at);
+  __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)pool + at));
+  if (kv_dtype == KV_F16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* Write 16 numbers, made finite in the pool's type and rounded to the nearest, ties to even. */
+static void store_kv(void *pool, int64_t at, int64_t kv_dtype, __m512 x) {
+  float most = kv_dtype == KV_F32 ? FLT_MAX : kv_dtype == KV_F16 ? 65504.0f : 0x1.fep127f;
+  x = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x);
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-most)), _mm512_set1_ps(most));
+  if (kv_dtype == KV_F32) {
+    _mm512_storeu_ps((float *)pool + at, x);
+    return;
+  }
+  __m256i half;
+  if (kv_dtype == KV_F16) {
+    half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+  }
+  _mm256_storeu_si256((__m256i *)((uint16_t *)pool + at), half);
+}
+
 /* Rotate the heads [tokens][all heads]: each x times `cos`, plus the other half of its rotary part times `sin`. Then
-   write keys and values, made finite, to their rows of the pool. `write_rows` is [tokens][2 * kv_heads]. */
-void convoy_turn(const Heads *h, const float *x, const float *cos, const float *sin, float *turned, float *pool,
+   write keys and values to their rows of the pool. `write_rows` is [tokens][2 * kv_heads]. */
+void convoy_turn(const Heads *h, const float *x, const float *cos, const float *sin, float *turned, void *pool,
                  const int64_t *write_rows, int64_t tokens) {
   int64_t all = h->num_heads + 2 * h->kv_heads, half = h->rotary_dim / 2;
   for (int64_t head = 0; head < tokens * all; head++) {
@@ -370,9 +404,8 @@ void convoy_turn(const Heads *h, const float *x, const float *cos, const float *
   for (int64_t token = 0; token < tokens; token++)
     for (int64_t kv = 0; kv < 2 * h->kv_heads; kv++) {
       const float *t = turned + (token * all + h->num_heads + kv) * h->dim;
-      float *to = pool + write_rows[token * 2 * h->kv_heads + kv] * h->dim;
-      for (int64_t i = 0; i < h->dim; i++)
-        to[i] = t[i] != t[i] ? 0.0f : t[i] > FLT_MAX ? FLT_MAX : t[i] < -FLT_MAX ? -FLT_MAX : t[i];
+      int64_t to = write_rows[token * 2 * h->kv_heads + kv] * h->dim;
+      for (int64_t i = 0; i < h->dim; i += 16) store_kv(pool, to + i, h->kv_dtype, _mm512_loadu_ps(t + i));
     }
 }
 
@@ -386,7 +419,8 @@ typedef struct {
 typedef struct {
   const Heads *heads;
   const Chunk *chunk;
-  const float *turned, *pool;
+  const float *turned;
+  const void *pool;
   float *shares, *out; /* [pairs][group][KEYS], and [tokens][num_heads][dim] */
   int64_t threads;
 } AttendJob;
@@ -395,11 +429,11 @@ static int64_t bag_end(const Chunk *c, int64_t tile) {
   return tile + 1 < c->num_tiles ? c->bag_starts[tile + 1] : c->num_pairs;
 }
 
-/* Write the 16 rows of `x`, which lie `dim` apart, as columns: `dim` rows of 16. */
-static void transpose(const float *x, int64_t dim, float *to) {
+/* Write 16 rows of a pool, from element `first` on, as columns: `dim` rows of 16. */
+INLINE void transpose_of(const void *pool, int64_t first, int64_t dim, float *to, int64_t kv_dtype) {
   for (int64_t d = 0; d < dim; d += 16) {
     __m512 a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(x + i * dim + d);
+    for (int i = 0; i < 16; i++) a[i] = load_kv(pool, first + i * dim + d, kv_dtype);
     for (int i = 0; i < 16; i += 2) {
       b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
       b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -420,6 +454,12 @@ static void transpose(const float *x, int64_t dim, float *to) {
       _mm512_storeu_ps(to + (d + j + 8) * 16, _mm512_shuffle_f32x4(b[j], b[j + 8], 0xdd));
     }
   }
+}
+
+static void transpose(const void *pool, int64_t first, int64_t dim, float *to, int64_t kv_dtype) {
+  if (kv_dtype == KV_F32) transpose_of(pool, first, dim, to, KV_F32);
+  else if (kv_dtype == KV_F16) transpose_of(pool, first, dim, to, KV_F16);
+  else transpose_of(pool, first, dim, to, KV_BF16);
 }
 
 /* Compute the scores of `group` queries with 16 keys, given as columns. Each is a chain over the head's dimensions. */
@@ -447,7 +487,7 @@ static void score_pair(const AttendJob *job, int64_t pair, const float *queries)
   float columns[MOST_DIM * 16], *scores = job->shares + pair * group * KEYS;
   for (int64_t key = 0; key < KEYS; key += 16) {
     int64_t at = job->chunk->kv_runs[pair * runs + key / h->block_size];
-    transpose(job->pool + (at * h->block_size + key % h->block_size) * h->dim, h->dim, columns);
+    transpose(job->pool, (at * h->block_size + key % h->block_size) * h->dim, h->dim, columns, h->kv_dtype);
     score(queries, group, h->dim, columns, scores + key);
   }
   if (pair >= job->chunk->num_masked) return;
@@ -485,7 +525,7 @@ static void scores_share(void *p) {
 
 /* Multiply one query's shares by the values of a key block, 16 dimensions at a time. Each sum is a chain over the
    keys. */
-static void mix_pair(const AttendJob *job, int64_t pair, int64_t r, float *out) {
+INLINE void mix_pair_of(const AttendJob *job, int64_t pair, int64_t r, float *out, int64_t kv_dtype) {
   const Heads *h = job->heads;
   int64_t group = h->num_heads / h->kv_heads, runs = KEYS / h->block_size;
   const int64_t *at = job->chunk->kv_runs + (job->chunk->num_pairs + pair) * runs;
@@ -494,12 +534,18 @@ static void mix_pair(const AttendJob *job, int64_t pair, int64_t r, float *out) 
     int vectors = (int)least(4, (h->dim - d) / 16);
     __m512 s[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int64_t key = 0; key < KEYS; key++) {
-      const float *v = job->pool + (at[key / h->block_size] * h->block_size + key % h->block_size) * h->dim + d;
+      int64_t v = (at[key / h->block_size] * h->block_size + key % h->block_size) * h->dim + d;
       __m512 f = _mm512_set1_ps(shares[key]);
-      for (int i = 0; i < vectors; i++) s[i] = _mm512_fmadd_ps(f, _mm512_loadu_ps(v + 16 * i), s[i]);
+      for (int i = 0; i < vectors; i++) s[i] = _mm512_fmadd_ps(f, load_kv(job->pool, v + 16 * i, kv_dtype), s[i]);
     }
     for (int i = 0; i < vectors; i++) _mm512_storeu_ps(out + d + 16 * i, s[i]);
   }
+}
+
+static void mix_pair(const AttendJob *job, int64_t pair, int64_t r, float *out) {
+  if (job->heads->kv_dtype == KV_F32) mix_pair_of(job, pair, r, out, KV_F32);
+  else if (job->heads->kv_dtype == KV_F16) mix_pair_of(job, pair, r, out, KV_F16);
+  else mix_pair_of(job, pair, r, out, KV_BF16);
 }
 
 static void mix_tile(const AttendJob *job, int64_t tile, int64_t r, float *out) {
@@ -532,14 +578,14 @@ static void mix_share(void *p) {
 }
 
 /* Write the scores, minus the greatest score of each query, to `shares`. */
-void convoy_scores(const Heads *heads, const Chunk *chunk, const float *turned, const float *pool, float *shares,
+void convoy_scores(const Heads *heads, const Chunk *chunk, const float *turned, const void *pool, float *shares,
                    int64_t threads) {
   AttendJob job = {heads, chunk, turned, pool, shares, 0, threads};
   run(scores_share, &job, threads);
 }
 
 /* Compute `out` from `shares`, to which the caller has applied exp. */
-void convoy_mix(const Heads *heads, const Chunk *chunk, const float *pool, float *shares, float *out, int64_t threads) {
+void convoy_mix(const Heads *heads, const Chunk *chunk, const void *pool, float *shares, float *out, int64_t threads) {
   AttendJob job = {heads, chunk, 0, pool, shares, out, threads};
   run(mix_share, &job, threads);
 }
@@ -605,7 +651,7 @@ static void act_share(void *p) {
 
 /* Finish the MLP of `before`, and begin the attention of `l`; either may be null. `x` gets the MLP's output added, and
    `shares` the scores of the attention. Return 0 where there is no memory. */
-int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, float *pool) {
+int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, void *pool) {
   int64_t rows = w->rows;
   if (before) {
     ActJob job = {w, before->between, rows > 4 ? w->threads : 1};
@@ -632,7 +678,7 @@ int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, floa
 }
 
 /* Go on from the scores after exp: fill `both` with gate and up, and `raised` with -gate. Return 0 as above. */
-int convoy_layer_mix(const Layer *l, const Work *w, const float *pool) {
+int convoy_layer_mix(const Layer *l, const Work *w, const void *pool) {
   const Heads *of = w->of;
   int64_t rows = w->rows, width = of->num_heads * of->dim, group = of->num_heads / of->kv_heads, n = l->between;
   float *shares = w->shares;

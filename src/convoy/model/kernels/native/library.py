@@ -36,7 +36,9 @@ class I8Linear(ctypes.Structure):
 class HeadsStruct(ctypes.Structure):
     """Mirror `Heads` of `kernels.c`."""
 
-    _fields_ = tuple((name, c_int64) for name in ("num_heads", "kv_heads", "dim", "rotary_dim", "block_size"))
+    _fields_ = tuple(
+        (name, c_int64) for name in ("num_heads", "kv_heads", "dim", "rotary_dim", "block_size", "kv_dtype")
+    )
 
 
 class ChunkStruct(ctypes.Structure):

@@ -67,7 +67,8 @@ def _holds(shape: HeadShape) -> bool:
 
 def _agree(group: GroupBatch, filled: torch.Tensor, part: Sequence[torch.Tensor]) -> bool:
     shape, (heads, cos, sin) = group.shape, part
-    pools = [KvPool(shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim) for _ in range(2)]
+    size = (shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    pools = [KvPool(*size, shape.kv_dtype) for _ in range(2)]
     for pool in pools:
         pool.write(torch.arange(len(filled)), filled)
     turned = heads * cos + torch.roll(heads, shape.head_dim // 2, -1) * sin

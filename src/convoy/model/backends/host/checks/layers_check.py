@@ -44,7 +44,11 @@ def checked_layers(
             return None
         heads = (group.num_heads, group.num_kv_heads, group.head_dim)
         num_blocks = _ROW_BLOCKS * len(_POSITIONS)
-        shape = HeadShape(*heads, _BLOCK, num_blocks, group.window, value_dim=group.value_dim)
+        shape = HeadShape(
+            *(*heads, _BLOCK, num_blocks, group.window),
+            value_dim=group.value_dim,
+            kv_dtype=group.host_dtype,
+        )
         # A lone row and five rows together, since both occur in decodes.
         if not attention_holds(shape) or not all(_agree(number, layers[number], shape, n) for n in (1, 5)):
             return None
@@ -67,7 +71,8 @@ def _agree(number: int, layer: Any, shape: HeadShape, num_rows: int) -> bool:
         [(Row(row, _POSITIONS[row], 1, 0), BlockTable([[*table][::-1]])) for row, table in enumerate(tables)],
         *(0, shape),
     )
-    pools = [KvPool(shape.num_blocks, shape.num_kv_heads, _BLOCK, shape.head_dim) for _ in range(2)]
+    size = (shape.num_blocks, shape.num_kv_heads, _BLOCK, shape.head_dim)
+    pools = [KvPool(*size, shape.kv_dtype) for _ in range(2)]
     for pool in pools:
         pool.write(torch.arange(len(filled)), filled)
     parts, whole = ({number: LayerBatch(group, pool, native_group(group))} for pool in pools)

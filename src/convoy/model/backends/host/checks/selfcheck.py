@@ -261,7 +261,13 @@ def _head_shape(group: CacheGroup) -> HeadShape:
     few = min(group.num_kv_heads, 2)
     shape = _shape(group.num_heads // group.num_kv_heads * few, few, group.head_dim)
     least = max(shape.least_rows, least_tile_rows(group.value_dim))
-    return replace(shape, value_dim=group.value_dim, latent=group.kind == "latent", least_rows=least)
+    return replace(
+        shape,
+        value_dim=group.value_dim,
+        latent=group.kind == "latent",
+        least_rows=least,
+        kv_dtype=group.host_dtype,
+    )
 
 
 def _shape(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
