@@ -49,7 +49,7 @@ class GridScaled(Unpacking):
     def _numbers(self, weight: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         if self.bits is None:
             return weight.to(torch.float32)
@@ -60,7 +60,7 @@ class GridScaled(Unpacking):
         """Return the zeros [rows, groups], less half their range as the numbers are, or None."""
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         zeros = parts.get("zeros")
         if zeros is None or self.bits is None or zeros.dtype != torch.int32:

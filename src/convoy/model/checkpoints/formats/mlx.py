@@ -46,7 +46,7 @@ class AffineRows(Unpacking):
         """Yield rows, expert by expert."""
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         weight, scales, biases = (parts[role] for role in ("weight", "scales", "biases"))
         num_rows, width = self.shape[-2:]
