@@ -57,9 +57,18 @@ class StoredRange:
         parts = {role: self._cut(role, part, start, stop) for role, part in self.parts.items()}
         return replace(self, inputs=stop - start, parts=parts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
     def unpack(self) -> torch.Tensor:
         """Return all values, float32 [outputs, inputs]."""
         return FORMS[self.form].unpack(self)
+
+    def values(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """Return the values of some outputs, float32 [n, inputs]."""
+        return self.rows(index).unpack()
 
     def _step(self) -> int:
         form = FORMS[self.form]
@@ -112,7 +121,7 @@ class StoredMatrix:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all parts."""
-        return sum(part.nbytes for one in self.ranges for part in one.parts.values())
+        return sum(one.num_bytes for one in self.ranges)
 
     def rows(self, index: slice | torch.Tensor) -> StoredMatrix:
         """Return the outputs of a slice with step 1, or of an index tensor [n], in that order."""
@@ -146,7 +155,7 @@ class StoredMatrix:
         for first, one in self._placed():
             for start in range(0, one.outputs, at_once):
                 stop = min(start + at_once, one.outputs)
-                yield slice(first + start, first + stop), one.rows(slice(start, stop)).unpack()
+                yield slice(first + start, first + stop), one.values(slice(start, stop))
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the values of some outputs, float32 [n, inputs], for int64 ``ids`` [n]."""
@@ -154,7 +163,7 @@ class StoredMatrix:
         for first, one in self._placed():
             own = ((ids >= first) & (ids < first + one.outputs)).nonzero().flatten()
             if len(own):
-                found[own] = one.rows(ids[own] - first).unpack()
+                found[own] = one.values(ids[own] - first)
         return found
 
     def _placed(self) -> Iterator[tuple[int, StoredRange]]:
