@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.linear import packed_available
+from convoy.model.kernels.native.library import native_library, why_no_native
 from convoy.model.stage import StageOptions
+from convoy.plan.span import Span
+from convoy.plan.spec.sharding import Shard, rank_bytes
 from convoy.wire.messages.control import StageAssignment
-from support.tiny_models import KINDS, Chain, Models, Prompt
+from support.tiny_models import KINDS, Chain, Models, Prompt, Threads
 
-pytestmark = pytest.mark.skipif(not packed_available(), reason="no packed linears here")
+pytestmark = pytest.mark.skipif(
+    native_library() is None, reason=f"nothing is compiled here: {why_no_native()}"
+)
 
 
 def widened(source: ModelSource, path: Path) -> ModelSource:
@@ -42,6 +48,46 @@ def stages(source: ModelSource, *cuts: int) -> list[HostStage]:
         )
         for i, (start, end) in enumerate(pairs)
     ]
+
+
+def test_compiled_layers_take_stored_linears_with_the_bits_of_the_parts(
+    models: Models, prompt: Prompt, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = stages(models.source("even", dtype=torch.bfloat16))
+    ran: list[bool] = []
+    run = NativeLayers.run
+
+    def counted(native: NativeLayers, *given: Any) -> torch.Tensor | None:
+        found = run(native, *given)
+        ran.append(found is not None)
+        return found
+
+    def decode() -> list[torch.Tensor]:
+        chain = Chain([stage])
+        chain.run((0, prompt(40)), (1, prompt(9)))
+        return [*chain.run((0, [1])), *chain.run((0, [2]), (1, [3]))]
+
+    with monkeypatch.context() as without:
+        without.setattr(NativeLayers, "run", lambda *_: None)
+        expected = decode()
+    monkeypatch.setattr(NativeLayers, "run", counted)
+    for count in (1, 2):
+        threads(count)
+        assert all(map(torch.equal, decode(), expected))
+    assert ran.count(True) == 4
+
+
+def test_ranks_cut_kept_matrices_as_they_cut_tensors(models: Models, tmp_path: Path) -> None:
+    source = models.source("even", dtype=torch.bfloat16)
+    wide = widened(source, tmp_path / "wide")
+    whole = StageAssignment("a", 0, source.spec.num_layers, True, True)
+    span = Span(0, source.spec.num_layers, output=True)
+    for rank in range(2):
+        shard, options = Shard(rank, 2), StageOptions(require_tags=False)
+        kept, expected = (HostStage.load(one, whole, options, shard=shard) for one in (source, wide))
+        for mine, other in zip(kept.linears, expected.linears, strict=True):
+            assert torch.equal(mine.dense()[0], other.dense()[0])
+        assert kept.weight_bytes == rank_bytes(source.spec, span, "exact-f32", 2)
 
 
 def assert_planned(stage: HostStage, source: ModelSource) -> None:

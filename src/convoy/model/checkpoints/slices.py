@@ -38,6 +38,7 @@ _OWN = {
     "gate_up_proj": "packed_colwise",
     "qkv_proj": "joined",
 }
+_OTHER_RANKS = "ask for another number of ranks with --ranks, or hold whole layers: --parallel pipeline"
 _BY_TOKEN = ("model.embed_tokens.", "model.embed_tokens_per_layer.", "lm_head.")
 _KEYS = ("k_proj", "v_proj")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
@@ -142,7 +143,10 @@ class Slices:
             return matrix
         if style == "rowwise":
             (inputs,) = self._parts(name, matrix, (style, leaf), matrix.shape[1])
-            return matrix.columns(inputs)
+            try:
+                return matrix.columns(inputs)
+            except ModelError as error:
+                raise ModelError(f"{name}: {error.message}", hint=_OTHER_RANKS) from error
         parts = self._parts(name, matrix, (style, leaf), matrix.shape[0])
         return StoredMatrix.joined([matrix.rows(part) for part in parts])
 

@@ -74,7 +74,7 @@ class TurnedFloats(Unpacking):
         scales = parts["scales"].view(torch.uint8)
         self._check_scales(scales)
         found = [
-            StoredRange("MXFP4", num_rows, width, {"codes": codes[number], "scales": scales[number]})
+            StoredRange("MXFP4", num_rows, width, {"codes": codes[number], "scales": scales[number]}, _BLOCK)
             for number in range(num_experts)
         ]
         return StoredStack(tuple(StoredMatrix((one,)) for one in found))

@@ -67,6 +67,11 @@ class StoredLinear(PackedLinear):
         """Return whether compiled kernels multiply by all ranges."""
         return self._stored is not None and all(isinstance(one, PackedRange) for one in self._parts)
 
+    @property
+    def stored(self) -> NativeStored | None:
+        """Return the compiled form, or None unless it multiplies by all ranges."""
+        return self._stored if self.is_compiled else None
+
     def leave_native(self) -> None:
         """Unpack some outputs at a time from now on, and multiply by torch's operators."""
         self._stored = None
