@@ -60,7 +60,7 @@ def take_rows(weight: Weight, index: slice | torch.Tensor) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight[index]
     if isinstance(index, slice) and index.step not in (None, 1):
-        index = torch.arange(weight.shape[0])[index]
+        index = torch.arange(*index.indices(weight.shape[0]))
     return weight.rows(index)
 
 
