@@ -119,7 +119,7 @@ def assert_peak(path: Path, spec: ModelSpec, kernel: str) -> None:
     planned = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
     assert abs(planned - held) <= 0.05 * held
     assert held > 3 * ALLOWED_BYTES, "large enough for a second copy to show"
-    assert most - before <= 1.2 * held + ALLOWED_BYTES
+    assert most - before <= (1.0 if kernel == "exact-f32" else 1.2) * held + ALLOWED_BYTES
 
 
 @pytest.mark.long
@@ -164,7 +164,7 @@ def test_the_output_of_a_large_vocabulary_is_never_there_twice(
 @pytest.mark.long
 @needs_status
 def test_a_rank_takes_little_more_than_its_slices(tmp_path: Path) -> None:
-    spec = write_model(tmp_path / "llama", "llama")
+    spec = write_model(tmp_path / "llama", "llama", num_hidden_layers=20)
     before, most, held = loaded(tmp_path / "llama", "exact-f32", spec, "2")
     assert held == rank_bytes(spec, Span(0, spec.num_layers, output=True), "exact-f32", 2)
     assert held > 3 * ALLOWED_BYTES, "large enough for a second copy to show"

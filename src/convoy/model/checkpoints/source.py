@@ -84,14 +84,15 @@ class ModelSource:
     ) -> ModelSource:
         """Describe a model by its stored tensors, wherever these lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
-        spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
+        spec = ModelSpec.from_config(config, name, layout.shapes(tensors), layout.kept(tensors))
         _check_tensors(config, spec.num_layers, tensors, layout)
         return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
 
     @classmethod
     def _of_gguf(cls, path: Path) -> ModelSource:
         model = open_gguf(path)
-        spec = ModelSpec.from_config(model.config, path.stem, model.layout.shapes(model.tensors))
+        shapes, kept = model.layout.shapes(model.tensors), model.layout.kept(model.tensors)
+        spec = ModelSpec.from_config(model.config, path.stem, shapes, kept)
         digest = digest_of(model.config, model.tensors)
         return cls(path.stem, path, model.config, spec, digest, model.tensors, layout=model.layout)
 

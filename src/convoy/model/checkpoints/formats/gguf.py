@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf_header import TYPES, GgufHeader, read_gguf
@@ -22,6 +23,8 @@ from convoy.plan.spec.registry import FAMILIES
 
 if TYPE_CHECKING:
     import torch
+
+    from convoy.model.kernels.stored.weights import Stored
 
 _SETTINGS = {
     "context_length": "max_position_embeddings",
@@ -56,7 +59,8 @@ _PARTS = {
 ARCHITECTURES = tuple(sorted(name for name, family in FAMILIES.items() if family.gguf))
 _LAYER = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)", re.ASCII)
 _FACTORS = "rope_freqs.weight"
-_PLAIN = {"F32", "F16", "BF16"}
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PLAIN = frozenset(_TORCH_NAMES)
 # the RoPE scaling of Llama 3.1 to 3.3; a file holds only the factors computed from it
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -86,6 +90,34 @@ class GgufRows(Unpacking):
             if self.turned_heads:
                 values = values.view(-1, head_rows // 2, 2, width).transpose(1, 2).reshape(-1, width)
             yield (rows,), values
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of the rows, for types that are kept."""
+        return self.parts["stored"].num_bytes if self._form in KEPT_FORMS else 0
+
+    @property
+    def _form(self) -> str:
+        name = TYPES[self.kind][0]
+        return name if name in _PLAIN else f"gguf:{name}"
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix over the blocks, with reordered rows sorted. Raises ModelError without gguf."""
+        import torch
+
+        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+
+        found = {"stored": parts["stored"]}
+        if self._form in _PLAIN:
+            found = {"values": parts["stored"].view(getattr(torch, _TORCH_NAMES[self._form]))}
+        else:
+            gguf_package()
+        num_rows, width = self.shape
+        matrix = StoredMatrix((StoredRange(self._form, num_rows, width, found),))
+        if not self.turned_heads:
+            return matrix
+        order = torch.arange(self.shape[0]).view(self.turned_heads, -1, 2).transpose(1, 2)
+        return matrix.rows(order.reshape(-1))
 
 
 @dataclass(frozen=True)

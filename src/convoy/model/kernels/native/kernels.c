@@ -530,9 +530,12 @@ void convoy_mix(const Heads *heads, const Chunk *chunk, const float *pool, float
 /* ---- whole layers for rows of one token: attention and a gated MLP, each behind a norm and with a residual ---- */
 
 /* Exactly one of both is set. */
+/* Exactly one of the three is set. */
 typedef struct {
   const F32Linear *f32;
   const I8Linear *i8;
+  const StoredLinear *stored;
+  int64_t outputs;
 } Linear;
 
 /* `norms` are the norms before attention and before the MLP, then those of the heads' queries and keys, or null.
@@ -555,11 +558,21 @@ typedef struct {
   int64_t num_chunks, rows, tokens, threads;
 } Work;
 
+/* Compute a linear, and the outputs of another one of the same x behind its own. Return 0 where there is no memory. */
 static int linear(Linear l, Linear beside, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
   if (l.i8) return convoy_i8_linear(l.i8, x, stride, y, rows, threads);
-  int64_t y_stride = l.f32->outputs + (beside.f32 ? beside.f32->outputs : 0);
-  F32Job job = {{l.f32, beside.f32}, x, stride, y, y_stride, rows, 0};
-  convoy_run(f32_share, &job, threads);
+  int64_t y_stride = l.outputs + beside.outputs;
+  if (!l.stored && !beside.stored) {
+    F32Job job = {{l.f32, beside.f32}, x, stride, y, y_stride, rows, 0};
+    convoy_run(f32_share, &job, threads);
+    return 1;
+  }
+  const Linear *each[] = {&l, &beside};
+  for (int i = 0; i < 2; y += each[i++]->outputs) {
+    F32Job job = {{each[i]->f32, 0}, x, stride, y, y_stride, rows, 0};
+    if (each[i]->stored) convoy_stored_linear(each[i]->stored, x, stride, y, y_stride, rows, threads);
+    else if (each[i]->f32) convoy_run(f32_share, &job, threads);
+  }
   return 1;
 }
 

@@ -80,9 +80,12 @@ class ChunkStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """Mirror `Linear` of `kernels.c`: exactly one of both fields is set."""
+    """Mirror `Linear` of `kernels.c`: exactly one of the three pointers is set."""
 
-    _fields_ = (("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)))
+    _fields_ = (
+        *(("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)), ("stored", POINTER(StoredLinearStruct))),
+        ("outputs", c_int64),
+    )
 
 
 class LayerStruct(ctypes.Structure):

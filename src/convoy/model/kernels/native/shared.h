@@ -19,6 +19,11 @@ typedef void (*share_fn)(void *);
 /* Run `share` on that many threads of the OpenMP that torch runs on. */
 HIDDEN void convoy_run(share_fn share, void *job, int64_t threads);
 
+/* Matrices in the form of the model's file, see `stored.c`. */
+typedef struct StoredLinear StoredLinear;
+void convoy_stored_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
+                          int64_t rows, int64_t threads);
+
 /* Return the next panel, for the thread that asks first. Fixed shares would wait for a thread that wakes late or
    loses its core. */
 INLINE int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }

@@ -35,7 +35,7 @@ typedef struct {
 } StoredRange;
 
 /* The inputs come in one or two parts, as those of F32Linear do. */
-typedef struct {
+typedef struct StoredLinear {
   const StoredRange *ranges;
   int64_t num_ranges, inputs[2], run[2];
 } StoredLinear;

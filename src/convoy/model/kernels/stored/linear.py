@@ -16,6 +16,7 @@ from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
 from convoy.model.kernels.stored.packed import NativeStored, PackedRange, pack_range, run_lengths
+from convoy.model.kernels.stored.weights import own_range
 
 # Numbers unpacked at a time: 4 MiB of float32.
 _SLICE_ELEMENTS = 1 << 20
@@ -27,7 +28,7 @@ class StoredLinear(PackedLinear):
     """Compute y = activation(x W^T + b) in float32 over a stored matrix.
 
     A row has the same bits alone and beside others. ``activation`` is one of `ACTIVATIONS`. Ranges with a
-    compiled kernel are copied into its layout, and the others keep the given tensors.
+    compiled kernel are copied into its layout, and the others are copied as they are.
     """
 
     _native = None
@@ -44,7 +45,7 @@ class StoredLinear(PackedLinear):
         self.activation = activation
         runs = run_lengths(self.in_features, self.out_features)
         self._parts: list[PackedRange | StoredRange] = [
-            (pack_range(one) if runs else None) or one for one in matrix.ranges
+            (pack_range(one) if runs else None) or own_range(one) for one in matrix.ranges
         ]
         packed = [(first, one) for first, one in self._placed() if isinstance(one, PackedRange)]
         self._stored = NativeStored(packed, runs, self._bias) if packed else None
@@ -65,6 +66,11 @@ class StoredLinear(PackedLinear):
     def is_compiled(self) -> bool:
         """Return whether compiled kernels multiply by all ranges."""
         return self._stored is not None and all(isinstance(one, PackedRange) for one in self._parts)
+
+    @property
+    def stored(self) -> NativeStored | None:
+        """Return the compiled form, or None unless it multiplies by all ranges."""
+        return self._stored if self.is_compiled else None
 
     def leave_native(self) -> None:
         """Unpack some outputs at a time from now on, and multiply by torch's operators."""
