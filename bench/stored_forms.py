@@ -72,12 +72,13 @@ def _ratio(plain: Iterator[PackedLinear], stored: Iterator[PackedLinear], rows: 
     x = torch.randn(rows, INPUTS)
     padded = pad_rows(x, 1)
     times: tuple[list[float], list[float]] = ([], [])
+    # Time of this thread alone, so that other programs disturb less.
     end = time.perf_counter() + ROUND_S
     while time.perf_counter() < end or len(times[0]) < 5:
         for linear, given, spent in ((next(plain), padded, times[0]), (next(stored), x, times[1])):
-            start = time.perf_counter()
+            start = time.thread_time()
             linear(given)
-            spent.append(time.perf_counter() - start)
+            spent.append(time.thread_time() - start)
     return median(times[0]) / median(times[1])
 
 

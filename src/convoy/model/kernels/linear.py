@@ -81,7 +81,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         widths = split_inputs(self.in_features)
         self._half = widths[0] if len(widths) > 1 else 0
-        self._packed = [pack_float32(part) for part in weight.split(widths, dim=1)]
+        parts = [weight[:, : self._half], weight[:, self._half :]] if self._half else [weight]
+        self._packed = [pack_float32(part) for part in parts]
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self.activation = activation
         self.weight_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))

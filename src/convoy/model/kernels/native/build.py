@@ -31,7 +31,7 @@ _OPTIONS = (
     *(f"-m{name.replace('_', '')}" for name in NEEDED),
 )
 _COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_S = 60
+_COMPILE_S = 180
 
 
 @functools.cache

@@ -11,6 +11,8 @@ enum { BF16, F16, NIBBLES, NIBBLES_ADD, NIBBLES_LESS, SIGNED, BYTES_ADD, E4M3, Q
 enum { IN_HALVES, IN_BF16, IN_FLOATS, IN_HALF_POWERS, IN_BYTES };
 
 #define TILE 64        /* inputs of a tile: with 64 outputs 16 KiB of float32 */
+#define CHUNK 128      /* inputs for which 32 outputs are computed before the other 32 */
+#define SPLIT_ROWS 4   /* rows from which on outputs are split so */
 #define MOST_STEP 64   /* inputs that a form unpacks together, at most */
 #define BLOCK_ROWS 120 /* rows for which a tile is unpacked once */
 #define SUPER 256      /* inputs of a super-block of ggml's K types */
@@ -41,6 +43,10 @@ typedef struct StoredLinear {
 static const int64_t widths[] = {2, 2, 4, 1, 1};
 static const int64_t steps[NUM_KINDS] = {2, 1, 8, 8, 8, 1, 1, 1, 64, 32};
 
+/* Return whether so many rows are computed in passes that unpack in registers. Widening a float costs less than
+   reading it from a tile. */
+INLINE int fits_passes(int64_t kind, int64_t rows) { return rows <= MOST_ROWS || kind == BF16 || kind == F16; }
+
 INLINE int has_second(int64_t kind) { return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == BYTES_ADD; }
 INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= NIBBLES_LESS ? PANEL / 2 : PANEL; }
 INLINE int64_t head_bytes(const StoredRange *of) {
@@ -49,11 +55,11 @@ INLINE int64_t head_bytes(const StoredRange *of) {
 
 /* ---- unpacking: each weight is used for some rows at once, or kept in a tile if `rows` is 0 ---- */
 
-/* The inputs [k, end) of a panel. `x` and `tile` are those of input k. */
+/* The inputs [k, end) of a panel, and its outputs from `lane` on. `x` and `tile` are those of input k. */
 typedef struct {
   const StoredRange *of;
   const uint8_t *panel;
-  int64_t k, end;
+  int64_t k, end, lane;
   const float *x;
   int64_t stride;
   float *tile;
@@ -64,13 +70,14 @@ INLINE void use(const int rows, const Walk *walk, int64_t at, V (*s)[4], int v, 
   UNROLL for (int r = 0; r < rows; r++) s[r][v] = v_fma(v_set(walk->x[r * walk->stride + at]), w, s[r][v]);
 }
 
-INLINE V widened(int64_t type, const uint8_t *numbers, int v) {
+/* Widen the numbers of 16 outputs from `lane` on. */
+INLINE V widened(int64_t type, const uint8_t *numbers, int64_t lane) {
   switch (type) {
-    case IN_HALVES: return v_half(numbers + 2 * LANES * v);
-    case IN_BF16: return v_bf16(numbers + 2 * LANES * v);
-    case IN_FLOATS: return v_load(numbers + 4 * LANES * v);
-    case IN_HALF_POWERS: return v_half_power(numbers + LANES * v);
-    default: return v_int(i_bytes(numbers + LANES * v));
+    case IN_HALVES: return v_half(numbers + 2 * lane);
+    case IN_BF16: return v_bf16(numbers + 2 * lane);
+    case IN_FLOATS: return v_load(numbers + 4 * lane);
+    case IN_HALF_POWERS: return v_half_power(numbers + lane);
+    default: return v_int(i_bytes(numbers + lane));
   }
 }
 
@@ -98,15 +105,15 @@ INLINE void walk_f16(const int rows, const Walk *walk, V (*s)[4]) {
 }
 
 /* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. */
-INLINE void use_nibbles(const int rows, const int kind, const Walk *walk, V (*s)[4], int64_t at, const uint8_t *p,
-                        V table, const V *scale, const V *second) {
+INLINE void use_nibbles(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4], int64_t at,
+                        const uint8_t *p, V table, const V *scale, const V *second) {
   I codes[4];
-  UNROLL for (int v = 0; v < 4; v++) {
-    v_prefetch(p + 64 * v);
-    codes[v] = i_load(p + 64 * v);
+  UNROLL for (int v = 0; v < vectors; v++) {
+    v_prefetch(p + 4 * LANES * v);
+    codes[v] = i_load(p + 4 * LANES * v);
   }
   UNROLL for (int j = 0; j < 8; j++)
-    UNROLL for (int v = 0; v < 4; v++) {
+    UNROLL for (int v = 0; v < vectors; v++) {
       V w = v_look(table, i_right(codes[v], 4 * j));
       if (kind == NIBBLES_LESS) w = v_sub(w, second[v]);
       w = v_mul(w, scale[v]);
@@ -116,10 +123,10 @@ INLINE void use_nibbles(const int rows, const int kind, const Walk *walk, V (*s)
     }
 }
 
-INLINE void use_bytes(const int rows, const int kind, const Walk *walk, V (*s)[4], int64_t at, const uint8_t *p,
-                      const V *scale, const V *second) {
+INLINE void use_bytes(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4], int64_t at,
+                      const uint8_t *p, const V *scale, const V *second) {
   v_prefetch(p);
-  UNROLL for (int v = 0; v < 4; v++) {
+  UNROLL for (int v = 0; v < vectors; v++) {
     const uint8_t *q = p + LANES * v;
     V w = v_mul(kind == E4M3 ? v_e4m3(q) : v_int(kind == SIGNED ? i_signed(q) : i_bytes(q)), scale[v]);
     if (kind == BYTES_ADD) w = v_add(w, second[v]);
@@ -127,114 +134,147 @@ INLINE void use_bytes(const int rows, const int kind, const Walk *walk, V (*s)[4
   }
 }
 
-INLINE void walk_groups(const int rows, const int kind, const Walk *walk, V (*s)[4]) {
+INLINE void walk_groups(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
   const StoredRange *of = walk->of;
-  int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, in = walk->k % group;
-  const uint8_t *block = walk->panel + walk->k / group * (head + group * bytes);
-  int64_t n = walk->end - walk->k, at = 0;
+  int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, number = (uint32_t)walk->k / (uint32_t)group;
+  int64_t in = walk->k - number * group, lane = walk->lane, n = walk->end - walk->k, at = 0;
+  const uint8_t *block = walk->panel + number * (head + group * bytes);
   V table = of->table ? v_load(of->table) : v_set(0), scale[4], second[4];
   for (; at < n; block += head + group * bytes, in = 0) {
-    UNROLL for (int v = 0; v < 4; v++) {
-      scale[v] = widened(of->scale, block, v);
+    UNROLL for (int v = 0; v < vectors; v++) {
+      scale[v] = widened(of->scale, block, lane + LANES * v);
       /* `v_e4m3` has divided by 256. */
       if (kind == E4M3) scale[v] = v_mul(scale[v], v_set(256));
-      second[v] = has_second(kind) ? widened(of->second, block + PANEL * widths[of->scale], v) : v_set(0);
+      if (has_second(kind)) second[v] = widened(of->second, block + PANEL * widths[of->scale], lane + LANES * v);
     }
-    const uint8_t *p = block + head + in * bytes;
+    const uint8_t *p = block + head + in * bytes + lane * (bytes < PANEL ? 4 : 1);
     int64_t stop = least(n, at + group - in);
-    if (bytes == PANEL / 2)
-      for (; at < stop; at += 8, p += 8 * bytes) use_nibbles(rows, kind, walk, s, at, p, table, scale, second);
+    if (bytes < PANEL)
+      for (; at < stop; at += 8, p += 8 * bytes) use_nibbles(rows, vectors, kind, walk, s, at, p, table, scale, second);
     else
-      for (; at < stop; at++, p += bytes) use_bytes(rows, kind, walk, s, at, p, scale, second);
+      for (; at < stop; at++, p += bytes) use_bytes(rows, vectors, kind, walk, s, at, p, scale, second);
   }
 }
 
 /* Use 64 inputs of a super-block at a time. Each 32 have a scale and a minimum of 6 bits, in three planes of bytes: the
    third has the second scale, and the highest two bits of all hold the second minimum. */
-INLINE void walk_q4_k(const int rows, const Walk *walk, V (*s)[4]) {
+INLINE void walk_q4_k(const int rows, const int vectors, const Walk *walk, V (*s)[4]) {
   V table = v_load(walk->of->table), scale[4], second[4];
-  int64_t n = walk->end - walk->k;
+  int64_t n = walk->end - walk->k, lane = walk->lane;
   for (int64_t at = 0; at < n;) {
     int64_t k = walk->k + at;
     const uint8_t *block = walk->panel + k / SUPER * Q4_K_BYTES;
-    const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * Q4_K_HALF, *p = planes + 3 * PANEL;
+    const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * Q4_K_HALF, *p = planes + 3 * PANEL + 4 * lane;
     for (int half = 0; half < 2; half++) {
-      UNROLL for (int v = 0; v < 4; v++) {
-        I a = i_bytes(planes + LANES * v), b = i_bytes(planes + PANEL + LANES * v);
-        I c = i_bytes(planes + 2 * PANEL + LANES * v), low = i_set(63);
+      UNROLL for (int v = 0; v < vectors; v++) {
+        const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
+        I a = i_bytes(own), b = i_bytes(own + PANEL), c = i_bytes(own + 2 * PANEL), low = i_set(63);
         I high = i_or(i_right(a, 6), i_or(i_left(i_right(b, 6), 2), i_left(i_right(c, 6), 4)));
-        scale[v] = v_mul(v_half(block + 2 * LANES * v), v_int(i_and(half ? c : a, low)));
-        second[v] = v_mul(v_half(block + 2 * PANEL + 2 * LANES * v), v_int(half ? high : i_and(b, low)));
+        scale[v] = v_mul(v_half(halves), v_int(i_and(half ? c : a, low)));
+        second[v] = v_mul(v_half(halves + 2 * PANEL), v_int(half ? high : i_and(b, low)));
       }
       for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL)
-        use_nibbles(rows, Q4_K, walk, s, at, p, table, scale, second);
+        use_nibbles(rows, vectors, Q4_K, walk, s, at, p, table, scale, second);
     }
   }
 }
 
 /* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. */
-INLINE void walk_q6_k(const int rows, const Walk *walk, V (*s)[4]) {
-  int64_t n = walk->end - walk->k;
+INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s)[4]) {
+  int64_t n = walk->end - walk->k, lane = walk->lane;
   V raised = v_set(8388608.0f + 32.0f), scale[4];
   for (int64_t at = 0; at < n; at += 16) {
-    int64_t k = walk->k + at;
+    int64_t k = walk->k + at, half = k / 16 % 2;
     const uint8_t *block = walk->panel + k / SUPER * Q6_K_BYTES;
     const uint8_t *part = block + 2 * PANEL + k % SUPER / 32 * Q6_K_PART;
-    int64_t half = k / 16 % 2;
-    const uint8_t *high = part + 2 * PANEL + half * 4 * PANEL, *low = part + 10 * PANEL + half * 8 * PANEL;
+    const uint8_t *high = part + 2 * PANEL + half * 4 * PANEL + 4 * lane;
+    const uint8_t *low = part + 10 * PANEL + half * 8 * PANEL + 4 * lane;
     I highs[4], lows[4];
-    UNROLL for (int v = 0; v < 4; v++) {
-      scale[v] = v_mul(v_half(block + 2 * LANES * v), v_int(i_signed(part + half * PANEL + LANES * v)));
+    UNROLL for (int v = 0; v < vectors; v++) {
+      int64_t own = lane + LANES * v;
+      scale[v] = v_mul(v_half(block + 2 * own), v_int(i_signed(part + half * PANEL + own)));
       /* Bits 4 and 5 of each byte are those of four inputs. */
-      highs[v] = i_load(high + 64 * v);
-      v_prefetch(high + 64 * v);
+      highs[v] = i_load(high + 4 * LANES * v);
+      v_prefetch(high + 4 * LANES * v);
     }
     for (int pair = 0; pair < 2; pair++, low += 4 * PANEL) {
-      UNROLL for (int v = 0; v < 4; v++) {
-        v_prefetch(low + 64 * v);
-        lows[v] = i_load(low + 64 * v);
+      UNROLL for (int v = 0; v < vectors; v++) {
+        v_prefetch(low + 4 * LANES * v);
+        lows[v] = i_load(low + 4 * LANES * v);
       }
       UNROLL for (int quad = 0; quad < 2; quad++) {
         I codes[4];
-        UNROLL for (int v = 0; v < 4; v++) {
+        UNROLL for (int v = 0; v < vectors; v++) {
           I both = i_merge(i_set(0x0f0f0f0f), i_right(lows[v], 4 * quad), i_left(highs[v], 4 - 2 * quad));
           codes[v] = i_and(both, i_set(0x3f3f3f3f));
         }
         UNROLL for (int j = 0; j < 4; j++)
-          UNROLL for (int v = 0; v < 4; v++)
+          UNROLL for (int v = 0; v < vectors; v++)
             use(rows, walk, at + 8 * pair + 4 * quad + j, s, v,
                 v_mul(v_sub(v_raised_byte(codes[v], j), raised), scale[v]));
       }
-      UNROLL for (int v = 0; v < 4; v++) highs[v] = i_right(highs[v], 4);
+      UNROLL for (int v = 0; v < vectors; v++) highs[v] = i_right(highs[v], 4);
     }
   }
 }
 
-INLINE void walk_kind(const int rows, const int kind, const Walk *walk, V (*s)[4]) {
+INLINE void walk_kind(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
   if (kind == BF16) walk_bf16(rows, walk, s);
   else if (kind == F16) walk_f16(rows, walk, s);
-  else if (kind == Q4_K) walk_q4_k(rows, walk, s);
-  else if (kind == Q6_K) walk_q6_k(rows, walk, s);
-  else walk_groups(rows, kind, walk, s);
+  else if (kind == Q4_K) walk_q4_k(rows, vectors, walk, s);
+  else if (kind == Q6_K) walk_q6_k(rows, vectors, walk, s);
+  else walk_groups(rows, vectors, kind, walk, s);
 }
 
 /* ---- the functions of each kind: a run's chain for 1 to 6 rows, and unpacking to a tile ---- */
 
-#define FUSED(KIND, ROWS)                                                        \
-  static void fused_##KIND##_##ROWS(const Walk *walk, float *total, int add) {   \
-    V s[ROWS][4];                                                                \
-    UNROLL for (int r = 0; r < ROWS; r++)                                        \
-      UNROLL for (int v = 0; v < 4; v++) s[r][v] = v_set(0);                     \
-    walk_kind(ROWS, KIND, walk, s);                                              \
-    UNROLL for (int r = 0; r < ROWS; r++)                                        \
-      UNROLL for (int v = 0; v < 4; v++) {                                       \
-        float *t = total + r * PANEL + LANES * v;                                \
-        v_store(t, add ? v_add(v_load(t), s[r][v]) : s[r][v]);                   \
-      }                                                                          \
+INLINE void clear(const int rows, const int vectors, V (*s)[4]) {
+  UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int v = 0; v < vectors; v++) s[r][v] = v_set(0);
+}
+
+/* Compute one run's chains, and add them to `total` if `add` is not 0. */
+INLINE void fuse(const int rows, const int kind, const Walk *walk, float *total, int add) {
+  V s[MOST_ROWS][4];
+  /* Scales and codes of 64 outputs need registers beside the sums. So several rows use 32 outputs at a time, and the
+     sums wait in memory for the other 32. */
+  if (rows < SPLIT_ROWS || kind == BF16 || kind == F16) {
+    clear(rows, 4, s);
+    walk_kind(rows, 4, kind, walk, s);
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < 4; v++) {
+        float *t = total + r * PANEL + LANES * v;
+        v_store(t, add ? v_add(v_load(t), s[r][v]) : s[r][v]);
+      }
+    return;
   }
-#define KIND(NAME)                                                                                          \
-  FUSED(NAME, 1) FUSED(NAME, 2) FUSED(NAME, 3) FUSED(NAME, 4) FUSED(NAME, 5) FUSED(NAME, 6)                 \
-  static void unpack_##NAME(const Walk *walk) { walk_kind(0, NAME, walk, 0); }
+  V sums[2][MOST_ROWS][2];
+  Walk some = *walk;
+  for (int64_t k = walk->k; k < walk->end; k += CHUNK) {
+    some.k = k, some.end = least(walk->end, k + CHUNK), some.x = walk->x + (k - walk->k);
+    for (int side = 0; side < 2; side++) {
+      some.lane = side * PANEL / 2;
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2; v++) s[r][v] = k > walk->k ? sums[side][r][v] : v_set(0);
+      walk_kind(rows, 2, kind, &some, s);
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2; v++) sums[side][r][v] = s[r][v];
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    UNROLL for (int v = 0; v < 4; v++) {
+      float *t = total + r * PANEL + LANES * v;
+      v_store(t, add ? v_add(v_load(t), sums[v / 2][r][v % 2]) : sums[v / 2][r][v % 2]);
+    }
+}
+
+#define FUSED(KIND, ROWS)                                                      \
+  static void fused_##KIND##_##ROWS(const Walk *walk, float *total, int add) { \
+    fuse(ROWS, KIND, walk, total, add);                                        \
+  }
+#define KIND(NAME)                                                                          \
+  FUSED(NAME, 1) FUSED(NAME, 2) FUSED(NAME, 3) FUSED(NAME, 4) FUSED(NAME, 5) FUSED(NAME, 6) \
+  static void unpack_##NAME(const Walk *walk) { walk_kind(0, 4, NAME, walk, 0); }
 KIND(BF16) KIND(F16) KIND(NIBBLES) KIND(NIBBLES_ADD) KIND(NIBBLES_LESS)
 KIND(SIGNED) KIND(BYTES_ADD) KIND(E4M3) KIND(Q4_K) KIND(Q6_K)
 
@@ -293,7 +333,7 @@ static int is_fused(const StoredLinear *l, int64_t step) {
 /* Unpack the inputs [k, end) of a panel into `memory`, and return the place of input k. */
 static const float *unpack_tile(const StoredRange *of, int64_t panel, int64_t k, int64_t end, float *memory) {
   int64_t step = steps[of->kind], from = k / step * step;
-  Walk walk = {of, of->packed + panel * of->panel_bytes, from, round_up(end, step), 0, 0, memory};
+  Walk walk = {of, of->packed + panel * of->panel_bytes, from, round_up(end, step), 0, 0, 0, memory};
   unpacks[of->kind](&walk);
   return memory + (k - from) * PANEL;
 }
@@ -302,6 +342,18 @@ static const float *unpack_tile(const StoredRange *of, int64_t panel, int64_t k,
 static void add_bias(float *total, const float *bias, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < width; j++) total[r * PANEL + j] += bias[j];
+}
+
+/* Compute some rows of one run, and add them to `total` if `add` is not 0. */
+static void fused_run(const StoredJob *job, const StoredRange *of, int64_t panel, int64_t k, int64_t end,
+                      const float *x, int64_t rows, float *total, int add) {
+  int64_t passes = num_passes(rows);
+  for (int64_t pass = 0; pass < passes; pass++) {
+    int64_t r = rows * pass / passes, count = rows * (pass + 1) / passes - r;
+    const float *own = x + r * job->stride + k;
+    Walk walk = {of, of->packed + panel * of->panel_bytes, k, end, 0, own, job->stride, 0};
+    fused[of->kind][count - 1](&walk, total + r * PANEL, add);
+  }
 }
 
 /* Compute some rows of one run by tiles. `sums` is [rows][64]. */
@@ -325,14 +377,13 @@ static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t pan
   const StoredLinear *l = job->linear;
   const float *x = job->x + row * job->stride;
   int64_t width = least(PANEL, of->outputs - panel * PANEL), k = 0;
-  int few = rows <= MOST_ROWS && is_fused(l, steps[of->kind]), add = 0;
+  int few = fits_passes(of->kind, rows) && is_fused(l, steps[of->kind]), add = 0;
   float total[BLOCK_ROWS * PANEL], sums[BLOCK_ROWS * PANEL];
   for (int part = 0; part < 2 && l->inputs[part]; part++) {
     for (int64_t stop = k + l->inputs[part]; k < stop; add = 1) {
       int64_t end = least(stop, k + l->run[part]);
       if (few) {
-        Walk walk = {of, of->packed + panel * of->panel_bytes, k, end, x + k, job->stride, 0};
-        fused[of->kind][rows - 1](&walk, total, add);
+        fused_run(job, of, panel, k, end, x, rows, total, add);
       } else {
         run_by_tiles(of, panel, k, end, x, job->stride, add ? sums : total, rows);
         for (int64_t i = 0; add && i < rows * PANEL; i++) total[i] += sums[i];
