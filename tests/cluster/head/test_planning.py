@@ -38,7 +38,7 @@ def planner(spans: dict[str, str] | None = None) -> Planner:
 
 
 def bytes_for(first_layers: int) -> int:
-    return stage_bytes(SOURCE.spec, Span(0, first_layers, True), "float32") + 1000
+    return stage_bytes(SOURCE.spec, Span(0, first_layers, True), "exact-f32") + 1000
 
 
 def spans_of(proposal: object) -> dict[str, tuple[int, int]]:
