@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.pages import ask_huge_pages
 from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import StoredMatrix
 from convoy.model.kernels.stored.packed import PartWidths, sample_range
@@ -54,6 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     weight = torch.randn(OUTPUTS, INPUTS)
     plain = [PackedLinear(weight, None) for _ in range(2)]
+    ask_huge_pages(part for linear in plain for part in linear.packed)
     print("form       bits " + "".join(f"{rows:>8}" for rows in ROWS))
     with torch.inference_mode():
         for form in sys.argv[1:] or FORMS:

@@ -73,3 +73,20 @@ def test_linear_has_the_bits_of_the_unpacked_matrix(num_rows: int) -> None:
     found = StoredLinear(matrix, bias, "silu")
     assert torch.equal(found(x), expected(x_padded)[:num_rows])
     assert torch.equal(found.dense()[0], values)
+
+
+@pytest.mark.parametrize(
+    ("form", "parts"),
+    [
+        ("gguf:Q8_0", {"stored": torch.zeros(4, 67, dtype=torch.uint8)}),
+        ("affine4", {"codes": torch.zeros(4, 31, dtype=torch.uint8), "scales": torch.zeros(4, 2)}),
+        ("affine4", {"codes": torch.zeros(4, 32, dtype=torch.uint8), "scales": torch.zeros(4, 3)}),
+        ("F8_E4M3", {"values": torch.zeros(4, 63, dtype=torch.uint8), "scales": torch.zeros(4, 1)}),
+        ("MXFP4", {"scales": torch.zeros(4, 2, dtype=torch.uint8)}),
+    ],
+)
+def test_parts_that_are_too_narrow_are_refused_before_an_address_is_taken(
+    form: str, parts: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(ModelError, match=form):
+        StoredMatrix((StoredRange(form, 4, 64, parts, 32),))

@@ -92,10 +92,13 @@ class StoredRange:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Describe a form: its unpacking, and the inputs of one block."""
+    """Describe a form: its unpacking, and the inputs and bytes of one block of codes."""
 
     unpack: Callable[[StoredRange], torch.Tensor]
-    block: int = 1
+    block: int
+    block_bytes: int
+    # The part with the codes.
+    codes: str = "codes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +179,7 @@ class StoredMatrix:
     def _runs(self, index: torch.Tensor) -> Iterator[tuple[StoredRange, torch.Tensor]]:
         """Yield runs of ``index`` inside one range, and the rows in it."""
         ends = torch.tensor([first + one.outputs for first, one in self._placed()])
-        of_range = torch.bucketize(index, ends, right=True)
+        of_range = torch.bucketize(index.contiguous(), ends, right=True)
         numbers, counts = torch.unique_consecutive(of_range, return_counts=True)
         placed, done = list(self._placed()), 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -198,19 +201,30 @@ def _row_part(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _require_parts(one: StoredRange) -> None:
-    """Raise ModelError for an unknown form, or for parts of other shapes than the range's."""
+    """Raise ModelError for an unknown form, or for parts of other shapes than the range's.
+
+    Compiled code takes addresses, and would read outside a part of another shape.
+    """
     form = FORMS.get(one.form)
     if form is None:
         raise ModelError(f"{one.form!r} is no form of a stored matrix")
+    if one.inputs % form.block:
+        raise ModelError(f"the form {one.form} has blocks of {form.block}, and a row has {one.inputs} inputs")
+    groups = -(-one.inputs // one.group) if one.group else 1
     for role, part in one.parts.items():
-        expected = one.inputs if role == PLACES else one.outputs
-        if part.dim() != (1 if role == PLACES else 2) or part.shape[0] != expected:
+        rows = one.inputs if role == PLACES else one.outputs
+        fits = part.dim() == (1 if role == PLACES else 2) and part.shape[0] == rows
+        if fits and role == form.codes:
+            fits = part.shape[1] * part.element_size() == one.inputs // form.block * form.block_bytes
+        elif fits and role != PLACES and PLACES not in one.parts:
+            fits = part.shape[1] in {1, groups}
+        if not fits:
             raise ModelError(
                 f"the {role} of a matrix in the form {one.form} have the shape {list(part.shape)}, "
                 f"for {one.outputs} outputs and {one.inputs} inputs"
             )
-    if one.inputs % form.block:
-        raise ModelError(f"the form {one.form} has blocks of {form.block}, and a row has {one.inputs} inputs")
+    if form.codes not in one.parts:
+        raise ModelError(f"a matrix in the form {one.form} has no {form.codes}")
 
 
 def _floats(one: StoredRange) -> torch.Tensor:
@@ -266,22 +280,40 @@ def _mxfp4(one: StoredRange) -> torch.Tensor:
     return torch.ldexp(found.view(one.outputs, -1, 32), exponents.unsqueeze(-1)).flatten(1)
 
 
-# Inputs of a block of ggml's types.
+# The inputs and bytes of a block of ggml's types.
 _GGUF_BLOCKS = {
-    32: ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"),
-    256: (
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
-        *("IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_XS"),
-    ),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
 }
 FORMS: dict[str, StoredForm] = {
-    **dict.fromkeys(("F32", "F16", "BF16"), StoredForm(_floats)),
-    **{f"{GGUF}{name}": StoredForm(_gguf, block) for block, names in _GGUF_BLOCKS.items() for name in names},
+    "F32": StoredForm(_floats, 1, 4, "values"),
+    **dict.fromkeys(("F16", "BF16"), StoredForm(_floats, 1, 2, "values")),
+    **{f"{GGUF}{name}": StoredForm(_gguf, *block, "stored") for name, block in _GGUF_BLOCKS.items()},
     # Parts: "codes" in words or bytes, the lowest bits first; "scales", and "biases" or optional "zeros".
-    **{f"affine{bits}": StoredForm(partial(_affine, bits=bits), 8) for bits in (2, 3, 4, 5, 6, 8)},
-    **{f"centred{bits}": StoredForm(partial(_centred, bits=bits), 8) for bits in (2, 4, 8)},
+    **{f"affine{bits}": StoredForm(partial(_affine, bits=bits), 8, bits) for bits in (2, 3, 4, 5, 6, 8)},
+    **{f"centred{bits}": StoredForm(partial(_centred, bits=bits), 8, bits) for bits in (2, 4, 8)},
     # Parts: "values" of one byte each, "scales" and optional "zeros".
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8"), StoredForm(_scaled)),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8"), StoredForm(_scaled, 1, 1, "values")),
     # Parts: "codes" of two to a byte, the lower first, and "scales", exponents in bytes.
-    "MXFP4": StoredForm(_mxfp4, 32),
+    "MXFP4": StoredForm(_mxfp4, 32, 16),
 }

@@ -22,6 +22,7 @@ from convoy.model.kernels.native.library import (
     native_library,
 )
 from convoy.model.kernels.native.linears import run_length
+from convoy.model.kernels.pages import empty_on_huge_pages
 from convoy.model.kernels.stored.matrix import GGUF, PLACES, StoredRange
 
 _log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class PackedRange:
         of = ctypes.byref(self.struct)
         self.struct.panel_bytes = library.convoy_stored_panel_bytes(of, one.inputs)
         num_panels = -(-one.outputs // _PANEL)
-        self._packed = torch.empty(num_panels * self.struct.panel_bytes, dtype=torch.uint8)
+        self._packed = empty_on_huge_pages(num_panels * self.struct.panel_bytes)
         self.struct.packed = self._packed.data_ptr()
         source, held = _source(one, packing)
         library.convoy_stored_pack(
