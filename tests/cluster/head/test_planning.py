@@ -231,10 +231,10 @@ def test_a_device_joins_no_text_that_hosts_began_but_hosts_go_on_for_a_device() 
     assert not plans.same_bits()
 
 
-def test_a_device_holds_twice_the_layers_of_a_host_in_the_same_memory() -> None:
-    need = bytes_for(12)
+def test_a_device_holds_twice_the_layers_of_a_host_in_float32_in_the_same_memory() -> None:
+    need = stage_bytes(SOURCE.spec, Span(0, 12, True), "float32")
     with pytest.raises(PlanError, match="needs"):
-        planner().first({"alpha": hello(need // 2 + 10_000)})
+        planner().first({"alpha": hello(need // 2 + 10_000, kernel="plain-f32")})
     plan = planner().first({"alpha": cuda(need // 2 + 10_000)}).plan
     assert plan.kernel == "cuda-bf16"
 
