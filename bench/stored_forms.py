@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[int, PartWidths]] = {
     "F16": (0, (("values", torch.float16, INPUTS),)),
     "gguf:Q8_0": (0, _raw(32, 34)),
     "gguf:Q6_K": (0, _raw(256, 210)),
+    "gguf:Q5_K": (0, _raw(256, 176)),
     "gguf:Q4_K": (0, _raw(256, 144)),
     "gguf:Q4_0": (0, _raw(32, 18)),
     "affine4": (64, _affine(4)),

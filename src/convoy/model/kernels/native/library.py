@@ -58,7 +58,7 @@ class StoredSourceStruct(ctypes.Structure):
     """Mirror `StoredSource` of `stored.c`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("codes", "scales", "seconds")),
+        *((name, c_void_p) for name in ("codes", "scales", "seconds", "fifths")),
         *((f"{of}_{by}", c_int64) for of in ("codes", "scales", "seconds") for by in ("row", "step")),
         *(("span", c_int64), ("flip", c_int64)),
     )

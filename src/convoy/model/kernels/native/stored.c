@@ -7,7 +7,9 @@
 
 #include "vector.h"
 
-enum { BF16, F16, NIBBLES, NIBBLES_ADD, NIBBLES_LESS, SIGNED, BYTES_ADD, E4M3, Q4_K, Q6_K, NUM_KINDS };
+enum {
+  BF16, F16, NIBBLES, NIBBLES_ADD, NIBBLES_LESS, FIVES, FIVES_ADD, SIGNED, BYTES_ADD, E4M3, Q4_K, Q5_K, Q6_K, NUM_KINDS
+};
 enum { IN_HALVES, IN_BF16, IN_FLOATS, IN_HALF_POWERS, IN_BYTES };
 
 #define TILE 64        /* inputs of a tile: with 64 outputs 16 KiB of float32 */
@@ -16,8 +18,8 @@ enum { IN_HALVES, IN_BF16, IN_FLOATS, IN_HALF_POWERS, IN_BYTES };
 #define MOST_STEP 64   /* inputs that a form unpacks together, at most */
 #define BLOCK_ROWS 120 /* rows for which a tile is unpacked once */
 #define SUPER 256      /* inputs of a super-block of ggml's K types */
-#define Q4_K_HALF 2240 /* bytes of 64 inputs: three planes of scales and minima, then codes */
-#define Q4_K_BYTES (4 * PANEL + 4 * Q4_K_HALF)
+#define PLANES 192     /* bytes of the scales and minima of 64 inputs of Q4_K and Q5_K: three planes */
+#define FIFTHS 256     /* bytes of the fifth bits of 32 inputs: a lane of 32 bits for each output */
 #define Q6_K_PART 1664 /* bytes of 32 inputs: two scales, then the highest bits, then the lowest */
 #define Q6_K_BYTES (2 * PANEL + 8 * Q6_K_PART)
 
@@ -25,7 +27,8 @@ enum { IN_HALVES, IN_BF16, IN_FLOATS, IN_HALF_POWERS, IN_BYTES };
 
 /* Outputs of one form, in panels of 64 outputs: `panel_bytes` each, and in each the blocks in the order of the inputs.
    A block has the scales of 64 outputs, then their second numbers (biases or zeros), then the codes of `group` inputs.
-   Eight inputs of 4 bits lie in a lane of 32 bits; bytes lie by input, then by output. */
+   Eight inputs of 4 bits lie in a lane of 32 bits; bytes lie by input, then by output. Of 5 bits, the fifth bits of
+   32 inputs lie in a lane in front of the others. */
 typedef struct {
   const uint8_t *packed;
   const float *table; /* the values of 4-bit codes */
@@ -41,17 +44,25 @@ typedef struct StoredLinear {
 } StoredLinear;
 
 static const int64_t widths[] = {2, 2, 4, 1, 1};
-static const int64_t steps[NUM_KINDS] = {2, 1, 8, 8, 8, 1, 1, 1, 64, 32};
+static const int64_t steps[NUM_KINDS] = {2, 1, 8, 8, 8, 32, 32, 1, 1, 1, 64, 64, 32};
 
 /* Return whether so many rows are computed in passes that unpack in registers. Widening a float costs less than
    reading it from a tile. */
 INLINE int fits_passes(int64_t kind, int64_t rows) { return rows <= MOST_ROWS || kind == BF16 || kind == F16; }
 
-INLINE int has_second(int64_t kind) { return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == BYTES_ADD; }
-INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= NIBBLES_LESS ? PANEL / 2 : PANEL; }
-INLINE int64_t head_bytes(const StoredRange *of) {
-  return PANEL * (widths[of->scale] + (has_second(of->kind) ? widths[of->second] : 0));
+INLINE int has_second(int64_t kind) {
+  return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == FIVES_ADD || kind == BYTES_ADD;
 }
+INLINE int has_fifths(int64_t kind) { return kind == FIVES || kind == FIVES_ADD || kind == Q5_K; }
+INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= FIVES_ADD ? PANEL / 2 : PANEL; }
+/* Return the bytes in front of the codes of a block. */
+INLINE int64_t head_bytes(const StoredRange *of) {
+  int64_t seconds = has_second(of->kind) ? widths[of->second] : 0;
+  return PANEL * (widths[of->scale] + seconds) + (has_fifths(of->kind) ? FIFTHS : 0);
+}
+/* Return the bytes of 64 inputs of Q4_K or Q5_K, and of a super-block. */
+INLINE int64_t half_bytes(int64_t kind) { return PLANES + 32 * PANEL + (kind == Q5_K ? 2 * FIFTHS : 0); }
+INLINE int64_t super_bytes(int64_t kind) { return kind == Q6_K ? Q6_K_BYTES : 4 * PANEL + 4 * half_bytes(kind); }
 
 /* ---- unpacking: each weight is used for some rows at once, or kept in a tile if `rows` is 0 ---- */
 
@@ -104,9 +115,10 @@ INLINE void walk_f16(const int rows, const Walk *walk, V (*s)[4]) {
   }
 }
 
-/* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. */
+/* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. The lowest eight bits of `fifths` are their fifth
+   bits, if the kind has them. */
 INLINE void use_nibbles(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4], int64_t at,
-                        const uint8_t *p, V table, const V *scale, const V *second) {
+                        const uint8_t *p, const V *table, const I *fifths, const V *scale, const V *second) {
   I codes[4];
   UNROLL for (int v = 0; v < vectors; v++) {
     v_prefetch(p + 4 * LANES * v);
@@ -114,11 +126,16 @@ INLINE void use_nibbles(const int rows, const int vectors, const int kind, const
   }
   UNROLL for (int j = 0; j < 8; j++)
     UNROLL for (int v = 0; v < vectors; v++) {
-      V w = v_look(table, i_right(codes[v], 4 * j));
+      V w;
+      if (has_fifths(kind)) {
+        I fifth = j < 4 ? i_left(fifths[v], 4 - (j & 3)) : i_right(fifths[v], j & 3);
+        w = v_look_32(table[0], table[1], i_merge(i_set(15), i_right(codes[v], 4 * j), fifth));
+      } else
+        w = v_look(table[0], i_right(codes[v], 4 * j));
       if (kind == NIBBLES_LESS) w = v_sub(w, second[v]);
       w = v_mul(w, scale[v]);
-      if (kind == NIBBLES_ADD) w = v_add(w, second[v]);
-      if (kind == Q4_K) w = v_sub(w, second[v]);
+      if (kind == NIBBLES_ADD || kind == FIVES_ADD) w = v_add(w, second[v]);
+      if (kind == Q4_K || kind == Q5_K) w = v_sub(w, second[v]);
       use(rows, walk, at + j, s, v, w);
     }
 }
@@ -134,23 +151,35 @@ INLINE void use_bytes(const int rows, const int vectors, const int kind, const W
   }
 }
 
+/* Load the values of the codes, 16 or 32. */
+INLINE void load_table(const int kind, const StoredRange *of, V *table) {
+  if (of->table) table[0] = v_load(of->table);
+  if (has_fifths(kind)) table[1] = v_load(of->table + LANES);
+}
+
 INLINE void walk_groups(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
   const StoredRange *of = walk->of;
   int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, number = (uint32_t)walk->k / (uint32_t)group;
   int64_t in = walk->k - number * group, lane = walk->lane, n = walk->end - walk->k, at = 0;
   const uint8_t *block = walk->panel + number * (head + group * bytes);
-  V table = of->table ? v_load(of->table) : v_set(0), scale[4], second[4];
+  V table[2] = {v_set(0), v_set(0)}, scale[4], second[4];
+  I fifths[4];
+  load_table(kind, of, table);
   for (; at < n; block += head + group * bytes, in = 0) {
     UNROLL for (int v = 0; v < vectors; v++) {
       scale[v] = widened(of->scale, block, lane + LANES * v);
       /* `v_e4m3` has divided by 256. */
       if (kind == E4M3) scale[v] = v_mul(scale[v], v_set(256));
       if (has_second(kind)) second[v] = widened(of->second, block + PANEL * widths[of->scale], lane + LANES * v);
+      if (has_fifths(kind)) fifths[v] = i_load(block + head - FIFTHS + 4 * (lane + LANES * v));
     }
     const uint8_t *p = block + head + in * bytes + lane * (bytes < PANEL ? 4 : 1);
     int64_t stop = least(n, at + group - in);
     if (bytes < PANEL)
-      for (; at < stop; at += 8, p += 8 * bytes) use_nibbles(rows, vectors, kind, walk, s, at, p, table, scale, second);
+      for (; at < stop; at += 8, p += 8 * bytes) {
+        use_nibbles(rows, vectors, kind, walk, s, at, p, table, fifths, scale, second);
+        UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
+      }
     else
       for (; at < stop; at++, p += bytes) use_bytes(rows, vectors, kind, walk, s, at, p, scale, second);
   }
@@ -158,13 +187,15 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
 
 /* Use 64 inputs of a super-block at a time. Each 32 have a scale and a minimum of 6 bits, in three planes of bytes: the
    third has the second scale, and the highest two bits of all hold the second minimum. */
-INLINE void walk_q4_k(const int rows, const int vectors, const Walk *walk, V (*s)[4]) {
-  V table = v_load(walk->of->table), scale[4], second[4];
+INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
+  V table[2], scale[4], second[4];
+  I fifths[4];
+  load_table(kind, walk->of, table);
   int64_t n = walk->end - walk->k, lane = walk->lane;
   for (int64_t at = 0; at < n;) {
     int64_t k = walk->k + at;
-    const uint8_t *block = walk->panel + k / SUPER * Q4_K_BYTES;
-    const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * Q4_K_HALF, *p = planes + 3 * PANEL + 4 * lane;
+    const uint8_t *block = walk->panel + k / SUPER * super_bytes(kind);
+    const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * half_bytes(kind), *p = planes + PLANES + 4 * lane;
     for (int half = 0; half < 2; half++) {
       UNROLL for (int v = 0; v < vectors; v++) {
         const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
@@ -172,9 +203,13 @@ INLINE void walk_q4_k(const int rows, const int vectors, const Walk *walk, V (*s
         I high = i_or(i_right(a, 6), i_or(i_left(i_right(b, 6), 2), i_left(i_right(c, 6), 4)));
         scale[v] = v_mul(v_half(halves), v_int(i_and(half ? c : a, low)));
         second[v] = v_mul(v_half(halves + 2 * PANEL), v_int(half ? high : i_and(b, low)));
+        if (has_fifths(kind)) fifths[v] = i_load(p + 4 * LANES * v);
       }
-      for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL)
-        use_nibbles(rows, vectors, Q4_K, walk, s, at, p, table, scale, second);
+      if (has_fifths(kind)) p += FIFTHS;
+      for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL) {
+        use_nibbles(rows, vectors, kind, walk, s, at, p, table, fifths, scale, second);
+        UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
+      }
     }
   }
 }
@@ -221,7 +256,7 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
 INLINE void walk_kind(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
   if (kind == BF16) walk_bf16(rows, walk, s);
   else if (kind == F16) walk_f16(rows, walk, s);
-  else if (kind == Q4_K) walk_q4_k(rows, vectors, walk, s);
+  else if (kind == Q4_K || kind == Q5_K) walk_q4_k(rows, vectors, kind, walk, s);
   else if (kind == Q6_K) walk_q6_k(rows, vectors, walk, s);
   else walk_groups(rows, vectors, kind, walk, s);
 }
@@ -275,18 +310,18 @@ INLINE void fuse(const int rows, const int kind, const Walk *walk, float *total,
 #define KIND(NAME)                                                                          \
   FUSED(NAME, 1) FUSED(NAME, 2) FUSED(NAME, 3) FUSED(NAME, 4) FUSED(NAME, 5) FUSED(NAME, 6) \
   static void unpack_##NAME(const Walk *walk) { walk_kind(0, 4, NAME, walk, 0); }
-KIND(BF16) KIND(F16) KIND(NIBBLES) KIND(NIBBLES_ADD) KIND(NIBBLES_LESS)
-KIND(SIGNED) KIND(BYTES_ADD) KIND(E4M3) KIND(Q4_K) KIND(Q6_K)
+KIND(BF16) KIND(F16) KIND(NIBBLES) KIND(NIBBLES_ADD) KIND(NIBBLES_LESS) KIND(FIVES) KIND(FIVES_ADD)
+KIND(SIGNED) KIND(BYTES_ADD) KIND(E4M3) KIND(Q4_K) KIND(Q5_K) KIND(Q6_K)
 
 typedef void (*fused_fn)(const Walk *, float *, int);
 typedef void (*unpack_fn)(const Walk *);
 #define ALL(NAME) {fused_##NAME##_1, fused_##NAME##_2, fused_##NAME##_3, fused_##NAME##_4, fused_##NAME##_5, fused_##NAME##_6}
 static const fused_fn fused[NUM_KINDS][MOST_ROWS] = {
-    ALL(BF16), ALL(F16), ALL(NIBBLES), ALL(NIBBLES_ADD), ALL(NIBBLES_LESS),
-    ALL(SIGNED), ALL(BYTES_ADD), ALL(E4M3), ALL(Q4_K), ALL(Q6_K)};
+    ALL(BF16), ALL(F16), ALL(NIBBLES), ALL(NIBBLES_ADD), ALL(NIBBLES_LESS), ALL(FIVES), ALL(FIVES_ADD),
+    ALL(SIGNED), ALL(BYTES_ADD), ALL(E4M3), ALL(Q4_K), ALL(Q5_K), ALL(Q6_K)};
 static const unpack_fn unpacks[NUM_KINDS] = {
-    unpack_BF16, unpack_F16, unpack_NIBBLES, unpack_NIBBLES_ADD, unpack_NIBBLES_LESS,
-    unpack_SIGNED, unpack_BYTES_ADD, unpack_E4M3, unpack_Q4_K, unpack_Q6_K};
+    unpack_BF16, unpack_F16, unpack_NIBBLES, unpack_NIBBLES_ADD, unpack_NIBBLES_LESS, unpack_FIVES, unpack_FIVES_ADD,
+    unpack_SIGNED, unpack_BYTES_ADD, unpack_E4M3, unpack_Q4_K, unpack_Q5_K, unpack_Q6_K};
 
 /* Go on with the chains of some rows over n inputs of a tile. */
 #define GO_ON(ROWS)                                                                                            \
@@ -440,7 +475,7 @@ void convoy_stored_unpack(const StoredRange *of, int64_t inputs, const int64_t *
    group before. Of codes of 4 bits, the low ones of `span` bytes come first, then the high ones; 0 means that two
    inputs of a byte follow each other. Bytes are exclusive-ored with `flip`. */
 typedef struct {
-  const uint8_t *codes, *scales, *seconds;
+  const uint8_t *codes, *scales, *seconds, *fifths; /* `fifths` lie as codes do */
   int64_t codes_row, codes_step, scales_row, scales_step, seconds_row, seconds_step, span, flip;
 } StoredSource;
 
@@ -455,8 +490,7 @@ typedef struct {
 int64_t convoy_stored_panel_bytes(const StoredRange *of, int64_t inputs) {
   if (of->kind == BF16) return round_up(inputs, 2) * 2 * PANEL;
   if (of->kind == F16) return inputs * 2 * PANEL;
-  if (of->kind == Q4_K) return inputs / SUPER * Q4_K_BYTES;
-  if (of->kind == Q6_K) return inputs / SUPER * Q6_K_BYTES;
+  if (of->kind >= Q4_K) return inputs / SUPER * super_bytes(of->kind);
   int64_t groups = (inputs + of->group - 1) / of->group;
   return groups * (head_bytes(of) + of->group * code_bytes(of->kind));
 }
@@ -469,9 +503,10 @@ INLINE uint32_t joined(uint64_t x) {
   return (uint32_t)(x | x >> 16);
 }
 
-/* Pack n inputs of 4 bits of one output: `to` is the output's lane of the first eight. */
-static void pack_nibbles(const uint8_t *codes, int64_t n, int64_t span, uint8_t *to) {
-  for (int64_t k = 0; k < n; k += 8, to += 4 * PANEL) {
+/* Pack n inputs of 4 bits of one output, `span` * `skipped` inputs behind the first: `to` is the output's lane of the
+   first eight. */
+static void pack_nibbles(const uint8_t *codes, int64_t n, int64_t span, int64_t skipped, uint8_t *to) {
+  for (int64_t k = span * skipped; k < n + span * skipped; k += 8, to += 4 * PANEL) {
     uint32_t word;
     uint64_t eight;
     if (!span) memcpy(&word, codes + k / 2, 4);
@@ -510,16 +545,19 @@ static void pack_groups(const PackJob *job, int64_t first, int64_t width, uint8_
       if (second)
         memcpy(block + PANEL * wide + o * second, from->seconds + row * from->seconds_row + number * from->seconds_step,
                second);
-      if (bytes < PANEL) pack_nibbles(codes, n, from->span, block + head + 4 * o);
+      if (has_fifths(of->kind))
+        memcpy(block + head - FIFTHS + 4 * o, from->fifths + row * from->codes_row + number * from->codes_step, 4);
+      if (bytes < PANEL) pack_nibbles(codes, n, from->span, 0, block + head + 4 * o);
       else
         for (int64_t k = 0; k < n; k++) block[head + k * PANEL + o] = codes[k] ^ (uint8_t)from->flip;
     }
   }
 }
 
-/* Pack a super-block of one output: two halves, 12 bytes of scales and minima, 128 bytes of codes. */
-static void pack_q4_k(const uint8_t *from, uint8_t *block, int64_t o) {
-  const uint8_t *scales = from + 4;
+/* Pack a super-block of one output: two halves, 12 bytes of scales and minima, 32 bytes of fifth bits for Q5_K, 128
+   bytes of codes. */
+static void pack_q4_k(int64_t kind, const uint8_t *from, uint8_t *block, int64_t o) {
+  const uint8_t *scales = from + 4, *codes = from + (kind == Q5_K ? 48 : 16);
   memcpy(block + 2 * o, from, 2);
   memcpy(block + 2 * PANEL + 2 * o, from + 2, 2);
   uint8_t scale[8], minimum[8];
@@ -530,11 +568,21 @@ static void pack_q4_k(const uint8_t *from, uint8_t *block, int64_t o) {
     minimum[i + 4] = scales[i + 8] >> 4 | (scales[i + 4] >> 6) << 4;
   }
   for (int i = 0; i < 4; i++) {
-    uint8_t *planes = block + 4 * PANEL + i * Q4_K_HALF + o, last = minimum[2 * i + 1];
+    uint8_t *planes = block + 4 * PANEL + i * half_bytes(kind) + o, last = minimum[2 * i + 1];
     planes[0] = (uint8_t)(scale[2 * i] | last << 6);
     planes[PANEL] = (uint8_t)(minimum[2 * i] | (last >> 2 & 3) << 6);
     planes[2 * PANEL] = (uint8_t)(scale[2 * i + 1] | last >> 4 << 6);
-    pack_nibbles(from + 16 + 32 * i, 64, 32, block + 4 * PANEL + i * Q4_K_HALF + 3 * PANEL + 4 * o);
+    uint8_t *to = block + 4 * PANEL + i * half_bytes(kind) + PLANES + 4 * o;
+    for (int half = 0; half < 2; half++, to += 16 * PANEL) {
+      if (kind == Q5_K) {
+        /* Bit 2 * i + half of byte k is that of input k. */
+        uint32_t fifths = 0;
+        for (int k = 0; k < 32; k++) fifths |= (uint32_t)(from[16 + k] >> (2 * i + half) & 1) << k;
+        memcpy(to, &fifths, 4);
+        to += FIFTHS;
+      }
+      pack_nibbles(codes + 32 * i, 32, 32, half, to);
+    }
   }
 }
 
@@ -565,12 +613,13 @@ static void pack_q6_k(const uint8_t *from, uint8_t *block, int64_t o) {
 }
 
 static void pack_supers(const PackJob *job, int64_t first, int64_t width, uint8_t *panel) {
-  int is_q4 = job->of->kind == Q4_K;
+  int64_t kind = job->of->kind, size = kind == Q4_K ? 144 : kind == Q5_K ? 176 : 210;
   for (int64_t number = 0; number < job->inputs / SUPER; number++)
     for (int64_t o = 0; o < width; o++) {
-      const uint8_t *from = job->source->codes + (first + o) * job->source->codes_row + number * (is_q4 ? 144 : 210);
-      if (is_q4) pack_q4_k(from, panel + number * Q4_K_BYTES, o);
-      else pack_q6_k(from, panel + number * Q6_K_BYTES, o);
+      const uint8_t *from = job->source->codes + (first + o) * job->source->codes_row + number * size;
+      uint8_t *block = panel + number * super_bytes(kind);
+      if (kind == Q6_K) pack_q6_k(from, block, o);
+      else pack_q4_k(kind, from, block, o);
     }
 }
 

@@ -43,6 +43,9 @@ INLINE I i_merge(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b
 /* Look the lowest four bits of each lane up in a table of 16. */
 INLINE V v_look(V table, I code) { return _mm512_permutexvar_ps(code, table); }
 
+/* Look the lowest five bits up in two tables of 16. */
+INLINE V v_look_32(V low, V high, I code) { return _mm512_permutex2var_ps(low, code, high); }
+
 /* Return byte `which` of each lane plus 2^23, as floats. */
 INLINE V v_raised_byte(I a, int which) {
   I place = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(which));

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 # The kinds and widths of numbers, in the order of the enums of `stored.c`.
 _KINDS = (
-    *("BF16", "F16", "NIBBLES", "NIBBLES_ADD", "NIBBLES_LESS", "SIGNED", "BYTES_ADD", "E4M3"),
-    *("Q4_K", "Q6_K"),
+    *("BF16", "F16", "NIBBLES", "NIBBLES_ADD", "NIBBLES_LESS", "FIVES", "FIVES_ADD"),
+    *("SIGNED", "BYTES_ADD", "E4M3", "Q4_K", "Q5_K", "Q6_K"),
 )
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HALF_POWERS, _BYTES = 3, 4
@@ -52,6 +52,8 @@ class _Blocks:
     size: int
     codes: int
     second: int = 0
+    # Where the fifth bits lie.
+    fifths: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class _Packing:
     kind: str
     codes: str = "codes"
     second: str = ""
-    # The values of 4-bit codes.
+    # The values of codes of 4 or 5 bits.
     table: tuple[float, ...] = ()
     # A range of raw blocks has one part, "stored".
     blocks: _Blocks | None = None
@@ -74,6 +76,7 @@ class _Packing:
 
 
 _UNSIGNED, _CENTRED = tuple(map(float, range(16))), tuple(map(float, range(-8, 8)))
+_FIVE_BITS = tuple(map(float, range(32)))
 _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 # ggml reads the negative zero of E2M1 as zero.
 _GGML_E2M1 = (*_TWICE_E2M1, 0.0, *(-one for one in _TWICE_E2M1[1:]))
@@ -98,15 +101,22 @@ _PACKINGS: dict[str, _Packing] = {
     f"{GGUF}IQ4_NL": _Packing(
         "NIBBLES", table=tuple(map(float, _IQ4_NL)), blocks=_Blocks(32, 18, codes=2), span=16
     ),
+    f"{GGUF}Q5_0": _Packing(
+        "FIVES", table=tuple(map(float, range(-16, 16))), blocks=_Blocks(32, 22, codes=6, fifths=2), span=16
+    ),
+    f"{GGUF}Q5_1": _Packing(
+        "FIVES_ADD", table=_FIVE_BITS, blocks=_Blocks(32, 24, codes=8, second=2, fifths=4), span=16
+    ),
     f"{GGUF}MXFP4": _Packing(
         "NIBBLES", table=_GGML_E2M1, blocks=_Blocks(32, 17, codes=1), span=16, scale=_HALF_POWERS
     ),
     f"{GGUF}Q4_K": _Packing("Q4_K", table=_UNSIGNED, blocks=_Blocks(256, 144, codes=0, second=2)),
+    f"{GGUF}Q5_K": _Packing("Q5_K", table=_FIVE_BITS, blocks=_Blocks(256, 176, codes=0, second=2)),
     f"{GGUF}Q6_K": _Packing("Q6_K", blocks=_Blocks(256, 210, codes=208)),
 }
 # The same with zeros.
 _WITH_ZEROS = {"centred4": _Packing("NIBBLES_LESS", second="zeros", table=_UNSIGNED)}
-_K_KINDS = frozenset({"Q4_K", "Q6_K"})
+_K_KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K"})
 
 
 class PackedRange:
@@ -290,7 +300,7 @@ def _source(one: StoredRange, packing: _Packing) -> tuple[StoredSourceStruct, li
         first, row = stored.data_ptr(), stored.shape[1]
         codes = 0 if packing.kind in _K_KINDS else blocks.codes
         steps = (row, blocks.size) * 3
-        place = (first + codes, first, first + blocks.second)
+        place = (first + codes, first, first + blocks.second, first + blocks.fifths)
         return StoredSourceStruct(*place, *steps, packing.span, packing.flip), [stored]
     held = [one.parts[packing.codes].contiguous()]
     group = _group(one, packing)
@@ -302,7 +312,9 @@ def _source(one: StoredRange, packing: _Packing) -> tuple[StoredSourceStruct, li
     place_of = [part.data_ptr() for part in held]
     none = 3 - len(held)
     return (
-        StoredSourceStruct(*place_of, *[None] * none, *strides, *[0, 0] * none, packing.span, packing.flip),
+        StoredSourceStruct(
+            *place_of, *[None] * (none + 1), *strides, *[0, 0] * none, packing.span, packing.flip
+        ),
         held,
     )
 
