@@ -24,7 +24,7 @@ def told(what: str, pause_s: float) -> None:
 def bytes_for(first_layers: int) -> int:
     """What a head needs for so many layers, the ends and some K/V, and not for one layer more."""
     spec = ModelSource.resolve("demo").spec
-    return stage_bytes(spec, Span(0, first_layers, True), "float32") + 1_000_000
+    return stage_bytes(spec, Span(0, first_layers, True), "exact-f32") + 1_000_000
 
 
 def test_a_member_that_is_killed() -> None:

@@ -12,6 +12,8 @@ from typing import Final, Literal
 
 from convoy.errors import ModelError
 
+# Outputs that lie together in the memory of a compiled kernel.
+_PANEL = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -24,6 +26,7 @@ class KernelForm:
     without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
     multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
     ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
+    Where it ``keeps`` the file's form, a linear takes the bytes of its file.
     """
 
     dtype: str
@@ -34,9 +37,17 @@ class KernelForm:
     outputs: int = 1
     # The word of another form.
     otherwise: str = ""
+    keeps: bool = False
 
-    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
-        """Return the bytes of a matrix of [outputs, inputs], without a bias; ``head`` marks `lm_head`."""
+    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False, kept_bytes: int = 0) -> int:
+        """Return the bytes of a matrix of [outputs, inputs], without a bias.
+
+        ``head`` marks `lm_head`. ``kept_bytes`` are those of a form of the file that stays as it is; 0 for
+        none.
+        """
+        if self.keeps and kept_bytes:
+            # Outputs lie in panels.
+            return kept_bytes * (-(-outputs // _PANEL) * _PANEL) // outputs
         if not self.bits:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
         if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
@@ -108,7 +119,7 @@ class Kernel:
     module: str = ""
 
 
-# Float32 linears packed for oneDNN, with exact mode's layers.
+# Exact mode's layers: linears in the form of their file, and float32 linears packed for oneDNN.
 EXACT = "exact-f32"
 # The library's layers in float32.
 PLAIN = "plain-f32"
@@ -149,7 +160,7 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel(
             EXACT,
-            KernelForm("float32", packed=True),
+            KernelForm("float32", packed=True, keeps=True),
             ErrorBounds(0.0, 2e-5, 2e-5),
             # Ranks add their float32 sums in another order than one process does.
             ranks_library=4e-5,
@@ -209,6 +220,15 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
+# The forms of files that kernels with ``keeps`` have compiled code for; all others are unpacked. The names
+# are those of `model.kernels.stored`; "zeros" are whole numbers that are subtracted.
+KEPT_FORMS = frozenset(
+    (
+        *("BF16", "F16", "I8", "F8_E4M3", "MXFP4", "affine4", "affine8"),
+        *("centred4", "centred4 zeros", "centred8"),
+        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q4_K", "Q6_K")),
+    )
+)
 HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
 # Kernels of hosts with rounded linears.

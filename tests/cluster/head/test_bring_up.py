@@ -120,7 +120,7 @@ def test_a_head_that_does_not_wait_uses_members_that_are_there() -> None:
 
 def tiny() -> MemberOptions:
     """A peer that holds no more than one layer."""
-    needed = stage_bytes(SOURCE.spec, Span(1, 2), "float32")
+    needed = stage_bytes(SOURCE.spec, Span(1, 2), "exact-f32")
     return replace(MEMBER, memory_bytes=needed + 500_000)
 
 

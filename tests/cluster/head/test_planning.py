@@ -38,7 +38,7 @@ def planner(spans: dict[str, str] | None = None, kv_dtype: str = "auto") -> Plan
 
 
 def bytes_for(first_layers: int) -> int:
-    return stage_bytes(SOURCE.spec, Span(0, first_layers, True), "float32") + 1000
+    return stage_bytes(SOURCE.spec, Span(0, first_layers, True), "exact-f32") + 1000
 
 
 def spans_of(proposal: object) -> dict[str, tuple[int, int]]:
@@ -249,10 +249,10 @@ def test_a_device_joins_no_text_that_hosts_began_but_hosts_go_on_for_a_device() 
     assert not plans.same_bits()
 
 
-def test_a_device_holds_twice_the_layers_of_a_host_in_the_same_memory() -> None:
-    need = bytes_for(12)
+def test_a_device_holds_twice_the_layers_of_a_host_in_float32_in_the_same_memory() -> None:
+    need = stage_bytes(SOURCE.spec, Span(0, 12, True), "float32")
     with pytest.raises(PlanError, match="needs"):
-        planner().first({"alpha": hello(need // 2 + 10_000)})
+        planner().first({"alpha": hello(need // 2 + 10_000, kernel="plain-f32")})
     plan = planner().first({"alpha": cuda(need // 2 + 10_000)}).plan
     assert plan.kernel == "cuda-bf16"
 

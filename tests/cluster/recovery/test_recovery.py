@@ -40,8 +40,8 @@ LONG = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8
 
 def small(num_layers: int = 2) -> MemberOptions:
     """A head that cannot hold the whole model, which has four layers."""
-    needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), "float32")
-    return replace(MEMBER, memory_bytes=needed + 2_000_000)
+    needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), "exact-f32")
+    return replace(MEMBER, memory_bytes=needed + 600_000)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from convoy.cluster.children import Started, end
+from convoy.config.kernels import EXACT
 from convoy.errors import ConvoyError, PeerUnreachable
 from convoy.sdk.endpoint import Endpoint
 from convoy.sdk.local_cluster import Address, LocalCluster, LocalOptions
@@ -195,5 +196,5 @@ def memory_for(model: str, num_members: int) -> float:
     from convoy.plan.span import Span
 
     spec = ModelSource.resolve(model).spec
-    whole = stage_bytes(spec, Span(0, spec.num_layers, output=True), "float32")
+    whole = stage_bytes(spec, Span(0, spec.num_layers, output=True), EXACT)
     return whole / (num_members - 0.5) / 1e9

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from convoy.config.kernels import PLAIN, ROUNDED, kv_form
+from convoy.config.kernels import PLAIN, ROUNDED, form_of, kv_form
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -23,6 +23,7 @@ from convoy.model.backends.host.stage_kv import HostKvStore
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
+from convoy.model.kernels.native.library import native_library
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
 from convoy.model.kv.pools import BlockTables, StagedStep
 from convoy.model.layers.layer_inputs import takes_shared_kv
@@ -131,10 +132,12 @@ class HostStage:
         packed = options.kernel != PLAIN
         rounds = options.kernel in ROUNDED
         finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
-        work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
+        # Without compiled code, stored matrices would be unpacked in every step.
+        keeps = form_of(options.kernel).keeps and native_library() is not None
+        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "finish": finish, "shard": shard}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes
-        modules = load_modules(source, assignment, kept=kept, **work)
+        modules = load_modules(source, assignment, kept=kept, progress=progress, **work)
         if packed and modules.bytes_read:
             lay_together(modules.linears)
             ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
@@ -143,8 +146,7 @@ class HostStage:
         if packed and modules.bytes_read:
             check_heads(stage._spec.cache_groups)
             if not modules.is_ours:
-                # Layers that are not all ours have parts that the checks above do not cover, so they are
-                # checked as a whole.
+                # Such layers have parts that the checks above do not cover, so they are checked as a whole.
                 stage._trial.prove()
         if modules.bytes_read:
             stage._trial.once()

@@ -1,0 +1,89 @@
+"""Compare linears over stored forms with the float32 linear, on one thread: `python bench/stored_forms.py`.
+
+Each row has a form, its bits for each weight, and the speed over that of float32 in the same seconds, for
+some counts of rows. Calls of both take turns, each over copies that together exceed the caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+
+from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.pages import ask_huge_pages
+from convoy.model.kernels.stored.linear import StoredLinear
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.packed import PartWidths, sample_range
+
+OUTPUTS, INPUTS = 4096, 4096
+ROWS = (1, 2, 4, 6, 16, 64, 512)
+COPIED_BYTES = 100 << 20
+ROUND_S = 0.6
+BF16, U8 = torch.bfloat16, torch.uint8
+
+
+def _affine(bits: int) -> PartWidths:
+    groups = INPUTS // 64
+    return (("biases", BF16, groups), ("codes", U8, INPUTS * bits // 8), ("scales", BF16, groups))
+
+
+def _raw(block: int, size: int) -> PartWidths:
+    return (("stored", U8, INPUTS // block * size),)
+
+
+FORMS: dict[str, tuple[int, PartWidths]] = {
+    "BF16": (0, (("values", BF16, INPUTS),)),
+    "F16": (0, (("values", torch.float16, INPUTS),)),
+    "gguf:Q8_0": (0, _raw(32, 34)),
+    "gguf:Q6_K": (0, _raw(256, 210)),
+    "gguf:Q5_K": (0, _raw(256, 176)),
+    "gguf:Q4_K": (0, _raw(256, 144)),
+    "gguf:Q4_0": (0, _raw(32, 18)),
+    "affine4": (64, _affine(4)),
+    "affine8": (64, _affine(8)),
+    "MXFP4": (32, (("codes", U8, INPUTS // 2), ("scales", U8, INPUTS // 32))),
+    "F8_E4M3": (128, (("scales", torch.float32, INPUTS // 128), ("values", torch.float8_e4m3fn, INPUTS))),
+}
+
+
+def main() -> None:
+    """Print one line for each form; the arguments choose forms."""
+    torch.set_num_threads(1)
+    weight = torch.randn(OUTPUTS, INPUTS)
+    plain = [PackedLinear(weight, None) for _ in range(2)]
+    ask_huge_pages(part for linear in plain for part in linear.packed)
+    print("form       bits " + "".join(f"{rows:>8}" for rows in ROWS))
+    with torch.inference_mode():
+        for form in sys.argv[1:] or FORMS:
+            group, parts = FORMS[form]
+            matrix = StoredMatrix((sample_range(form, (OUTPUTS, INPUTS), group, parts),))
+            copies = [StoredLinear(matrix, None) for _ in range(-(-COPIED_BYTES // matrix.num_bytes))]
+            ratios = (_ratio(itertools.cycle(plain), itertools.cycle(copies), rows) for rows in ROWS)
+            bits = 8 * copies[0].weight_bytes / weight.numel()
+            print(f"{form:10} {bits:4.2f} ", end="")
+            for ratio in ratios:
+                print(f"{ratio:8.2f}", end="", flush=True)
+            print()
+
+
+def _ratio(plain: Iterator[PackedLinear], stored: Iterator[PackedLinear], rows: int) -> float:
+    x = torch.randn(rows, INPUTS)
+    padded = pad_rows(x, 1)
+    times: tuple[list[float], list[float]] = ([], [])
+    # Time of this thread alone, so that other programs disturb less.
+    end = time.perf_counter() + ROUND_S
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for linear, given, spent in ((next(plain), padded, times[0]), (next(stored), x, times[1])):
+            start = time.thread_time()
+            linear(given)
+            spent.append(time.thread_time() - start)
+    return median(times[0]) / median(times[1])
+
+
+if __name__ == "__main__":
+    main()
