@@ -221,6 +221,13 @@ def _describe_moe(file: gguf.GGUFWriter, config: Any) -> None:
         file.add_expert_shared_feed_forward_length(shared)
 
 
+def _describe_granite(file: gguf.GGUFWriter, config: Any) -> None:
+    file.add_attention_scale(config.attention_multiplier)
+    file.add_embedding_scale(config.embedding_multiplier)
+    file.add_residual_scale(config.residual_multiplier)
+    file.add_logit_scale(config.logits_scaling)
+
+
 def _describe_gemma(file: gguf.GGUFWriter, config: Any) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
@@ -367,6 +374,22 @@ CASES: dict[str, GgufCase] = {
         _stacked,
         _describe_moe,
     ),
+    "arcee": GgufCase("arcee", transformers.ArceeConfig, _SIZES, _turned),
+    "granite": GgufCase(
+        "granite",
+        transformers.GraniteConfig,
+        {
+            **_ALIKE,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+        _turned,
+        _describe_granite,
+    ),
+    "seed_oss": GgufCase("seed_oss", transformers.SeedOssConfig, _SIZES, _plain),
+    "smollm3": GgufCase("smollm3", transformers.SmolLM3Config, {**_ALIKE, "num_hidden_layers": 5}, _turned),
     "gemma": GgufCase("gemma", transformers.GemmaConfig, _SIZES, _plus_one),
     "gemma2": GgufCase(
         "gemma2",

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family
+from convoy.plan.spec.family import Family, GgufForm
 
-ROWS = (Family("seed_oss", {"num_key_value_heads": 8, "head_dim": 128}, counted=True, plain_attention=True),)
+ROWS = (
+    Family(
+        "seed_oss",
+        {"num_key_value_heads": 8, "head_dim": 128},
+        counted=True,
+        plain_attention=True,
+        gguf=GgufForm(
+            "seed_oss", modules={"ffn_norm": "", "post_attention_norm": "post_attention_layernorm"}
+        ),
+    ),
+)

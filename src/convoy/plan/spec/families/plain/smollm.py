@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family
+from convoy.plan.spec.families.llama import GGUF_TURNED
+from convoy.plan.spec.family import Family, GgufForm
 
 ROWS = (
     Family(
@@ -10,5 +11,6 @@ ROWS = (
         {"tie_word_embeddings": True, "num_key_value_heads": 4},
         counted=True,
         refused_keys=("use_sliding_window",),
+        gguf=GgufForm("smollm3", turned=GGUF_TURNED),
     ),
 )
