@@ -31,7 +31,7 @@ def floor(
     from convoy.model.text.tokens import Tokenizer
 
     check_choice("engine", "kv_dtype", kv_dtype)
-    held: str = kv_dtype or ENGINE.kv_dtype
+    held = kv_dtype or ENGINE.kv_dtype
     options = FloorOptions(counts("--concurrent", concurrent, _MAX_CONCURRENT), context, steps)
     run.check_context(options.max_tokens)
     source = ModelSource.resolve(run.named_model)
@@ -46,7 +46,8 @@ def floor(
         rows += found[0]
         linears += found[1]
     masks = measure_masks(Tokenizer(source), rows, options.steps, run.clock.deadline)
-    settings = {"context": context, "steps": steps, "threads": run.threads or 0, "kv_dtype": held}
+    settings: dict[str, int | str] = {"context": context, "steps": steps, "threads": run.threads or 0}
+    settings["kv_dtype"] = held
     lines = {
         kernel: [(float(row.concurrent), row.step_ms) for row in rows if row.kernel == kernel]
         for kernel in run.kernels
