@@ -226,7 +226,8 @@ KEPT_FORMS = frozenset(
     (
         *("BF16", "F16", "I8", "F8_E4M3", "MXFP4", "affine4", "affine8"),
         *("centred4", "centred4 zeros", "centred8"),
-        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q4_K", "Q6_K")),
+        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")),
+        *(f"gguf:{name}" for name in ("Q4_K", "Q5_K", "Q6_K")),
     )
 )
 HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native import library
 from convoy.model.kernels.stored.linear import StoredLinear
@@ -116,6 +117,11 @@ def test_a_form_has_the_bits_of_its_float32_matrix_for_any_rows_and_threads(
             threads(count)
             for rows in ROWS:
                 assert torch.equal(linear(x[-rows:]), expected[-rows:]), (outputs, inputs, rows, count)
+
+
+def test_plans_count_the_forms_that_are_multiplied_here() -> None:
+    assert {form.replace("zeroed4", "centred4 zeros") for form in FORMS} - KEPT_FORMS == {"gguf:MXFP4"}
+    assert {form.replace("zeroed4", "centred4 zeros") for form in FORMS} >= KEPT_FORMS
 
 
 @needs_native
