@@ -63,6 +63,7 @@ def listed(violations: list[str]) -> str:
         shape.stray_frame_types,
         shape.prints,
         shape.environment_reads,
+        shape.unresolved_types,
         rows.classes_by_name,
     ],
     ids=lambda rule: rule.__name__,

@@ -51,10 +51,11 @@ RESERVED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
 }
-# Codec module of msgspec -> rooms beside wire/ that may use it (HTTP bodies are JSON).
+# Codec module of msgspec -> rooms beside wire/ that may use it. HTTP bodies are JSON, and config/ only makes
+# decoders to resolve types.
 CODECS: dict[str, frozenset[str]] = {
     "msgpack": frozenset({"wire"}),
-    "json": frozenset({"api", "fleet", "wire"}),
+    "json": frozenset({"api", "config", "fleet", "wire"}),
     "toml": frozenset({"wire"}),
     "yaml": frozenset({"wire"}),
 }

@@ -221,6 +221,41 @@ def _unsafe(node: ast.AST) -> Iterator[str]:
         yield f"{node.attr}: {UNSAFE_ATTRIBUTES[node.attr]}"
 
 
+def unresolved_types(modules: list[Module]) -> list[str]:
+    """Types that msgspec would meet first in a function, where a second thread could use them half known."""
+    return [
+        f"{module.at(node)}: msgspec meets a type here: resolved(...) of convoy.config.type_resolution"
+        for module in modules
+        if module.name != "convoy.config.type_resolution"
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and _meets_a_type(node)
+    ]
+
+
+def _meets_a_type(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or not ast.unparse(call.func).startswith("msgspec."):
+        return False
+    types = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
+    match call.func.attr:
+        case "convert":
+            types += call.args[1:2]
+        case "Decoder":
+            types += call.args[:1]
+        case "decode":
+            pass
+        case _:
+            return False
+    return not all(_is_builtin_or_resolved(type_) for type_ in types)
+
+
+def _is_builtin_or_resolved(type_: ast.expr) -> bool:
+    if isinstance(type_, ast.Call):
+        return isinstance(type_.func, ast.Name) and type_.func.id == "resolved"
+    return ast.unparse(type_) in {"dict[str, Any]", "dict[str, int]", "Any"}
+
+
 def environment_reads(modules: list[Module]) -> list[str]:
     """Behaviour from environment variables: only commands and the places of files may come from them."""
     return [

@@ -92,6 +92,37 @@ def test_lawful_neighbours_of_unsafe_code_pass(tmp_path: Path, text: str) -> Non
     assert shape.unsafe_code(module_of(tmp_path, text)) == []
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "msgspec.json.decode(data, type=Body)",
+        "msgspec.json.decode(data, type=tuple[Turn, ...])",
+        "msgspec.convert(data, Body)",
+        "msgspec.convert(data, type=Body)",
+        "msgspec.msgpack.Decoder(Body).decode(data)",
+    ],
+)
+def test_a_type_that_msgspec_meets_first_in_a_function_is_found(tmp_path: Path, call: str) -> None:
+    found = shape.unresolved_types(module_of(tmp_path, f"def f(data):\n    return {call}"))
+    assert len(found) == 1
+    assert found[0].startswith("src/convoy/wire/frame.py:2: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "_decoder = msgspec.msgpack.Decoder(Body)",
+        "def f(data):\n    return msgspec.json.decode(data)",
+        "def f(data):\n    return msgspec.json.decode(data, type=dict[str, Any])",
+        "def f(data):\n    return msgspec.json.decode(data, type=resolved(Body))",
+        "def f(data):\n    return msgspec.convert(data, resolved(Body), dec_hook=hook)",
+        "def f(data):\n    return data.decode(type=Body)",
+    ],
+)
+def test_a_type_that_is_known_before_a_function_runs_passes(tmp_path: Path, text: str) -> None:
+    assert shape.unresolved_types(module_of(tmp_path, text)) == []
+
+
 @pytest.mark.parametrize("text", ["import os\nos.environ['X']", "import os\nos.getenv('X')"])
 def test_reading_the_environment_outside_the_command_line_is_found(tmp_path: Path, text: str) -> None:
     assert shape.environment_reads(module_of(tmp_path, text)) == [

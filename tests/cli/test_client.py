@@ -200,6 +200,16 @@ def test_chat_streams_one_answer_and_sends_what_was_asked(head: FakeHead, tmp_pa
     assert (value["text"], value["finish_reason"], value["usage"]) == ("42", "stop", usage)
 
 
+def test_a_dash_reads_one_question_from_standard_input(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/v1/chat/completions", events(delta("42", "stop")) + DONE)
+    done = run_here(["chat", "-", "--url", head.url], tmp_path, text="What is\n40+2?\n")
+    assert (done.returncode, done.stdout) == (0, "42\n")
+    assert json.loads(head.asked[-1][2])["messages"] == [{"role": "user", "content": "What is\n40+2?"}]
+    empty = run_here(["chat", "-", "--url", head.url], tmp_path, text="\n")
+    assert empty.returncode == 2
+    assert empty.stderr.startswith("error: standard input has no question\n")
+
+
 def test_a_conversation_remembers_and_goes_on_after_an_error(head: FakeHead, tmp_path: Path) -> None:
     head.say("/v1/chat/completions", events(delta("yes", "stop")) + b"data: [DONE]\n\n")
     done = run_convoy(["chat", "--url", head.url], tmp_path, text="first\n\nsecond\n")

@@ -143,6 +143,22 @@ def test_the_command_raises_its_limit_of_open_files() -> None:
     assert done.stdout.splitlines()[-1] == b"300 300"
 
 
+@pytest.mark.parametrize("stderr", ["open", "closed"])
+def test_a_crash_in_native_code_names_the_functions_that_ran(stderr: str) -> None:
+    crash = (
+        "import os, signal, sys, typer\n"
+        "from convoy.cli import main\n"
+        "if sys.argv[1] == 'closed': os.close(2); sys.stderr = None\n"
+        "app = typer.Typer()\n"
+        "@app.command()\n"
+        "def crashing() -> None: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "main.main(sys.argv[1:1], app)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", crash, stderr], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert ("in crashing" in done.stderr) is (stderr == "open")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys, convoy.cli.main; print([name for name in sys.argv[1:] if name in sys.modules])"
     done = subprocess.run(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
+from convoy.cli.show.exit_codes import EXIT_RETRY, exit_code
+from convoy.errors import ConfigError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 
@@ -25,3 +29,12 @@ def test_the_kernel_that_is_asked_for_reaches_every_member_that_can_run_it(
     options = LocalOptions(len(members), kernel=kernel, num_threads=1, device=device, memory_gb=1.0)
     with LocalCluster(options) as local:
         assert [local.config(name).model.kernel for name in local.names] == written
+
+
+def test_an_error_keeps_its_cause_while_every_member_lives() -> None:
+    error = ConfigError("port 7777 is taken")
+    error.__cause__ = OSError(errno.EADDRINUSE, "address already in use")
+    with LocalCluster(LocalOptions(1, num_threads=1, memory_gb=1.0)) as local:
+        with pytest.raises(ConfigError) as raised:
+            local.reraise(error)
+        assert exit_code(raised.value) == EXIT_RETRY

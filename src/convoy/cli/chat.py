@@ -22,6 +22,7 @@ from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 Message = dict[str, str]
 _RECOVERING = "recovering: "
 _LOOK_S = 2.0
+_MAX_PROMPT_CHARS = 8 << 20
 # Line end, tab, zero-width non-joiner and zero-width joiner.
 _KEPT = frozenset("\n\t\u200c\u200d")
 
@@ -36,7 +37,10 @@ class ChatReply:
 
 
 def chat(
-    prompt: Annotated[str | None, typer.Argument(help="One question. Without it: a conversation.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="One question; - reads it from standard input. Without it: a conversation."),
+    ] = None,
     url: UrlFlag = DEFAULT_URL,
     api_key_file: ApiKeyFlag = None,
     ca: CaFlag = None,
@@ -50,6 +54,7 @@ def chat(
     """Talk to a running cluster; answers stream as they come."""
     if as_json and prompt is None:
         raise UsageError("--json needs a question", hint='convoy chat --json "What is 2+3?"')
+    prompt = _read_prompt() if prompt == "-" else prompt
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
     model = model or only_model(endpoint, "--model")
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
@@ -59,6 +64,23 @@ def chat(
         _once(endpoint, [*history, _user(prompt)], options, as_json=as_json)
     else:
         _converse(endpoint, history, options)
+
+
+def _read_prompt() -> str:
+    """Return all of standard input, without its last line end. Raises `UsageError`."""
+    if sys.stdin.isatty():
+        print_note("type the question, then Ctrl-D:")
+    try:
+        text = sys.stdin.read(_MAX_PROMPT_CHARS + 1)
+    except UnicodeDecodeError:
+        raise UsageError("standard input is not UTF-8 text", hint="convert it to UTF-8") from None
+    if len(text) > _MAX_PROMPT_CHARS:
+        raise UsageError(
+            f"standard input has more than {_MAX_PROMPT_CHARS} characters", hint="shorten the question"
+        )
+    if not text.strip():
+        raise UsageError("standard input has no question", hint="echo 'What is 2+3?' | convoy chat -")
+    return text.removesuffix("\n")
 
 
 def _user(text: str) -> Message:

@@ -17,6 +17,7 @@ import typer
 
 from convoy.cli.show.cluster_status import print_cluster, print_stages
 from convoy.cli.show.output import JsonFlag, VerboseFlag, format_bytes, print_json, print_note
+from convoy.config.type_resolution import resolved
 from convoy.errors import ConvoyError, PeerUnreachable
 from convoy.sdk.endpoint import Endpoint
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -89,14 +90,14 @@ def _ask_cluster(
         local.start(local.head, "serve", MODEL, "--config", str(local.config_file(local.head)))
         try:
             endpoint = _wait_until_served(local, say)
-            status = msgspec.convert(endpoint.get("/status"), ClusterStatus)
+            status = msgspec.convert(endpoint.get("/status"), resolved(ClusterStatus))
             if show:
                 print_cluster(status) if verbose else print_stages(status)
                 print()
             answers = [_ask(endpoint, question, show=show) for question in QUESTIONS]
-            return answers, msgspec.convert(endpoint.get("/status"), ClusterStatus)
+            return answers, msgspec.convert(endpoint.get("/status"), resolved(ClusterStatus))
         except ConvoyError as error:
-            raise local.explain(error) from error
+            local.reraise(error)
 
 
 def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpoint:

@@ -63,7 +63,7 @@ def evaluate(
             finally:
                 cluster.close()
         except ConvoyError as error:
-            raise local.explain(error) from error
+            local.reraise(error)
     _print(model, members, board, seconds, as_json=as_json)
     if board.overall.fraction < at_least:
         raise ScoreTooLow(f"the score is {board.overall.fraction:.3f}, expected at least {at_least:g}")

@@ -94,6 +94,7 @@ def join(
     asked = override(settings.model, cache=cache, weights_from=weights_from(weights), signed=signed)
     settings = computing(override(settings, model=asked), None, device)
     me = load_member(settings)
+    _check_peer(me)
     if token is None:
         # With a token, the enrolment has used these flags already.
         _check_asked(newcomer, file, me, _teller(as_json))
@@ -108,6 +109,12 @@ def join(
         with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
             why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
+
+
+def _check_peer(me: Membership) -> None:
+    """Raise `UsageError` for the roster's only head: no other member could ever dial it."""
+    if me.member.head and sum(member.head for member in me.roster.members) == 1:
+        raise UsageError(f"{me.name} is the head of this cluster", hint="`convoy serve MODEL` starts it")
 
 
 def _check_model(path: Path | None) -> None:
@@ -138,7 +145,7 @@ def _file(token: str | None, config: Path | None, newcomer: NewcomerFiles, tell:
         return file
     raise UsageError(
         "an invitation or --config is needed",
-        hint="run `convoy join -` and paste the token of `convoy invite`; later `convoy join --config FILE`",
+        hint="run `convoy join -` and paste the token of `convoy invite`; later `convoy join` in this folder",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import faulthandler
 import gc
 import itertools
 import os
@@ -94,6 +95,10 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = 
     Exit with 0, with 130 when interrupted, or with a code of `exit_codes`.
     """
     set_up_logs()
+    # A crash in native code then names the functions that ran. It shows none of their data.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        # Without an open stderr there is no place to say so.
+        faulthandler.enable()
     # torch reads the environment when it is imported, so these calls come first.
     ask_for_huge_pages()
     wait_briefly_for_threads()

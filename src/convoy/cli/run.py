@@ -98,7 +98,7 @@ def _serve_or_answer(
         else:
             _answer(local, settings, model, asked, show)
     except ConvoyError as error:
-        raise local.explain(error) from error
+        local.reraise(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ def _start(
         try:
             _run(turn, keys, start_cluster(settings, model, quiet=turn.quiet, watch=local.check_alive))
         except ConvoyError as error:
-            raise local.explain(error) from error
+            local.reraise(error)
 
 
 def _run(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster) -> None:

@@ -2,6 +2,6 @@
 
 One file configures a member: its roster, address, limits, model and servers. Keys that are not known, and
 values of another type, are refused with the name of the key. `table` has every setting with its
-default, `kernels` every kernel with its form, and `toml_file` reads a file with a closed set of keys. Open
-`table` first.
+default, `kernels` every kernel with its form, and `toml_file` reads a file with a closed set of keys.
+`type_resolution` is for every room that reads values as a type. Open `table` first.
 """

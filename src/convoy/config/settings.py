@@ -25,6 +25,7 @@ from convoy.config.table import (
     TelemetryConfig,
     row,
 )
+from convoy.config.type_resolution import resolved
 from convoy.config.type_words import TOML_WORDS, in_words
 from convoy.errors import ConfigError
 
@@ -164,7 +165,7 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
     keys = dict.fromkeys(kind.__struct_fields__)
     _check_names(table, keys, lambda key: f"{path}: [{name}] has no key {key}")
     try:
-        read = msgspec.convert(dict(table), kind, dec_hook=_decode_path)
+        read = msgspec.convert(dict(table), resolved(kind), dec_hook=_decode_path)
     except msgspec.ValidationError as error:
         reason, where = in_words(str(error), TOML_WORDS)
         assert where is not None, "each value of a table has a key"

@@ -11,6 +11,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
+from convoy.config.type_resolution import resolved
 from convoy.config.type_words import TOML_WORDS, in_words
 from convoy.errors import ConfigError
 
@@ -37,7 +38,7 @@ def read_toml(path: Path, kind: type[S]) -> S:
             hint="is it the right file? check the path",
         )
     try:
-        return msgspec.convert(tomllib.loads(data.decode()), kind)
+        return msgspec.convert(tomllib.loads(data.decode()), resolved(kind))
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file", hint="is it the right file? check the path") from None
     except tomllib.TOMLDecodeError as error:

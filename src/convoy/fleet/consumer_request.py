@@ -13,6 +13,7 @@ import msgspec
 
 from convoy.api.body.body_shape import check_shape
 from convoy.api.refusals import BodyTooLong
+from convoy.config.type_resolution import resolved
 from convoy.crypto.keys import prefixed
 from convoy.crypto.sealed.request import MAX_SEALED_BYTES, sealed_size
 from convoy.errors import RequestError
@@ -130,7 +131,7 @@ def refused_prompt_tokens(prompt_tokens: int) -> int:
 
 def fields_of(data: bytes) -> Fields:
     """Return each value of a JSON object as it was written: re-encoded, a number may be far longer."""
-    return msgspec.json.decode(data, type=Fields)
+    return msgspec.json.decode(data, type=resolved(Fields))
 
 
 def _bounded(body: bytes) -> bytes:

@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from convoy.config.type_resolution import resolved
 from convoy.crypto.sealed.request import (
     MAX_SEALED_BYTES,
     RequestFacts,
@@ -114,7 +115,7 @@ def least_prompt_tokens(sealed_bytes: int) -> int:
 def read_lease_asked(data: bytes) -> LeaseAsked:
     """Return a proxy's request for a lease. Raises `RequestError`."""
     try:
-        asked = msgspec.json.decode(data, type=LeaseAsked)
+        asked = msgspec.json.decode(data, type=resolved(LeaseAsked))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("the body asks for no lease", code="invalid_lease") from None
     if not asked.model.isprintable():
@@ -128,7 +129,7 @@ L = TypeVar("L", Lease, Reseal)
 def read_lease(data: bytes, kind: type[L]) -> L:
     """Return the coordinator's answer, on the proxy. Raises `FrameError`, without quoting the data."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=resolved(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"{len(data)} bytes of the coordinator are no lease") from None
 

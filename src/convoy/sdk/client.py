@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 import msgspec
 
 from convoy.api.openai.answers import ChatCompletion, TextCompletion, TokenUsage
+from convoy.config.type_resolution import resolved
 from convoy.errors import UsageError
 from convoy.sdk.endpoint import Endpoint
 
@@ -107,7 +108,7 @@ class Client:
         """Return the answer as ``kind``, with at least one choice."""
         answer = self._endpoint.post(path, asked)
         try:
-            found = msgspec.convert(answer, kind)
+            found = msgspec.convert(answer, resolved(kind))
         except msgspec.ValidationError as error:
             raise self._endpoint.not_ours(f"its answer is of another shape: {error}") from None
         if not found.choices:
@@ -175,6 +176,6 @@ def cluster_status(endpoint: Endpoint) -> ClusterStatus:
     answer = endpoint.get("/status")
     try:
         # The server may be of another version, or no Convoy at all.
-        return msgspec.convert(answer, ClusterStatus)
+        return msgspec.convert(answer, resolved(ClusterStatus))
     except msgspec.ValidationError as error:
         raise endpoint.not_ours(f"its status is of another shape: {error}") from None

@@ -165,7 +165,8 @@ class Endpoint:
             except (OSError, http.client.HTTPException) as error:
                 raise PeerUnreachable(
                     f"no {self.server} answers at {self.url}: {_reason(error)}",
-                    hint=f"start one with `{self.start}`, or name its address with {self.url_option}",
+                    hint=f"start one with `{self.start}`, wait until it prints that it serves, or name its "
+                    f"address with {self.url_option}",
                 ) from None
             yield response
         finally:

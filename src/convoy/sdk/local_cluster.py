@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tomli_w
 
@@ -179,13 +179,16 @@ class LocalCluster(Started):
                     f"{name} ended with exit status {process.returncode}: {self._last_error(name)}"
                 )
 
-    def explain(self, error: ConvoyError) -> ConvoyError:
-        """Return the error of a member that ended, if one did, in place of its consequence ``error``."""
+    def reraise(self, error: ConvoyError) -> NoReturn:
+        """Raise the error of a member that ended, if one did, in place of its consequence ``error``.
+
+        Otherwise ``error`` itself goes on, with its own cause: a port that is taken has an exit code for it.
+        """
         try:
             self.check_alive()
         except PeerError as dead:
-            return dead
-        return error
+            raise dead from error
+        raise error
 
     def _last_error(self, name: str) -> str:
         lines = self.log_file(name).read_text(errors="replace").splitlines()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from convoy.config.files import default_cache, read_bytes
 from convoy.config.kernels import EXACT, PLAIN, kv_form
 from convoy.config.settings import Config, load_config, override
-from convoy.errors import ConfigError, PlanError, SpanError, UsageError
+from convoy.errors import ConfigError, ModelError, PlanError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
 from convoy.sdk.options import Note, head_options, load_policy, unheard
 from convoy.sdk.speeds import Here, links_of, speeds_of
@@ -173,8 +173,15 @@ def _report(
 
 
 def _read_spec(named: str) -> ModelSpec:
-    from convoy.model.checkpoints.source import ModelSource
+    """Return the structure of a model on this machine. Raises ModelError, for a name on the hub too."""
+    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.source import ModelSource, needs_no_files
 
+    if HubName.parse(named) and not needs_no_files(named):
+        raise ModelError(
+            f"no model at {named}: a plan reads no hub",
+            hint=f"`hf download {named.replace('@', ' --revision ')} --local-dir DIR`, then name DIR",
+        )
     return ModelSource.resolve(named).spec
 
 

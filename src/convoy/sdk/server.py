@@ -134,7 +134,9 @@ def serve(
             cluster = _start(settings, opened, options, stack, None if local is None else local.check_alive)
             url = stack.enter_context(http_server(service_of(cluster), options))
         except ConvoyError as error:
-            raise error if local is None else local.explain(error) from error
+            if local is not None:
+                local.reraise(error)
+            raise
         owned = ExitStack()
         server = Server(cluster, url, owned, key=key, ca=ca)
         # Only now does the server own all of it. Until here, an error ends it.

@@ -218,11 +218,27 @@ def test_a_models_name_that_an_agent_would_expand_is_refused(
     assert not Path(environment["RECORD"]).exists()
 
 
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(
+    server: Running, environment: dict[str, str], tmp_path: Path
+) -> None:
+    line = ["launch", "codex", "--url", server.url, "--model", "nope"]
+    done = run_here(line, tmp_path, environment=environment)
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr.splitlines() == [
+        f"error: the model 'nope' is not served at {server.url}, expected one of: fake",
+        "hint: --model names one",
+    ]
+    assert not Path(environment["RECORD"]).exists()
+
+
 def test_a_small_context_is_told(environment: dict[str, str], tmp_path: Path) -> None:
     with serving(FakeEngine(), max_context=2048) as running:
-        done = run_convoy(["launch", "claude", "--url", running.url], tmp_path, environment=environment)
-    assert done.returncode == 7
-    assert done.stderr == "note: fake takes 2048 tokens a request; agents begin with 6,000 to 21,000\n"
+        line = ["launch", "claude", "--url", running.url]
+        done = run_convoy(line, tmp_path, environment=environment)
+        shown = run_here([*line, "--print"], tmp_path, environment=environment)
+    assert (done.returncode, shown.returncode) == (7, 0)
+    note = "note: fake takes 2048 tokens a request; agents begin with 6,000 to 21,000\n"
+    assert (done.stderr, shown.stderr) == (note, note)
 
 
 def test_a_terminated_launch_ends_its_agent_and_removes_its_folder(

@@ -398,7 +398,7 @@ def test_a_peer_that_is_not_there_is_told_with_the_command(members: tuple[LocalM
     port = free_port()
     found = only(look_at(members[0], "beta", port), "fail")
     assert "connection refused" in found.what
-    assert f"convoy join --config convoy.toml`, and open port {port}" in str(found.mend)
+    assert f"`convoy join` in that member's folder, and open port {port}" in str(found.mend)
 
 
 def test_a_head_that_does_not_listen_is_no_failure(members: tuple[LocalMember, ...]) -> None:

@@ -197,6 +197,12 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert all(name in str(caught.value.hint) for name in BUNDLED)
 
 
+def test_a_file_of_another_kind_is_refused_as_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("words")
+    with pytest.raises(ModelError, match=r"notes\.txt is a file, and no model"):
+        ModelSource.resolve(str(tmp_path / "notes.txt"))
+
+
 def test_a_directory_without_weights_is_refused(models: Models, tmp_path: Path) -> None:
     path = copy_of(models.directory("odd"), tmp_path / "empty")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")

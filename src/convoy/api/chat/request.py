@@ -116,6 +116,7 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
             "this model's chat template has no format of calls that this server knows",
             param="tools",
             code="unsupported_parameter",
+            hint="docs/api.md#tools-and-reasoning lists the formats, with models that have one",
         )
 
 

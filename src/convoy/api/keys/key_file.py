@@ -302,9 +302,20 @@ def append_entry(path: Path, entry: str) -> None:
                 hint="name another file, or give that key a table [[keys]] with a name",
             )
         text = data.decode().rstrip("\n")
+        _check_new_name(data, entry, path)
         whole = f"{text}\n\n{entry}" if text else entry
         parse_keys(whole.encode(), path)
         _replace(path, whole.encode())
+
+
+def _check_new_name(data: bytes, entry: str, path: Path) -> None:
+    """Raise `ConfigError` if the file has a key of the entry's name already."""
+    name = tomllib.loads(entry)["keys"][0]["name"]
+    if data.strip() and name in {key.name for key in parse_keys(data, path)}:
+        raise ConfigError(
+            f"{path} has a key named {name} already",
+            hint=f"give another --name, or first remove that table [[keys]] from {path}",
+        )
 
 
 def _replace(path: Path, data: bytes) -> None:

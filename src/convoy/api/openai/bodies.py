@@ -10,6 +10,7 @@ import msgspec
 from convoy.api.body.body_shape import check_shape
 from convoy.api.body.fields import Endpoint, refuse_unserved
 from convoy.api.openai.answer_form import FormFields
+from convoy.config.type_resolution import resolved
 from convoy.config.type_words import in_words
 from convoy.errors import RequestError
 
@@ -175,7 +176,7 @@ def convert_object(raw: dict[str, Any], kind: type[AnyBody]) -> AnyBody:
     Raises `RequestError`, naming the field, its value or type, and the expected one.
     """
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, resolved(kind))
     except msgspec.ValidationError as error:
         message, param = in_words(str(error), _WORDS)
         code = "missing_required_parameter" if "missing" in message else "invalid_type"

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from convoy.api.refusals import UnknownResponse
+from convoy.config.type_resolution import resolved
 from convoy.model.text.conversation import Turn
 
 MAX_STORE_BYTES = 64 * 1024 * 1024
@@ -102,7 +103,7 @@ class ResponseStore:
 
     def turns(self, owner: bytes, response_id: str) -> tuple[Turn, ...]:
         """Return a response's conversation. Raises `UnknownResponse` as `body` does."""
-        return msgspec.json.decode(self._find(owner, response_id).turns, type=tuple[Turn, ...])
+        return msgspec.json.decode(self._find(owner, response_id).turns, type=resolved(tuple[Turn, ...]))
 
     def output(self, owner: bytes, response_id: str) -> dict[str, dict[str, Any]]:
         """Return a response's items by their ids. Raises `UnknownResponse` as `body` does."""

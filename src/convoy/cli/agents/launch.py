@@ -27,6 +27,8 @@ _LEAST_CONTEXT = 16_384
 _HIDDEN = "(the API key)"
 _FOLDER = Path("FOLDER")
 _END_S = 5.0
+# Of the served models, an error names so many.
+_MAX_NAMES = 8
 
 
 def launch(
@@ -56,6 +58,10 @@ def launch(
     server = AgentServer(
         endpoint.url, named, _context_of(endpoint, named), key or NO_KEY, ca and ca.resolve()
     )
+    if server.context is not None and server.context < _LEAST_CONTEXT:
+        print_note(
+            f"note: {named} takes {server.context} tokens a request; agents begin with 6,000 to 21,000"
+        )
     if dry_run:
         _show(row, server, arguments or [], as_json=as_json)
         return
@@ -64,10 +70,6 @@ def launch(
         raise ConfigError(
             f"{row.name} is not installed: no program {row.program} on the PATH",
             hint=f"npm install -g {row.package}",
-        )
-    if server.context is not None and server.context < _LEAST_CONTEXT:
-        print_note(
-            f"note: {named} takes {server.context} tokens a request; agents begin with 6,000 to 21,000"
         )
     with _folder() as folder:
         code = _run(program, row.settings(server, folder), folder, arguments or [])
@@ -88,10 +90,21 @@ def _check_name(model: str) -> None:
 
 
 def _context_of(endpoint: Endpoint, model: str) -> int | None:
+    """Return the tokens that a request to ``model`` may use, or None if the server does not tell.
+
+    Raises `UsageError` if the server does not list the model.
+    """
     found = endpoint.get("/v1/models")
-    cards = found.get("data") if isinstance(found, dict) else None
-    for card in cards if isinstance(cards, list) else ():
-        if isinstance(card, dict) and card.get("id") == model and isinstance(card.get("max_model_len"), int):
+    listed = found.get("data") if isinstance(found, dict) else None
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    if all(card.get("id") != model for card in cards):
+        names = ", ".join(name for card in cards[:_MAX_NAMES] if (name := str(card.get("id"))).isprintable())
+        raise UsageError(
+            f"the model {model!r} is not served at {endpoint.url}, expected one of: {names}",
+            hint="--model names one",
+        )
+    for card in cards:
+        if card.get("id") == model and isinstance(card.get("max_model_len"), int):
             return int(card["max_model_len"])
     return None
 

@@ -207,7 +207,7 @@ class BenchRun:
             try:
                 yield local
             except ConvoyError as error:
-                raise local.explain(error) from error
+                local.reraise(error)
 
     def report(
         self,

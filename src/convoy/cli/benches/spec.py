@@ -82,7 +82,7 @@ def _contender(run: BenchRun, members: int, delay_ms: float, length: int) -> Ite
             round_trip_ms = round(1000 * max(trips), 2)
             yield Contender(cluster.engine, cluster.tokenizer, length, delay_ms, round_trip_ms)
         except ConvoyError as error:
-            raise local.explain(error) from error
+            local.reraise(error)
 
 
 def _lines(rows: Iterable[SpecRow]) -> dict[str, list[tuple[float, float]]]:

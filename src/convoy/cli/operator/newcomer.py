@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.operator.home import Home, host_name, parse_place
+from convoy.cli.operator.home import DEFAULT_HOME, Home, host_name, parse_place
 from convoy.cli.show.output import print_note
 from convoy.config.files import replace_file
 from convoy.config.settings import load_config
@@ -79,7 +79,8 @@ class NewcomerFiles:
         hold.
         """
         settings = load_config(self.home.config)
-        command = f"convoy join --config {self.home.config}"
+        here = self.home.directory == DEFAULT_HOME
+        command = "convoy join" if here else f"convoy join --dir {self.home.directory}"
         if self.standby is not None and self.standby != settings.cluster.standby:
             command += " --standby" if self.standby else " --no-standby"
         listens = port if settings.listen.port is None else settings.listen.port

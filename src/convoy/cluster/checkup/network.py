@@ -205,7 +205,7 @@ def _unreachable(member: Member, error: PeerUnreachable) -> Finding:
         return ok(f"{member.name} does not listen now, as heads do not: {error.message}")
     return fail(
         error.message,
-        f"on {member.name}: `convoy join --config convoy.toml`, and open port {member.address[1]} in its "
+        f"on {member.name}: `convoy join` in that member's folder, and open port {member.address[1]} in its "
         f"firewall; or mend its address in the roster",
     )
 

@@ -11,6 +11,7 @@ import msgspec
 from convoy.api.body.fields import HARMLESS, HARMLESS_OF, Endpoint
 from convoy.api.openai.answers import ChatChunk, ChunkChoice, Delta, TextChoice, TextCompletion
 from convoy.api.problem import ErrorBody, body_for
+from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 from convoy.fleet.apis.api import EventFacts, Fields
 from convoy.fleet.apis.fields import Ids, Int, Short, Strict, Words, check_references, read_field
@@ -295,7 +296,7 @@ class ChunkForm:
 
     def refused(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - a stream has one form of errors
         try:
-            return _data(msgspec.json.decode(body, type=ErrorBody))
+            return _data(msgspec.json.decode(body, type=resolved(ErrorBody)))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return _data({"error": {"message": "the engine refused the request", "type": "server_error"}})
 

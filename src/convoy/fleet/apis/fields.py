@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 from convoy.fleet.apis.api import Fields
 
@@ -32,7 +33,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 def read_field(name: str, raw: msgspec.Raw, kind: Any) -> Any:
     """Return a field's value as a type. Raises `RequestError` with the place at fault."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=resolved(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         found = _AT.search(str(error))
         where = name + (found.group(1).replace("[...]", "[]") if found else "")

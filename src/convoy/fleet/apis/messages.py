@@ -10,6 +10,7 @@ import msgspec
 from convoy.api.anthropic.problem import problem_of
 from convoy.api.anthropic.shapes import MessageError, MessageErrorBody, PingEvent
 from convoy.api.exchange import encode_event
+from convoy.config.type_resolution import resolved
 from convoy.fleet.apis.api import EventFacts, Fields
 from convoy.fleet.apis.fields import Int, Short, Words, check_references, read_known
 
@@ -144,7 +145,7 @@ class MessageForm:
 
     def refused(self, status: int, body: bytes) -> bytes:  # noqa: ARG002 - a stream has one form of errors
         try:
-            return encode_event(msgspec.json.decode(body, type=MessageErrorBody))
+            return encode_event(msgspec.json.decode(body, type=resolved(MessageErrorBody)))
         except (msgspec.DecodeError, UnicodeDecodeError):
             text = "the engine refused the request"
             return encode_event(MessageErrorBody(MessageError("api_error", text)))

@@ -16,6 +16,7 @@ from convoy.api.refusals import UnknownResponse
 from convoy.api.responses.items import SEND_ITEM, UNKNOWN_ITEM, is_reference
 from convoy.api.responses.problem import error_of, failed_error
 from convoy.api.responses.shapes import Event, ResponseError, ResponseObject
+from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 from convoy.fleet.answer import is_too_long
 from convoy.fleet.apis.api import EventFacts, Fields
@@ -248,7 +249,7 @@ class ResponseForm:
 
     def refused(self, status: int, body: bytes) -> bytes:
         try:
-            detail = msgspec.json.decode(body, type=ErrorBody).error
+            detail = msgspec.json.decode(body, type=resolved(ErrorBody)).error
         except (msgspec.DecodeError, UnicodeDecodeError):
             detail = ErrorDetail("the engine refused the request", "server_error", None, None)
         return b"".join(map(encode_event, self._failed(failed_error(status, detail))))
@@ -287,7 +288,7 @@ def _fields_of(event: bytes) -> Fields | None:
     """Return the fields of an event with a type, or None for any other one."""
     lines = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
     try:
-        found = msgspec.json.decode(b"\n".join(lines), type=Fields)
+        found = msgspec.json.decode(b"\n".join(lines), type=resolved(Fields))
         kind = msgspec.json.decode(found["type"])
         msgspec.json.decode(found.get("response", b"{}"), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):

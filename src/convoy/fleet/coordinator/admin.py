@@ -20,6 +20,7 @@ from convoy.api.keys.key_file import new_key
 from convoy.api.keys.keys import key_of
 from convoy.api.listen.options import ServeOptions
 from convoy.cluster.metrics.families import Source, content_type, text_of
+from convoy.config.type_resolution import resolved
 from convoy.errors import AuditError, ConfigError, RequestError, Unavailable
 from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
@@ -288,7 +289,7 @@ class _Admin:
             if len(data) > _MAX_BODY_BYTES:
                 raise RequestError(f"the body has more than {_MAX_BODY_BYTES} bytes")
         try:
-            return msgspec.json.decode(data, type=kind)
+            return msgspec.json.decode(data, type=resolved(kind))
         except (msgspec.DecodeError, RecursionError) as error:
             raise RequestError(f"the body is not what this path takes: {error}") from None
         except UnicodeDecodeError:

@@ -12,6 +12,7 @@ import msgspec
 
 from convoy.api.keys.repeats import CONTEXT_ERROR
 from convoy.api.problem import ErrorBody
+from convoy.config.type_resolution import resolved
 from convoy.crypto.sealed.answer import MAX_CHUNK_BYTES, AnswerSealer
 from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
@@ -341,7 +342,7 @@ def _names_model(refusal: bytes) -> bool:
 def _error_of_request(refusal: bytes) -> RequestError | None:
     """Return the error of a refusal that is about this request, and so not about the path."""
     try:
-        error = msgspec.json.decode(refusal, type=ErrorBody).error
+        error = msgspec.json.decode(refusal, type=resolved(ErrorBody)).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if error.param is None and error.code not in _CODES_OF_REQUESTS:

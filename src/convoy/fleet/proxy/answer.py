@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from convoy.config.type_resolution import resolved
 from convoy.crypto.sealed.answer import AnswerOpener
 from convoy.errors import FrameError, ProviderError, SealError
 from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerCounts, AnswerHead
@@ -40,7 +41,7 @@ class AnswerReader:
             # The provider's engine is silent so far.
             pass
         try:
-            head = msgspec.json.decode(first, type=AnswerHead)
+            head = msgspec.json.decode(first, type=resolved(AnswerHead))
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise suspect("the provider's answer has no head") from None
         kind = head.content_type
@@ -114,7 +115,7 @@ async def _records(body: AsyncIterator[bytes]) -> AsyncIterator[Record]:
 
 def _counts(data: bytes) -> AnswerCounts:
     try:
-        return msgspec.json.decode(data, type=AnswerCounts)
+        return msgspec.json.decode(data, type=resolved(AnswerCounts))
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ProviderError(
             "the provider's answer has no counts", public="the provider's answer has no counts"

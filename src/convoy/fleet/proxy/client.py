@@ -14,6 +14,7 @@ import msgspec
 from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
+from convoy.config.type_resolution import resolved
 from convoy.errors import ConfigError, FrameError, ProviderError
 from convoy.fleet.apis.table import APIS
 from convoy.fleet.lease import (
@@ -210,7 +211,7 @@ def _timing(response: httpx.Response) -> dict[str, int]:
 def _refusal(response: httpx.Response, data: bytes) -> ProxyRefusal:
     status = response.status_code if 400 <= response.status_code <= 599 else 502
     try:
-        said = msgspec.json.decode(data, type=ErrorBody).error
+        said = msgspec.json.decode(data, type=resolved(ErrorBody)).error
         # The proxy never looks at the tool's own key, so a refused key is always the proxy's.
         whose = " (the key of this proxy's --api-key-file)" if status in {401, 403} else ""
         detail = ErrorDetail(

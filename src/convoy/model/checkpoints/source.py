@@ -79,6 +79,10 @@ class ModelSource:
         if directory.suffix == SUFFIX and directory.is_file():
             # a link in a hub's cache leads to a file without the name that shards have
             return cls._of_gguf(directory.absolute())
+        if directory.is_file():
+            raise ModelError(
+                f"{name_or_path} is a file, and no model", hint=f"{MODEL_HINT}: {', '.join(BUNDLED)}"
+            )
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from convoy.config.type_resolution import resolved
 from convoy.crypto.sealed.answer import AnswerOpener
 from convoy.crypto.sealed.request import RequestFacts, request_hash, seal_request
 from convoy.errors import ProviderError
@@ -304,7 +305,7 @@ def _head_in(first: tuple[bytes] | None) -> AnswerHead:
     if first is None:
         raise ProviderError("an answer has no head")
     try:
-        head = msgspec.json.decode(first[0], type=AnswerHead)
+        head = msgspec.json.decode(first[0], type=resolved(AnswerHead))
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ProviderError("an answer's head cannot be read") from None
     if not 200 <= head.status <= 599:
