@@ -14,7 +14,7 @@ from convoy.model.kernels.native.norm import norm_holds
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Hide every C compiler inside the context. Linears that exist keep their compiled code."""
+    """Run the context without any C compiler. Linears that exist keep their compiled code."""
     try:
         with pytest.MonkeyPatch.context() as without:
             without.setattr("shutil.which", lambda _name: None)

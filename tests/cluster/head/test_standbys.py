@@ -15,7 +15,7 @@ from convoy.wire.messages.control import Plan
 
 
 class Asked:
-    """Stand for a link, and record the plans that are posted to it."""
+    """Serve as a link, and record the plans that are posted to it."""
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []

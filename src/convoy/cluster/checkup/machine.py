@@ -89,6 +89,7 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.kernels.native.build import missing_features
     from convoy.model.kernels.native.library import why_no_native
+    from convoy.model.kernels.stored.packed import failing_forms
 
     why_not = why_not_exact(num_threads)
     if why_not:
@@ -96,7 +97,14 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     else:
         digest = bits_digest()[:12]
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
-    yield compiled_finding(why_no_native(), missing_features(), is_exact=not why_not)
+    reason = why_no_native()
+    yield compiled_finding(reason, missing_features(), is_exact=not why_not)
+    failing = [] if why_not or reason else failing_forms()
+    if failing:
+        yield warn(
+            f"compiled code has other bits here for {', '.join(failing)}: such matrices are unpacked in every step",
+            "serve a checkpoint in another form, because these are slow here",
+        )
 
 
 def compiled_finding(why_not: str, missing: Sequence[str], *, is_exact: bool) -> Finding:
