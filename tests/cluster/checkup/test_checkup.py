@@ -84,7 +84,9 @@ def test_a_machine_that_cannot_compile_is_warned_where_exact_mode_unpacks_for_th
     assert finding("this machine has no x86-64 Linux", ["x86-64 Linux"], is_exact=False).level == "ok"
     found = finding("no C compiler was found", [], is_exact=True)
     assert found.level == "warn"
-    assert found.what.endswith("no C compiler was found; exact mode unpacks the matrices of a file to float32")
+    assert found.what.endswith(
+        "no C compiler was found; exact mode unpacks the matrices of a file to float32"
+    )
     assert found.mend == "install a C compiler (cc, gcc or clang), or mend that reason"
     found = finding("this machine has no avx512f", ["avx512f"], is_exact=True)
     assert found.mend is not None

@@ -102,8 +102,8 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     failing = [] if why_not or reason else failing_forms()
     if failing:
         yield warn(
-            f"compiled code has other bits here for {', '.join(failing)}: such matrices are unpacked in every step",
-            "serve a checkpoint in another form, because these are slow here",
+            f"compiled code has other bits here for {', '.join(failing)}: such matrices are slow",
+            "serve a checkpoint in another form from this machine",
         )
 
 

@@ -241,9 +241,7 @@ def _per_second(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def stage_time(
-    spec: ModelSpec, stage: StageAssignment, form: str, speed: Speed, load: StepLoad
-) -> StageTime:
+def stage_time(spec: ModelSpec, stage: StageAssignment, form: str, speed: Speed, load: StepLoad) -> StageTime:
     """Return the time of a step in one stage, without its hops."""
     layers = spec.layers[stage.start : stage.end]
     reading, multiplying, linears = 0.0, 0.0, 0.0
@@ -263,9 +261,7 @@ def stage_time(
     return StageTime(reading, multiplying, own + speed.step_s)
 
 
-def _parts(
-    layer: LayerWeights, form: str, chosen: int, num_rows: float
-) -> list[tuple[float, float, float]]:
+def _parts(layer: LayerWeights, form: str, chosen: int, num_rows: float) -> list[tuple[float, float, float]]:
     """Return rows, bytes and elements of the weights for every token, and of the experts reached."""
     parts = [(num_rows, float(layer.each.num_bytes(form)), float(layer.each.elements))]
     reached = layer.reached_share(chosen, num_rows)
