@@ -1,5 +1,5 @@
 """Tiny checkpoints in other projects' formats, written and unpacked with numpy alone: no code of src is
-used.
+used, apart from `unpack`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from convoy.model.checkpoints.read_tensor import read_tensor
+from convoy.model.checkpoints.source import ModelSource
 
 Array = npt.NDArray[Any]
 State = dict[str, torch.Tensor]
@@ -202,6 +205,14 @@ def save_written(root: Path, writer: Writer, quantise: Quantise) -> Written:
     _save(root / "dense", plain, writer.dense)
     _save(root / "quantised", writer.config, writer.stored)
     return Written(root / "quantised", root / "dense")
+
+
+def unpack(source: ModelSource, directory: Path) -> None:
+    """Write the values that src reads from a quantised checkpoint as a plain float32 one."""
+    names = source.layout.shapes(source.tensors)
+    state = {name: read_tensor(source, name).float() for name in names}
+    plain = {k: v for k, v in source.config.items() if k not in {"quantization", "quantization_config"}}
+    _save(directory, plain, state)
 
 
 def _save(directory: Path, config: Mapping[str, Any], state: State) -> None:

@@ -7,11 +7,13 @@ the kernel's, or a dtype's if everything is simply held in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from convoy.errors import ModelError
 
+# Outputs that lie together in the memory of a compiled kernel.
+_PANEL = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -24,6 +26,7 @@ class KernelForm:
     without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
     multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
     ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
+    Where it ``keeps`` the file's form, a linear takes the bytes of its file.
     """
 
     dtype: str
@@ -34,9 +37,17 @@ class KernelForm:
     outputs: int = 1
     # The word of another form.
     otherwise: str = ""
+    keeps: bool = False
 
-    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
-        """Return the bytes of a matrix of [outputs, inputs], without a bias; ``head`` marks `lm_head`."""
+    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False, kept_bytes: int = 0) -> int:
+        """Return the bytes of a matrix of [outputs, inputs], without a bias.
+
+        ``head`` marks `lm_head`. ``kept_bytes`` are those of a form of the file that stays as it is; 0 for
+        none.
+        """
+        if self.keeps and kept_bytes:
+            # Outputs lie in panels.
+            return kept_bytes * (-(-outputs // _PANEL) * _PANEL) // outputs
         if not self.bits:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
         if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
@@ -108,7 +119,7 @@ class Kernel:
     module: str = ""
 
 
-# Float32 linears packed for oneDNN, with exact mode's layers.
+# Exact mode's layers: linears in the form of their file, and float32 linears packed for oneDNN.
 EXACT = "exact-f32"
 # The library's layers in float32.
 PLAIN = "plain-f32"
@@ -149,7 +160,7 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel(
             EXACT,
-            KernelForm("float32", packed=True),
+            KernelForm("float32", packed=True, keeps=True),
             ErrorBounds(0.0, 2e-5, 2e-5),
             # Ranks add their float32 sums in another order than one process does.
             ranks_library=4e-5,
@@ -209,6 +220,16 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
+# The forms of files that kernels with ``keeps`` have compiled code for; all others are unpacked. The names
+# are those of `model.kernels.stored`; "zeros" are whole numbers that are subtracted.
+KEPT_FORMS = frozenset(
+    (
+        *("BF16", "F16", "I8", "F8_E4M3", "MXFP4", "affine4", "affine8"),
+        *("centred4", "centred4 zeros", "centred8"),
+        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")),
+        *(f"gguf:{name}" for name in ("Q4_K", "Q5_K", "Q6_K")),
+    )
+)
 HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
 # Kernels of hosts with rounded linears.
@@ -216,9 +237,16 @@ ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].form.bits)
 STEADY = frozenset(name for name, kernel in KERNELS.items() if kernel.steady)
 # The kernel for each word of --quantize.
 QUANTIZED = {kernel.quantize: name for name, kernel in KERNELS.items() if kernel.quantize}
+# Behind the name of a kernel that keeps the forms of files, where a member has no compiled code for them.
+_UNPACKED = " unpacked"
 FORMS: dict[str, KernelForm] = {
     **{dtype: KernelForm(dtype) for dtype in DTYPE_BYTES},
     **{name: kernel.form for name, kernel in KERNELS.items()},
+    **{
+        name + _UNPACKED: replace(kernel.form, keeps=False)
+        for name, kernel in KERNELS.items()
+        if kernel.form.keeps
+    },
 }
 
 
@@ -240,12 +268,22 @@ def form_of(word: str) -> KernelForm:
     return FORMS[word]
 
 
+def held_form(kernel: str, *, unpacks: bool) -> str:
+    """Return the word of the form in which a member holds a kernel's weights.
+
+    A member that ``unpacks`` has no compiled code, and unpacks the forms of files.
+    """
+    unpacked = kernel + _UNPACKED
+    return unpacked if unpacks and unpacked in FORMS else kernel
+
+
 def kv_form(word: str, asked: str = AUTO) -> KvForm:
     """Return the form of K/V beside weights of a kernel or dtype: ``asked``, or the kernel's own for "auto".
 
     Raises ModelError for an unknown word, and for a dtype in which stages with this kernel hold no K/V.
     """
-    known = KERNELS[word].kv_dtypes if word in KERNELS else (_KV_OF_DTYPE[form_of(word).dtype],)
+    form, kernel = form_of(word), KERNELS.get(word.removesuffix(_UNPACKED))
+    known = (_KV_OF_DTYPE[form.dtype],) if kernel is None else kernel.kv_dtypes
     if asked == AUTO:
         return KV_FORMS[known[0]]
     if asked not in KV_FORMS:

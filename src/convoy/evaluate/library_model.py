@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.owned import decoder_name
+from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import FAILURES, LIBRARY, quiet, reason

@@ -1,4 +1,7 @@
-"""The most memory that loading takes, in a process of its own: what stays, a fifth more, and 256 MiB."""
+"""The most memory that loading takes, in a process of its own: what stays, a fifth more, and 256 MiB.
+
+Exact mode takes no fifth more, because these files are in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -114,12 +117,17 @@ def write_mlx(path: Path) -> ModelSpec:
     return ModelSource.resolve(str(path)).spec
 
 
+def most_share(kernel: str) -> float:
+    """What a kernel may take of what stays: matrices in the form of their file are never there twice."""
+    return 1.0 if kernel == "exact-f32" else 1.2
+
+
 def assert_peak(path: Path, spec: ModelSpec, kernel: str) -> None:
     before, most, held = loaded(path, kernel, spec)
     planned = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
     assert abs(planned - held) <= 0.05 * held
     assert held > 3 * ALLOWED_BYTES, "large enough for a second copy to show"
-    assert most - before <= 1.2 * held + ALLOWED_BYTES
+    assert most - before <= most_share(kernel) * held + ALLOWED_BYTES
 
 
 @pytest.mark.long
@@ -158,17 +166,17 @@ def test_the_output_of_a_large_vocabulary_is_never_there_twice(
     before, most, held = loaded(tmp_path / "wide", kernel, spec)
     planned = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
     assert abs(planned - held) <= 0.05 * held
-    assert most - before <= 1.2 * held + ALLOWED_BYTES
+    assert most - before <= most_share(kernel) * held + ALLOWED_BYTES
 
 
 @pytest.mark.long
 @needs_status
 def test_a_rank_takes_little_more_than_its_slices(tmp_path: Path) -> None:
-    spec = write_model(tmp_path / "llama", "llama")
+    spec = write_model(tmp_path / "llama", "llama", num_hidden_layers=20)
     before, most, held = loaded(tmp_path / "llama", "exact-f32", spec, "2")
     assert held == rank_bytes(spec, Span(0, spec.num_layers, output=True), "exact-f32", 2)
     assert held > 3 * ALLOWED_BYTES, "large enough for a second copy to show"
-    assert most - before <= 1.2 * held + ALLOWED_BYTES
+    assert most - before <= held + ALLOWED_BYTES
 
 
 def loaded(path: Path, kernel: str, spec: ModelSpec, *ranks: str) -> tuple[int, int, int]:

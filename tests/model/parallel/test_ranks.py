@@ -16,6 +16,7 @@ from convoy.model.backends.registry import load_slice
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Alone
+from convoy.model.kernels.native.library import native_library
 from convoy.model.stage import StageOptions
 from convoy.plan.span import Span
 from convoy.plan.spec.sharding import Experts, Shard, rank_bytes
@@ -196,16 +197,26 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_its_file(
 
 @pytest.mark.parametrize(
     ("kind", "quantise"),
-    [("tied", mlx(4, 32)), ("qwen3_moe", mlx(4, 32)), ("gpt_oss", mxfp4), ("llama", fp8((128, 128)))],
+    [("tied", mlx(4, 32)), ("qwen3_moe", mlx(4, 32)), ("gpt_oss", mxfp4), ("llama", fp8((32, 32)))],
     ids=["mlx", "mlx moe", "mxfp4", "fp8"],
 )
-def test_a_quantised_checkpoint_is_unpacked_and_then_sliced(
+def test_a_quantised_checkpoint_is_sliced_at_the_borders_of_its_blocks(
     tmp_path: Path, prompt: Prompt, kind: str, quantise: Quantise
 ) -> None:
     written = write(tmp_path, kind, quantise)
     sources = [ModelSource.resolve(str(path)) for path in (written.quantised, written.dense)]
     found, dense = (chain_of(RankStages(ranks_of(source, 2))).run((0, prompt(40)))[0] for source in sources)
     assert torch.equal(found, dense)
+
+
+@pytest.mark.skipif(native_library() is None, reason="nothing is compiled here, so all is unpacked")
+def test_ranks_that_would_cut_a_block_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    source = ModelSource.resolve(str(write(tmp_path, "llama", fp8((128, 128))).quantised))
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors: .*down_proj\.weight.*inputs 0 to 96"
+    ) as caught:
+        ranks_of(source, 2)
+    assert "blocks have 128 inputs" in caught.value.message
 
 
 def test_the_experts_of_others_are_not_read(models: Models) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from convoy.cli.show.output import counted
 from convoy.config.files import read_bytes
+from convoy.config.kernels import EXACT
 from convoy.config.settings import Config, load_config
 from convoy.errors import ConvoyError
 from convoy.sdk.options import load_policy
@@ -105,10 +106,11 @@ class DoctorSubject:
             )
             return
         from convoy.model.checkpoints.source import ModelSource
+        from convoy.model.kernels.registry import own_form
 
         source = ModelSource.resolve(named)
         spec = source.spec
-        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype="float32")
+        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=own_form(EXACT))
         yield ok(
             f"{source.name}: {spec.family}, {counted(spec.num_layers, 'layer')}, "
             f"{counted(len(source.tensors), 'tensor')}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.source import ModelSource
 
 # modules that all layers with token ids as input share: Gemma 4's per-layer embeddings
@@ -47,24 +48,3 @@ def owned_tensors(
         and not (unused and known.startswith(unused))
         and name not in source.layout.unused
     ]
-
-
-# DeepSeek V4's files use other prefixes; the library itself translates the names within a layer
-_OTHER_NAMES = {
-    "embed.": "model.embed_tokens.",
-    "head.": "lm_head.",
-    "norm.": "model.norm.",
-    "hc_head_": "model.hc_head.hc_",
-    "layers.": "model.layers.",
-}
-
-
-def decoder_name(name: str) -> str:
-    """Return a tensor's name in the text decoder alone, also where its model holds more than text."""
-    for prefix, known in _OTHER_NAMES.items():
-        if name.startswith(prefix):
-            return known + name.removeprefix(prefix)
-    for prefix in ("model.language_model.", "language_model.model."):
-        if name.startswith(prefix):
-            return f"model.{name.removeprefix(prefix)}"
-    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name

@@ -8,6 +8,8 @@ from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor
+from convoy.model.kernels.stored.weights import Stored, plain_matrix, plain_stack
+from convoy.plan.spec.registry import FAMILIES
 
 
 def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
@@ -22,6 +24,22 @@ def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
         return out
     stored = source.tensors[name]
     return map_tensor(stored) if source.seed is None else draw_tensor(stored, source.seed)
+
+
+def read_kept(source: ModelSource, name: str) -> Stored:
+    """Return a matrix, or a stack of them, in the form of its file, over mapped memory.
+
+    ``name`` is one that `StoredLayout.kept` lists. Raises ModelError naming file and tensor.
+    """
+    whole = source.layout.made.get(name)
+    if whole is not None:
+        found = whole.kept({role: map_tensor(part) for role, part in whole.parts.items()})
+        assert found is not None, "only names of `StoredLayout.kept` are asked for"
+        return found
+    values = map_tensor(source.tensors[name])
+    if values.ndim == 2:
+        return plain_matrix(values)
+    return plain_stack(values.mT if FAMILIES[source.spec.family].transposed_experts else values)
 
 
 def unpack_into(out: torch.Tensor, source: ModelSource, name: str) -> None:

@@ -9,13 +9,22 @@ built.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, overload
 
 import torch
 import transformers
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import (
+    Stored,
+    StoredStack,
+    Weight,
+    join_rows,
+    plain_matrix,
+    take_rows,
+)
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
@@ -29,6 +38,7 @@ _OWN = {
     "gate_up_proj": "packed_colwise",
     "qkv_proj": "joined",
 }
+_OTHER_RANKS = "ask for another number of ranks with --ranks, or hold whole layers: --parallel pipeline"
 _BY_TOKEN = ("model.embed_tokens.", "model.embed_tokens_per_layer.", "lm_head.")
 _KEYS = ("k_proj", "v_proj")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
@@ -90,32 +100,74 @@ class Slices:
             return None
         return f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
 
-    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's slice of ``tensor``, a view where possible. Raises ModelError if it cannot be
-        split.
+    @overload
+    def take(self, name: str, value: torch.Tensor) -> torch.Tensor: ...
 
-        A bias added after a row-wise product is summed over the ranks, so all ranks but the first hold zeros.
+    @overload
+    def take(self, name: str, value: Stored) -> Stored: ...
+
+    def take(self, name: str, value: Stored) -> Stored:
+        """Return the rank's slice of a tensor or of stored matrices, a view where possible.
+
+        Raises ModelError if it cannot be split. A bias added after a row-wise product is summed over the
+        ranks, so all ranks but the first hold zeros.
         """
-        if name.startswith(_BY_TOKEN):
-            return self._rows_of_vocabulary(tensor)
         style, leaf = self._style(name)
         if style and ".experts." in name and self.shard.experts == "whole":
-            own = self._own_experts(name)
-            return tensor if _EXPERT.search(name) else tensor[own.start : own.stop]
-        if not style or (style == "rowwise" and name.endswith("bias")):
-            return torch.zeros_like(tensor) if style and self.shard.rank else tensor
-        if style == "joined":
-            return self._joined(name, tensor)
-        if leaf in _KEYS:
-            return self._of_keys(name, tensor, self._heads(name)[1])
-        return self._by_width(name, tensor, style)
+            return value if _EXPERT.search(name) else self._experts(name, value)
+        if isinstance(value, StoredStack):
+            return StoredStack(tuple(self._matrix(name, one, style, leaf) for one in value.matrices))
+        if name.startswith(_BY_TOKEN):
+            return self._rows_of_vocabulary(value)
+        if isinstance(value, StoredMatrix):
+            return self._matrix(name, value, style, leaf)
+        return self._tensor(name, value, style, leaf)
 
-    def _by_width(self, name: str, tensor: torch.Tensor, style: str) -> torch.Tensor:
-        dim = self._dimension(style, name, tensor)
-        if style == "packed_colwise" and not self._turned(name):
-            halves = tensor.chunk(2, dim)
-            return torch.cat([self._share(name, half, dim) for half in halves], dim)
-        return self._share(name, tensor, dim)
+    def _experts(self, name: str, value: Stored) -> Stored:
+        """Return the rank's experts of a stack."""
+        own = self._own_experts(name)
+        rows = slice(own.start, own.stop)
+        return StoredStack(value.matrices[rows]) if isinstance(value, StoredStack) else take_rows(value, rows)
+
+    def _tensor(self, name: str, value: torch.Tensor, style: str, leaf: str) -> torch.Tensor:
+        if not style or (style == "rowwise" and name.endswith("bias")):
+            return torch.zeros_like(value) if style and self.shard.rank else value
+        dim = self._dimension(style, name, value)
+        parts = self._parts(name, value, (style, leaf), value.shape[dim])
+        found = [value.narrow(dim, part.start, part.stop - part.start) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
+
+    def _matrix(self, name: str, matrix: StoredMatrix, style: str, leaf: str) -> StoredMatrix:
+        """Return the rank's slice of a stored matrix [outputs, inputs]."""
+        if not style:
+            return matrix
+        if style == "rowwise":
+            (inputs,) = self._parts(name, matrix, (style, leaf), matrix.shape[1])
+            try:
+                return matrix.columns(inputs)
+            except ModelError as error:
+                raise ModelError(f"{name}: {error.message}", hint=_OTHER_RANKS) from error
+        parts = self._parts(name, matrix, (style, leaf), matrix.shape[0])
+        return StoredMatrix.joined([matrix.rows(part) for part in parts])
+
+    def _parts(self, name: str, value: Stored, style: tuple[str, str], size: int) -> list[slice]:
+        """Return the rank's runs of the ``size`` outputs or inputs that ranks share."""
+        kind, leaf = style
+        if kind == "joined":
+            # queries, keys and values, one behind the other
+            queries, keys = self._heads(name)
+            if size % (queries + 2 * keys):
+                raise self._no_slice(name, value)
+            each = size // (queries + 2 * keys)
+            firsts = queries * each, (queries + keys) * each
+            of_keys = [self._of_keys(name, value, slice(first, first + keys * each)) for first in firsts]
+            return [self._share(name, value, slice(0, firsts[0])), *of_keys]
+        if leaf in _KEYS:
+            return [self._of_keys(name, value, slice(0, size))]
+        if kind == "packed_colwise" and not self._turned(name):
+            halves = slice(0, size // 2), slice(size // 2, size)
+            return [self._share(name, value, half) for half in halves]
+        return [self._share(name, value, slice(0, size))]
 
     def _style(self, name: str) -> tuple[str, str]:
         module = re.sub(r"(\.weight|\.bias|_bias)\Z", "", name)
@@ -144,38 +196,33 @@ class Slices:
             raise ModelError(f"{self._spec.name}: {name} is of no layer with heads")
         return group.num_heads, group.num_kv_heads
 
-    def _joined(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's slice of a matrix that holds queries, keys and values one behind the other."""
-        queries, keys = self._heads(name)
-        if tensor.shape[0] % (queries + 2 * keys):
-            raise self._no_slice(name, tensor)
-        size = tensor.shape[0] // (queries + 2 * keys)
-        query, key, value = torch.split(tensor, [queries * size, keys * size, keys * size])
-        parts = [self._of_keys(name, part, keys) for part in (key, value)]
-        return torch.cat([self._share(name, query, 0), *parts])
-
-    def _of_keys(self, name: str, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Return the rank's slice of K or V. Several ranks share a head if there are fewer K/V heads than
+    def _of_keys(self, name: str, value: Stored, run: slice) -> slice:
+        """Return the rank's part of K or V. Several ranks share a head if there are fewer K/V heads than
         ranks.
         """
-        if tensor.shape[0] % num_heads:
-            raise self._no_slice(name, tensor)
-        size = tensor.shape[0] // num_heads
+        num_heads = self._heads(name)[1]
+        if (run.stop - run.start) % num_heads:
+            raise self._no_slice(name, value)
+        size = (run.stop - run.start) // num_heads
         first, count = first_kv_head(num_heads, self.shard), kv_heads_of(num_heads, self.shard.world_size)
-        return tensor.narrow(0, first * size, count * size)
+        return slice(run.start + first * size, run.start + (first + count) * size)
 
-    def _share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        if tensor.shape[dim] % self.shard.world_size:
-            raise self._no_slice(name, tensor)
-        size = tensor.shape[dim] // self.shard.world_size
-        return tensor.narrow(dim, self.shard.rank * size, size)
+    def _share(self, name: str, value: Stored, run: slice) -> slice:
+        if (run.stop - run.start) % self.shard.world_size:
+            raise self._no_slice(name, value)
+        size = (run.stop - run.start) // self.shard.world_size
+        return slice(run.start + self.shard.rank * size, run.start + (self.shard.rank + 1) * size)
 
-    def _rows_of_vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows_of_vocabulary(self, value: Weight) -> Weight:
         """Return the rank's rows. All ranks hold the same number; the last rank's are padded with zeros."""
-        count = -(-tensor.shape[0] // self.shard.world_size)
-        own = tensor[self.shard.rank * count : (self.shard.rank + 1) * count]
+        count = -(-value.shape[0] // self.shard.world_size)
+        own = take_rows(value, slice(self.shard.rank * count, (self.shard.rank + 1) * count))
         missing = count - own.shape[0]
-        return nn.functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own
+        if not missing:
+            return own
+        if isinstance(own, torch.Tensor):
+            return nn.functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing))
+        return join_rows([own, plain_matrix(torch.zeros(missing, own.shape[1], dtype=torch.bfloat16))])
 
     def _own_experts(self, name: str) -> range:
         layer = _LAYER.match(name)
@@ -183,7 +230,7 @@ class Slices:
         count //= self.shard.world_size
         return range(self.shard.rank * count, (self.shard.rank + 1) * count)
 
-    def _no_slice(self, name: str, tensor: torch.Tensor) -> ModelError:
+    def _no_slice(self, name: str, value: Stored) -> ModelError:
         return ModelError(
-            f"{name} has shape {list(tensor.shape)}, which {self.shard.world_size} ranks cannot share alike"
+            f"{name} has shape {list(value.shape)}, which {self.shard.world_size} ranks cannot share alike"
         )

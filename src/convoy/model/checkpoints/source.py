@@ -101,7 +101,7 @@ class ModelSource:
     ) -> ModelSource:
         """Describe a model by its stored tensors, wherever these lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
-        spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
+        spec = ModelSpec.from_config(config, name, layout.shapes(tensors), layout.kept(tensors))
         _check_tensors(config, spec.num_layers, tensors, layout)
         return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,10 +11,12 @@ import torch
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
-from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name, owned_tensors
-from convoy.model.checkpoints.read_tensor import read_tensor
+from convoy.model.checkpoints.names import decoder_name
+from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, owned_tensors
+from convoy.model.checkpoints.read_tensor import read_kept, read_tensor
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.stored.weights import Stored
 from convoy.plan.spec.sharding import WHOLE, Shard
 
 LoadProgress = Callable[[int, int], None]
@@ -29,7 +32,10 @@ class TensorPart:
 
 
 class Reading:
-    """Read the tensors of a stage, a portion at a time, and report the progress."""
+    """Read the tensors of a stage, a portion at a time, and report the progress.
+
+    If it ``keeps`` the forms of the file, matrices are not unpacked.
+    """
 
     def __init__(
         self,
@@ -37,19 +43,25 @@ class Reading:
         part: TensorPart,
         progress: LoadProgress | None,
         shard: Shard = WHOLE,
+        *,
+        keeps: bool = False,
     ) -> None:
         # bytes read so far, counting only the stage's own shares
         self.num_bytes = 0
         self.shard = shard
         self._slices = None if shard == WHOLE else Slices(source.spec, shard)
         self._source = source
+        self._kept = source.layout.kept(source.tensors) if keeps else {}
         self._progress = progress
         self._num_layers = len(part.layers)
         self._total = sum(map(self._share, self._owned(part)))
 
-    def read(self, part: TensorPart) -> dict[str, torch.Tensor]:
-        """Return the portion's tensors, unpacked, by their names in the decoder."""
-        state: dict[str, torch.Tensor] = {}
+    def read(self, part: TensorPart) -> dict[str, Stored]:
+        """Return the portion's tensors by their names in the decoder: unpacked, or in the form of the file.
+
+        Both may lie in mapped memory.
+        """
+        state: dict[str, Stored] = {}
         for stored in self._owned(part):
             name = self._source.layout.whole(stored.name)
             own = self._own_name(name)
@@ -64,13 +76,15 @@ class Reading:
         known = decoder_name(name)
         return known if self._slices is None else self._slices.name(known)
 
-    def _slice(self, stored: StoredTensor, name: str) -> torch.Tensor:
+    def _slice(self, stored: StoredTensor, name: str) -> Stored:
         """Return this rank's slice of a tensor. Of a mapped file only the slice's pages are touched."""
-        whole = read_tensor(self._source, name)
-        if self._slices is None:
-            return whole
-        with named(stored):
-            return self._slices.take(decoder_name(name), whole)
+        known = decoder_name(name)
+        read: Callable[[ModelSource, str], Stored] = read_kept if known in self._kept else read_tensor
+        found = read(self._source, name)
+        if self._slices is not None:
+            with named(stored):
+                found = self._slices.take(known, found)
+        return found
 
     def _owned(self, part: TensorPart) -> list[StoredTensor]:
         return owned_tensors(self._source, part.layers, embed=part.embed, output=part.output)
@@ -89,7 +103,7 @@ class Reading:
                 with named(stored):
                     empty = torch.empty(stored.shape, device="meta")
                     own = self._slices.take(decoder_name(whole), empty)
-                return self._of_layers(stored) * own.numel() // empty.numel()
+                return self._of_layers(stored) * math.prod(own.shape) // empty.numel()
         return self._of_layers(stored)
 
     def _of_layers(self, stored: StoredTensor) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, map_tensor
-from convoy.model.checkpoints.owned import decoder_name
+from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.source import ModelSource
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.", "lm_head."

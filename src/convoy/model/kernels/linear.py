@@ -60,6 +60,12 @@ def pad_rows(x: torch.Tensor, least: int = LEAST_ROWS) -> torch.Tensor:
     return torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x
 
 
+def split_inputs(inputs: int) -> list[int]:
+    """Return the inputs of each part of a linear: of both halves, or of the whole."""
+    half = inputs // 2 if _MIN_SPLIT <= inputs <= _MAX_SPLIT else 0
+    return [half, inputs - half] if half else [inputs]
+
+
 class PackedLinear(nn.Module):
     """Compute y = activation(x W^T + b) in float32 over packed weights. The plain weights are not kept.
 
@@ -73,7 +79,8 @@ class PackedLinear(nn.Module):
         if not packed_available():
             raise SelfCheckError("this build of torch has no packed oneDNN linears")
         self.out_features, self.in_features = weight.shape
-        self._half = self.in_features // 2 if _MIN_SPLIT <= self.in_features <= _MAX_SPLIT else 0
+        widths = split_inputs(self.in_features)
+        self._half = widths[0] if len(widths) > 1 else 0
         parts = [weight[:, : self._half], weight[:, self._half :]] if self._half else [weight]
         self._packed = [pack_float32(part) for part in parts]
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()

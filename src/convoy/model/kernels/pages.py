@@ -47,6 +47,20 @@ def ask_huge_pages(weights: Iterable[torch.Tensor]) -> int:
     return asked
 
 
+def empty_on_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Return memory that was not written yet, uint8 [num_bytes]. Whole pages of 2 MiB are asked for.
+
+    Memory of a page or more begins with one, so that only its end lies on small pages.
+    """
+    if sys.platform != "linux" or num_bytes < _PAGE:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    room = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+    found = room[-room.data_ptr() % _PAGE :][:num_bytes]
+    whole = ctypes.c_size_t(num_bytes // _PAGE * _PAGE)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(found.data_ptr()), whole, _ADVISE)
+    return found
+
+
 def whole_pages(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the whole large pages as runs [start, end), for (address, size) places that nearly touch."""
     runs: list[tuple[int, int]] = []

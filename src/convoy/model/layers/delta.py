@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
-from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.stored.linear import stored_linear
+from convoy.model.kernels.stored.weights import Weight, join_rows
 from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
 from convoy.model.layers.experts import exact_sigmoid
 from convoy.plan.spec.cache import STATE_TILE
@@ -43,7 +44,7 @@ class GatedDeltaNet(nn.Module):
             raise ModelError(f"a delta net with the activation {net.activation!r} is not supported")
         self.layer_idx: int = net.layer_idx
         joined = [net.in_proj_qkv.weight, net.in_proj_b.weight, net.in_proj_a.weight]
-        self.inputs = _linear(torch.cat(joined), packed=packed)
+        self.inputs = _linear(join_rows(joined), packed=packed)
         self.gate = _linear(net.in_proj_z.weight, packed=packed, activation="silu")
         self.out = _linear(net.out_proj.weight, packed=packed)
         self._packed = packed
@@ -205,10 +206,11 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x > _STEEP, x, x.clamp(max=_STEEP).exp_().log1p_())
 
 
-def _linear(weight: torch.Tensor, *, packed: bool, activation: str | None = None) -> nn.Module:
+def _linear(weight: Weight, *, packed: bool, activation: str | None = None) -> nn.Module:
     """Return a linear over ``weight``. A plain one leaves the activation to the caller."""
     if packed:
-        return PackedLinear(weight, None, activation)
+        return stored_linear(weight, None, activation)
+    assert isinstance(weight, torch.Tensor), "only packed layers take stored matrices"
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = _constant(weight)
     return linear

@@ -6,6 +6,7 @@ Besides fixing the order of sums, this saves calls: at one token a step, a small
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from convoy.errors import ModelError
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.norm import native_norm, norm_holds
+from convoy.model.kernels.stored.linear import stored_linear
+from convoy.model.kernels.stored.weights import Weight, join_rows, take_rows
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch, attend
 from convoy.model.layers.experts import (
@@ -76,9 +79,10 @@ class ExactMlp(nn.Module):
         activation = activation_name(mlp.config)
         if hasattr(mlp, "gate_up_proj"):
             joined = mlp.gate_up_proj
-            gate, up = joined.weight.chunk(2)
+            half = joined.weight.shape[0] // 2
+            gate, up = (take_rows(joined.weight, rows) for rows in (slice(half), slice(half, None)))
             gate_bias, up_bias = (None, None) if joined.bias is None else joined.bias.chunk(2)
-            self.gate, self.up = PackedLinear(gate, gate_bias, activation), PackedLinear(up, up_bias)
+            self.gate, self.up = stored_linear(gate, gate_bias, activation), stored_linear(up, up_bias)
         else:
             self.gate, self.up = _pack(mlp.gate_proj, activation), _pack(mlp.up_proj)
         self.down = _pack(mlp.down_proj)
@@ -229,20 +233,27 @@ def _joined_qkv(attention: Any, *, gated: bool) -> tuple[PackedLinear, int]:
     parts = [query, attention.k_proj, attention.v_proj]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     num_heads = parts[0].out_features // attention.head_dim
-    return PackedLinear(torch.cat([part.weight for part in parts]), bias), num_heads
+    return stored_linear(join_rows([part.weight for part in parts]), bias), num_heads
 
 
-def _query_part(attention: Any, part: int) -> nn.Linear:
-    """Return the linear of each head's query (0) or gate (1), from the linear that makes both."""
+@dataclass(frozen=True)
+class _Rows:
+    """Hold some outputs of a linear, as its weight and bias."""
+
+    weight: Weight
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+def _query_part(attention: Any, part: int) -> _Rows:
+    """Return the outputs of each head's query (0) or gate (1), from the linear that makes both."""
     both = attention.q_proj
-    weight = both.weight.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten(0, 1)
-    linear = nn.Linear(both.in_features, len(weight), bias=both.bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if both.bias is not None:
-        bias = both.bias.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten()
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
+    rows = torch.arange(both.out_features).view(-1, 2, attention.head_dim)[:, part].flatten()
+    return _Rows(take_rows(both.weight, rows), None if both.bias is None else both.bias[rows])
 
 
-def _pack(linear: nn.Linear, activation: str | None = None) -> PackedLinear:
-    return PackedLinear(linear.weight, linear.bias, activation)
+def _pack(linear: nn.Linear | _Rows, activation: str | None = None) -> PackedLinear:
+    return stored_linear(linear.weight, linear.bias, activation)

@@ -16,6 +16,8 @@ from torch import nn
 from convoy.errors import ModelError
 from convoy.model.kernels.activation import ACTIVATIONS
 from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.stored.linear import stored_linear
+from convoy.model.kernels.stored.weights import StoredStack, Weight, take_rows
 from convoy.plan.spec.family import GateKind, RouterKind
 
 Routing = tuple[
@@ -223,23 +225,29 @@ def activation_name(config: Any) -> str:
 
 def _expert(experts: Any, number: int, kind: GateKind) -> nn.Module:
     """Return expert ``number`` by itself, with matrices [outputs, inputs] for either layout of the stacks."""
-    joined, down = experts.gate_up_proj[number], experts.down_proj[number]
-    if experts.is_transposed:
-        joined, down = joined.T, down.T
+    joined, down = (_matrix(experts, stack, number) for stack in (experts.gate_up_proj, experts.down_proj))
     joined_bias = experts.gate_up_proj_bias[number] if experts.has_bias else None
     down_bias = experts.down_proj_bias[number] if experts.has_bias else None
     activation = activation_name(experts.config) if kind == "activation" else None
     gate_rows, up_rows = _halves(joined.shape[0], joined=experts.is_concatenated)
-    gate = PackedLinear(
-        joined[gate_rows], None if joined_bias is None else joined_bias[gate_rows], activation
+    gate = stored_linear(
+        take_rows(joined, gate_rows), None if joined_bias is None else joined_bias[gate_rows], activation
     )
-    up = PackedLinear(joined[up_rows], None if joined_bias is None else joined_bias[up_rows])
-    out = PackedLinear(down, down_bias)
+    up = stored_linear(take_rows(joined, up_rows), None if joined_bias is None else joined_bias[up_rows])
+    out = stored_linear(down, down_bias)
     if kind == "activation":
         return _GatedExpert(gate, up, out)
     if kind == "limited":
         return _LimitedExpert(gate, up, out, limit=float(experts.limit))
     return _ClampedExpert(gate, up, out, alpha=float(experts.alpha), limit=float(experts.limit))
+
+
+def _matrix(experts: Any, stack: Any, number: int) -> Weight:
+    """Return an expert's matrix [outputs, inputs] of a stack."""
+    if isinstance(stack, StoredStack):
+        return stack.matrices[number]
+    matrix: torch.Tensor = stack[number]
+    return matrix.T if experts.is_transposed else matrix
 
 
 def _halves(num_rows: int, *, joined: bool) -> tuple[slice, slice]:

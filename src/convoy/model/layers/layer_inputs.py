@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.stored.embedding import Embedding
 
 
 class LayerInputs(nn.Module):
@@ -19,7 +20,7 @@ class LayerInputs(nn.Module):
 
     def __init__(
         self,
-        embedding: nn.Embedding,
+        embedding: Embedding,
         embed_scale: float,
         norm: nn.Module,
         tables: Mapping[int, torch.Tensor],
@@ -28,7 +29,9 @@ class LayerInputs(nn.Module):
         packed: bool,
     ) -> None:
         super().__init__()
-        self.embedding, self.norm = embedding, norm
+        # that of all ranks, where several share the stage
+        self.embedding: nn.Module = embedding
+        self.norm = norm
         self._embed_scale = embed_scale
         self.layers = tuple(tables)
         self.tables = nn.ModuleDict({str(layer): _lookup(table) for layer, table in tables.items()})

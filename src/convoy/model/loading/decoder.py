@@ -17,18 +17,20 @@ from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name
+from convoy.model.checkpoints.names import decoder_name
+from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
 from convoy.model.checkpoints.slices import narrow_config
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.stage_tensors import TensorPart
+from convoy.model.kernels.stored.weights import Stored
 from convoy.model.layers.attention import ATTENTION_NAME, packed_attention
 from convoy.model.library import FAILURES, FOREIGN, LIBRARY, quiet, reason
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.experts import keep_own_experts
 from convoy.plan.spec.sharding import Shard
 
-# tensors by their names in the model
-_State = dict[str, torch.Tensor]
+# tensors by their names in the model; stored matrices are withheld from the library
+_State = dict[str, Stored]
 _AS_READ: dict[str, Any] = {
     "dtype": torch.float32,
     "attn_implementation": ATTENTION_NAME,
@@ -103,7 +105,7 @@ def build_decoder(
     are missing, misshapen or surplus, and for a configuration that the library cannot build a model of.
     """
     model = _build(source, part, config, state, shard, withheld=withheld)
-    withheld.give_back(model, state)
+    withheld.give_back(model)
     _check_biases(source, model, state)
     return model
 
@@ -158,12 +160,12 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
         )
 
 
-def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, Stored]) -> None:
     """Refuse a bias that config.json denies: without it the model would run and give other results."""
     for name, tensor in state.items():
         module = name.removesuffix(".bias")
         # tools that write GPTQ store zero biases for linears without one
-        if module == name or not tensor.any():
+        if module == name or not isinstance(tensor, torch.Tensor) or not tensor.any():
             continue
         try:
             linear = model.get_submodule(module)

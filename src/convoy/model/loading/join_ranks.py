@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.kernels.stored.embedding import StoredEmbedding
 from convoy.model.layers.experts import ExactExperts, is_experts
 from convoy.model.parallel.experts import OwnExperts
 from convoy.model.parallel.ranks import PartialSum, Ranks
@@ -30,11 +31,15 @@ def join_parts(modules: LoadedModules, ranks: Ranks) -> None:
     for number, layer in modules.layers.items():
         if _join_layer(layer, ranks) < 2:
             raise ModelError(f"layer {number} has no attention and MLP with sums that ranks could join")
-    if isinstance(modules.embedding, nn.Embedding):
-        modules.embedding = VocabularyPart(modules.embedding, ranks)
-    if modules.layer_inputs is not None:
-        embedding = modules.embedding or VocabularyPart(modules.layer_inputs.embedding, ranks)
-        modules.layer_inputs = RankInputs(modules.layer_inputs, embedding, ranks)
+    embedding = modules.embedding
+    if embedding is not None and not isinstance(embedding, VocabularyPart):
+        embedding = modules.embedding = VocabularyPart(embedding, ranks)
+    inputs = modules.layer_inputs
+    if inputs is not None:
+        if embedding is None:
+            assert isinstance(inputs.embedding, nn.Embedding | StoredEmbedding), "freshly loaded"
+            embedding = VocabularyPart(inputs.embedding, ranks)
+        modules.layer_inputs = RankInputs(inputs, embedding, ranks)
     modules.ranks = ranks
 
 

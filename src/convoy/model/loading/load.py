@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.stage_tensors import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.tied import check_tied
 from convoy.model.kernels.release_memory import large_apart
+from convoy.model.kernels.stored.embedding import Embedding, StoredEmbedding
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import Weight
 from convoy.model.layers.exact import RowNorm, make_layer_exact, make_norm_exact
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.layers.rope import RopeUse
@@ -30,6 +34,7 @@ from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages.control import StageAssignment
 
+_EMBEDDING = "model.embed_tokens.weight"
 # float32 bytes; less than a layer of most models has, so that layers are built one at a time
 _PORTION_BYTES = 128 << 20
 
@@ -39,6 +44,7 @@ def load_modules(
     assignment: StageAssignment,
     *,
     packed: bool,
+    keeps: bool = False,
     progress: LoadProgress | None,
     kept: LoadedModules | None = None,
     finish: Callable[[LoadedModules], None] | None = None,
@@ -47,12 +53,12 @@ def load_modules(
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's layers, which ``finish`` may convert further. Layers are built a few at a
-    time, so that the original weights of only these few are in memory beside the converted ones. Modules of
-    ``kept``, which were loaded earlier from the same source in the same form, are reused where still owned;
-    the others are freed first. Layers of ``portion_bytes`` in float32 are built together. With a
-    ``shard``, only one rank's slice is loaded. Raises ModelError for a span outside the model, and for
-    missing, misshapen or unreadable tensors, naming them.
+    ``packed`` gives exact mode's layers, which ``finish`` may convert further. If it ``keeps`` the forms of
+    the file, their matrices are not unpacked. Layers are built a few at a time, so that the original weights
+    of only these few are in memory beside the converted ones. Modules of ``kept``, which were loaded earlier
+    from the same source in the same form, are reused where still owned; the others are freed first. Layers of
+    ``portion_bytes`` in float32 are built together. With a ``shard``, only one rank's slice is loaded. Raises
+    ModelError for a span outside the model, and for missing, misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -67,7 +73,7 @@ def load_modules(
     if part.output:
         check_tied(source)
     whole, source = source, replace(source, spec=rank_spec(source.spec, shard.world_size, shard.experts))
-    reading = Reading(whole, part, progress, shard)
+    reading = Reading(whole, part, progress, shard, keeps=keeps)
     ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks
     loaded = kept
     with large_apart():
@@ -128,10 +134,19 @@ def _num_bytes(source: ModelSource, part: TensorPart) -> int:
 def _load_portion(source: ModelSource, part: TensorPart, reading: Reading, *, packed: bool) -> LoadedModules:
     config = decoder_config(source, part, reading.shard)
     state = reading.read(part)
-    beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
-    # rounding and packing `lm_head` need it as stored, and it is the largest tensor of its portion
-    withheld = Withheld(state if packed and part.output else {})
-    model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
+    beside = {
+        name: value
+        for name, value in state.items()
+        if name.startswith(LAYER_INPUT_NAMES) and isinstance(value, torch.Tensor)
+    }
+    for name in beside:
+        del state[name]
+    turned = FAMILIES[source.spec.family].transposed_experts
+    withheld = Withheld(state, packed=packed and part.output, turned=turned)
+    try:
+        model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
+    finally:
+        withheld.release()
     del state
     return _take_modules(source, model, beside, embed=part.embed, packed=packed)
 
@@ -168,14 +183,14 @@ def _take_modules(
     _check_heads(source, layers)
     family, rotary = FAMILIES[source.spec.family], decoder.rotary_emb
     ropes = {i: _make_layer(layers, i, rotary, config, family, packed=packed) for i in list(layers)}
-    embedding: Any = getattr(decoder.embed_tokens, "weight", None)
+    embedding: Weight | None = getattr(decoder.embed_tokens, "weight", None)
     scale, norm = _embed_scale(decoder, config), _final_norm(decoder, packed=packed)
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
         # `lm_head` is converted later, once it is known whether it is rounded
         norm = make_norm_exact(norm, family)
-    lookup = _lookup(embedding) if embed or beside else None
+    lookup = _lookup(source, embedding) if embed or beside else None
     return LoadedModules(
         embedding=lookup if embed else None,
         layers=layers,
@@ -262,7 +277,7 @@ def replacement(place: str) -> Callable[..., nn.Module]:
 def _layer_inputs(
     config: Any,
     beside: dict[str, torch.Tensor],
-    embedding: nn.Embedding | None,
+    embedding: Embedding | None,
     embed_scale: float | None,
     layers: Iterable[int],
     *,
@@ -283,6 +298,11 @@ def _layer_inputs(
     )
 
 
-def _lookup(weight: torch.Tensor) -> nn.Embedding:
+def _lookup(source: ModelSource, weight: Weight | None) -> Embedding | None:
+    if weight is None:
+        return None
+    if isinstance(weight, StoredMatrix):
+        made = [whole for name, whole in source.layout.made.items() if decoder_name(name) == _EMBEDDING]
+        return StoredEmbedding(weight, getattr(torch, made[0].dtype) if made else torch.float32)
     module: nn.Embedding = nn.Embedding.from_pretrained(weight.detach())  # type: ignore[no-untyped-call]
     return module

@@ -11,11 +11,15 @@ from convoy.config.kernels import form_of
 from convoy.model.kernels.int8 import Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.registry import LinearKernel, linear_kernel
+from convoy.model.kernels.stored.embedding import Embedding, StoredEmbedding
+from convoy.model.kernels.stored.linear import StoredLinear, stored_linear
+from convoy.model.kernels.stored.weights import Weight
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.experts import ExactRouter
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.layers.rope import RopeUse
 from convoy.model.parallel.ranks import PartialSum, Ranks
+from convoy.model.parallel.vocabulary import VocabularyPart
 from convoy.wire.messages.control import StageAssignment
 
 
@@ -23,7 +27,7 @@ from convoy.wire.messages.control import StageAssignment
 class LoadedModules:
     """Hold a stage's modules; modules that the stage does not own are None."""
 
-    embedding: nn.Embedding | None
+    embedding: Embedding | VocabularyPart | None
     # by number in the whole model
     layers: dict[int, nn.Module]
     norm: nn.Module | None
@@ -70,8 +74,17 @@ class LoadedModules:
 
         Views of the mapped file are copied: a file that changes must not change a running model.
         """
+        looked_up = (self.embedding, None if self.layer_inputs is None else self.layer_inputs.embedding)
+        tables = {table for table in looked_up if isinstance(table, StoredEmbedding)}
         if packed and isinstance(self.output, nn.Linear):
-            self.output = PackedLinear(self.output.weight, self.output.bias)
+            weight: Weight = self.output.weight
+            self.output = stored_linear(weight, self.output.bias)
+            for table in [table for table in tables if table.matrix is weight]:
+                assert isinstance(self.output, StoredLinear), "made of a stored matrix"
+                table.share(self.output)
+                tables.remove(table)
+        for table in tables:
+            table.own_memory()
         self._own_memory()
 
     def _own_memory(self) -> None:
@@ -132,11 +145,14 @@ class LoadedModules:
         """Return the bytes of `weight_bytes` that a step using every expert reads: all but the embedding."""
         if self.embedding is None:
             return self.weight_bytes
-        lookup: torch.Tensor = self.embedding.weight
-        output = getattr(self.output, "weight", None)
+        found = self.embedding
+        table = found.table if isinstance(found, VocabularyPart) else found
         # a tied matrix that is stored once is read all the same, as `lm_head`
-        tied = isinstance(output, torch.Tensor) and output.data_ptr() == lookup.data_ptr()
-        return self.weight_bytes - (0 if tied else lookup.nbytes)
+        if isinstance(table, StoredEmbedding):
+            return self.weight_bytes - table.num_bytes
+        output = getattr(self.output, "weight", None)
+        tied = isinstance(output, torch.Tensor) and output.data_ptr() == table.weight.data_ptr()
+        return self.weight_bytes - (0 if tied else table.weight.nbytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -145,10 +161,10 @@ class LoadedModules:
         plain: dict[int, int] = {
             t.data_ptr(): t.nbytes for part in self.parts() for t in part.state_dict().values()
         }
-        packed = [
-            m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
-        ]
-        return sum(plain.values()) + sum(packed)
+        inner = [module for part in self.parts() for module in part.modules()]
+        packed = [module.weight_bytes for module in inner if isinstance(module, PackedLinear)]
+        tables = {module: module.num_bytes for module in inner if isinstance(module, StoredEmbedding)}
+        return sum(plain.values()) + sum(packed) + sum(tables.values())
 
 
 def _round_linears(module: nn.Module, kernel: LinearKernel) -> nn.Module:

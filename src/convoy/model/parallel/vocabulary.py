@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from convoy.model.kernels.stored.embedding import Embedding
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.parallel.ranks import Ranks
 
 
-class VocabularyPart(nn.Embedding):
+class VocabularyPart(nn.Module):
     """Hold rows [rank * rows, (rank + 1) * rows) of the vocabulary. A lookup gives whole rows, in float32.
 
     One rank has a token's row and the others zeros, so the sum has the row's bits.
     """
 
-    def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
-        rows, width = embedding.weight.shape
-        super().__init__(rows, width, _weight=embedding.weight.detach(), _freeze=True)
+    def __init__(self, table: Embedding, ranks: Ranks) -> None:
+        super().__init__()
+        self.table = table
         self._ranks = ranks
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -26,16 +27,17 @@ class VocabularyPart(nn.Embedding):
 
     def own_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, with zeros for tokens of other ranks."""
-        own = tokens - self._ranks.shard.rank * self.num_embeddings
-        foreign = (own < 0) | (own >= self.num_embeddings)
-        rows = super().forward(own.masked_fill(foreign, 0)).to(torch.float32)
+        count = self.table.num_embeddings
+        own = tokens - self._ranks.shard.rank * count
+        foreign = (own < 0) | (own >= count)
+        rows: torch.Tensor = self.table(own.masked_fill(foreign, 0)).to(torch.float32)
         return rows.masked_fill_(foreign[:, None], 0.0)
 
 
 class RankInputs(LayerInputs):
     """Make the layers' inputs from token ids, with tables of which each rank has some rows."""
 
-    def __init__(self, inputs: LayerInputs, embedding: nn.Embedding, ranks: Ranks) -> None:
+    def __init__(self, inputs: LayerInputs, embedding: VocabularyPart, ranks: Ranks) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(inputs.__dict__)
         self.embedding = embedding
@@ -48,4 +50,4 @@ class RankInputs(LayerInputs):
         """Return each layer's rows, summed over the ranks in one call."""
         own = [part.own_rows(tokens) for part in self._parts]
         whole = self._ranks.add(torch.cat(own, dim=-1))
-        return list(torch.split(whole, [part.embedding_dim for part in self._parts], dim=-1))
+        return list(torch.split(whole, [part.table.embedding_dim for part in self._parts], dim=-1))

@@ -22,6 +22,7 @@ _ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", 
 # Of DeepSeek V4's streams, in every layer and step.
 _MAX_ROUNDS = 1000
 _KV_AUTO = "leave kv_dtype at auto"
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
@@ -59,16 +60,25 @@ class ModelSpec:
     experts_per_token: int = 0
     # Maps a layer without K/V to the layer that it reads.
     kv_sources: Mapping[int, int] = field(default_factory=dict)
+    # Of the embedding and of `lm_head` in the form of the file, for kernels that keep it; 0 for float32.
+    kept_embed_bytes: int = 0
+    kept_output_bytes: int = 0
     # Ranks that share a stage; weights and heads are those of one of them (`plan.spec.sharding`).
     num_ranks: int = 1
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, object], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+        cls,
+        config: Mapping[str, object],
+        name: str,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        kept: Mapping[str, int] | None = None,
     ) -> ModelSpec:
         """Read a parsed `config.json`; errors call the model ``name``.
 
         ``shapes`` are those of the checkpoint's tensors, which some families need to know a layer's weight.
+        ``kept`` has the bytes of matrices that stages may keep in the form of their file, by name in the
+        decoder; all others are held in the kernel's form.
         Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
         """
         reader = ConfigReader(config, name)
@@ -81,7 +91,8 @@ class ModelSpec:
         streams = read_streams(reader, family, num_layers, hidden_size)
         check_rotary(reader)
         _check_scales(reader)
-        layers = _read_layers(reader, family, heads, hidden_size, shapes)
+        layers = _read_layers(reader, family, heads, hidden_size, shapes=shapes, kept=kept or {})
+        tied, embed_bytes = reader.flag("tie_word_embeddings"), (kept or {}).get(_EMBEDDING, 0)
         return cls(
             name=name,
             family=family.model_type,
@@ -89,7 +100,7 @@ class ModelSpec:
             hidden_size=hidden_size,
             vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
             max_context=max_context(reader, family.long_ropes),
-            tied_embeddings=reader.flag("tie_word_embeddings"),
+            tied_embeddings=tied,
             stored_dtype=_stored_dtype(reader),
             layers=layers,
             experts_per_token=_experts_per_token(reader, layers),
@@ -101,6 +112,8 @@ class ModelSpec:
             layer_input_size=input_size,
             forbidden_cuts=forbidden_cuts(heads),
             kv_sources={i: layer.kv_source for i, layer in enumerate(heads) if layer.kv_source is not None},
+            kept_embed_bytes=embed_bytes,
+            kept_output_bytes=embed_bytes if tied else (kept or {}).get(_OUTPUT, 0),
         )
 
     @property
@@ -161,6 +174,8 @@ class ModelSpec:
 
     def embed_bytes(self, dtype: str) -> int:
         """Return the bytes of the embedding matrix, [vocab_size, hidden_size]."""
+        if form_of(dtype).keeps and self.kept_embed_bytes:
+            return self._rows_of(self.kept_embed_bytes)
         return self.vocabulary_rows * self.hidden_size * dtype_bytes(dtype)
 
     def output_bytes(self, dtype: str) -> int:
@@ -169,17 +184,22 @@ class ModelSpec:
         Tied embeddings are not considered; see `weight_bytes`.
         """
         beside = self.hidden_size + self.joining_elements
+        kept_bytes = self._rows_of(self.kept_output_bytes)
         return form_of(dtype).linear_bytes(
-            self.vocabulary_rows, self.hidden_size, head=True
+            self.vocabulary_rows, self.hidden_size, head=True, kept_bytes=kept_bytes
         ) + beside * dtype_bytes(dtype)
+
+    def _rows_of(self, num_bytes: int) -> int:
+        """Return the bytes of a rank's rows, of those of all rows of the vocabulary."""
+        return num_bytes * self.vocabulary_rows // self.vocab_size
 
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
         """Return the weight bytes of layers [start, end), with the embedding and the output if owned.
 
         ``dtype`` is a dtype, or a kernel, which has more rules (`config.kernels`). A tied matrix counts
         once if embedding and output sit together, else at each of them. A packed one cannot be looked up by
-        row: then the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an
-        input of token ids need the embedding with them, and a norm.
+        row: then the embedding lies beside it, in the dtype of the file, or of a device. One in the form of
+        its file can. Layers that make an input of token ids need the embedding with them, and a norm.
         """
         total = sum(layer.num_bytes(dtype) for layer in self.layers[start:end])
         if self.needs_embedding(start, end):
@@ -189,6 +209,8 @@ class ModelSpec:
             total += self.output_bytes(dtype)
         if embed and output and self.tied_embeddings:
             form = form_of(dtype)
+            if form.keeps and self.kept_embed_bytes:
+                return total
             held = self.stored_dtype if form.dtype == "float32" else form.dtype
             return total + (self.embed_bytes(held) if form.packed else 0)
         return total + (self.embed_bytes(dtype) if embed else 0)
@@ -242,7 +264,9 @@ def _read_layers(
     family: Family,
     heads: Sequence[LayerHeads],
     hidden_size: int,
+    *,
     shapes: Mapping[str, Shape] | None,
+    kept: Mapping[str, int],
 ) -> tuple[LayerWeights, ...]:
     if family.counted:
         tensors = _counted_tensors(reader.model, family, len(heads), shapes)
@@ -252,10 +276,18 @@ def _read_layers(
         ]
     streams = read_streams(reader, family, len(heads), hidden_size)
     input_size, vocabulary = per_layer_input(reader, family)
-    projection = [("per_layer_projection.weight", (input_size, hidden_size))] if input_size else []
+    projection = [("per_layer_model_projection.weight", (input_size, hidden_size))] if input_size else []
+    kept_by_layer: list[dict[str, int]] = [{} for _ in heads]
+    for name, num_bytes in kept.items():
+        match = _LAYER_TENSOR.match(name)
+        if match and int(match[1]) < len(heads):
+            kept_by_layer[int(match[1])][name[match.end() :]] = num_bytes
     return tuple(
         layer_weights(
-            [*own, *projection], hidden_size, looked_up=input_size * vocabulary + streams.table_of(i)
+            [*own, *projection],
+            hidden_size,
+            looked_up=input_size * vocabulary + streams.table_of(i),
+            kept=kept_by_layer[i],
         )
         for i, own in enumerate(tensors)
     )

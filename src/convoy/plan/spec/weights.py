@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from convoy.config.kernels import DTYPE_BYTES, form_of
 from convoy.plan.spec.family import Shape
 
-# Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, and the output
-# of each group of DeepSeek V4's heads. The last two are in no linear there.
+# Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, the output of each
+# group of DeepSeek V4's heads, and norms of single heads. The last three are in no linear there.
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
-_NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")
+_NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight", "norm.weight")
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
 _STACK = re.compile(r"\bexperts\.[a-z_]+\Z")
+_ALONE = re.compile(r"\bexperts\.[0-9]+\.([a-z0-9_]+)\.weight\Z")
+# The matrices of one expert that a stack joins, as files name them that store experts one by one.
+_IN_STACK = {"gate_up_proj": ("gate_proj", "w1", "up_proj", "w3"), "down_proj": ("down_proj", "w2")}
 
 Use = Literal["each", "expert", "looked up"]
 # How ranks share a matrix: by its outputs or by its inputs; "keys", by the outputs of K/V heads, of which
@@ -35,6 +38,10 @@ _SPLITS: dict[str, Split] = {
 }
 
 
+# Outputs, inputs, the split, and the bytes in the form of the file.
+_Key = tuple[int, int, Split, int]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """Hold the shape of ``count`` linears of [outputs, inputs] that a kernel may round."""
@@ -43,6 +50,8 @@ class Matrix:
     inputs: int
     count: int = 1
     split: Split = ""
+    # Of one matrix in the form of its file, for kernels that keep it; 0 for float32.
+    kept_bytes: int = 0
 
     @property
     def elements(self) -> int:
@@ -66,7 +75,9 @@ class WeightPart:
     def num_bytes(self, word: str) -> int:
         """Return the bytes as a kernel (`config.kernels`) holds them."""
         form = form_of(word)
-        linears = sum(m.count * form.linear_bytes(m.outputs, m.inputs) for m in self.linears)
+        linears = sum(
+            m.count * form.linear_bytes(m.outputs, m.inputs, kept_bytes=m.kept_bytes) for m in self.linears
+        )
         return linears + self.others * DTYPE_BYTES[form.dtype]
 
 
@@ -104,10 +115,18 @@ class LayerWeights:
 
 
 def layer_weights(
-    tensors: Iterable[tuple[str, Shape]], hidden_size: int, *, looked_up: int = 0
+    tensors: Iterable[tuple[str, Shape]],
+    hidden_size: int,
+    *,
+    looked_up: int = 0,
+    kept: Mapping[str, int] | None = None,
 ) -> LayerWeights:
-    """Return the sums over names and shapes behind ``model.layers.N.``; experts may be stacked or not."""
-    linears: dict[Use, Counter[tuple[int, int, Split]]] = {"each": Counter(), "expert": Counter()}
+    """Return the sums over names and shapes behind ``model.layers.N.``; experts may be stacked or not.
+
+    ``kept`` has the bytes of tensors in the form of their file, by the same names, for kernels that keep it.
+    """
+    kept = kept or {}
+    linears: dict[Use, Counter[_Key]] = {"each": Counter(), "expert": Counter()}
     others: Counter[Use] = Counter()
     shared: Counter[tuple[Use, Split]] = Counter()
     numbers: set[int] = set()
@@ -120,15 +139,15 @@ def layer_weights(
             numbers.update(range(shape[0]))
         use: Use = "expert" if alone or stacked else "each"
         if stacked and len(shape) == 3:
-            linears[use].update(_of_stack(name, shape, hidden_size))
-        elif len(shape) == 2 and name.endswith(".weight") and not _stays(name):
-            linears[use][shape[0], shape[1], split_of(name)] += 1
+            linears[use].update(_of_stack(name, shape, hidden_size, kept))
+        elif len(shape) == 2 and is_linear(name):
+            linears[use][shape[0], shape[1], split_of(name), kept.get(name, 0)] += 1
         else:
             others[use] += math.prod(shape)
             shared[use, split_of(name)] += math.prod(shape)
     each, experts = (
         WeightPart(
-            tuple(Matrix(*key[:2], count, key[2]) for key, count in sorted(linears[use].items())),
+            tuple(Matrix(*key[:2], count, *key[2:]) for key, count in sorted(linears[use].items())),
             others[use],
             *(shared[use, "outputs"], shared[use, "keys"]),
         )
@@ -146,13 +165,28 @@ def split_of(name: str) -> Split:
     return _SPLITS.get(leaf, "")
 
 
-def _stays(name: str) -> bool:
-    return _ROUTER.search(name) is not None or name.endswith(_NO_LINEAR)
+def is_linear(name: str) -> bool:
+    """Return whether a layer's tensor of two dimensions is a linear's matrix, by its name.
+
+    Kernels round such a matrix, or keep it in the form of its file.
+    """
+    return name.endswith(".weight") and _ROUTER.search(name) is None and not name.endswith(_NO_LINEAR)
 
 
-def _of_stack(name: str, shape: Shape, hidden_size: int) -> Counter[tuple[int, int, Split]]:
+def _of_stack(name: str, shape: Shape, hidden_size: int, kept: Mapping[str, int]) -> Counter[_Key]:
     """Return the matrices of a stack: one for each expert in either orientation, and two for gate and up."""
     count, between = shape[0], math.prod(shape[1:]) // hidden_size
+    num_bytes, split = _stack_bytes(name, count, kept), split_of(name)
     if "gate_up" in name:
-        return Counter({(between // 2, hidden_size, split_of(name)): 2 * count})
-    return Counter({(hidden_size, between, split_of(name)): count})
+        return Counter({(between // 2, hidden_size, split, num_bytes // (2 * count)): 2 * count})
+    return Counter({(hidden_size, between, split, num_bytes // count): count})
+
+
+def _stack_bytes(name: str, count: int, kept: Mapping[str, int]) -> int:
+    """Return the bytes of a stack as its file keeps it, also if the file has its experts one by one."""
+    if name in kept:
+        return kept[name]
+    leaf = name.rpartition(".")[2]
+    alone = {part: match[1] for part in kept if (match := _ALONE.search(part))}
+    parts = [part for part, role in alone.items() if role in _IN_STACK.get(leaf, ())]
+    return sum(kept[part] for part in parts) if len(parts) == count * len(_IN_STACK[leaf]) // 2 else 0

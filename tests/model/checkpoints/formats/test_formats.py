@@ -40,6 +40,7 @@ from support.quantised_models import (
     mxfp4,
     nf4,
     nvfp4,
+    unpack,
     write,
 )
 from support.tiny_models import Chain, Prompt
@@ -74,6 +75,13 @@ CASES: dict[str, tuple[str, Quantise]] = {
     "nf4": ("llama", nf4(double=False)),
     "nf4 double": ("llama", nf4(double=True)),
     "deepseek v4": ("deepseek_v4", deepseek_v4),
+}
+
+
+# No compiled kernel knows these forms, so they are unpacked to float32.
+UNPACKED = {
+    *("compressed int4 order", "gptq 4-bit order", "gptq 8-bit v2"),
+    *("nvfp4", "nvfp4 compressed", "nf4", "nf4 double"),
 }
 
 
@@ -136,6 +144,19 @@ def test_quantised_weights_give_the_logits_of_what_they_stand_for(
     cut = chain(checkpoints[case].quantised, 1, 2)
     head, tail = cut.run((0, tokens[:33]))[0], cut.run((0, tokens[33:]))[0]
     assert torch.equal(torch.cat((head, tail)), whole)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_forms_give_the_bits_of_the_unpacked_model(
+    checkpoints: Checkpoints, prompt: Prompt, tmp_path: Path, case: str
+) -> None:
+    unpack(ModelSource.resolve(str(checkpoints[case].quantised)), tmp_path / "float32")
+    kept, unpacked = chain(checkpoints[case].quantised), chain(tmp_path / "float32")
+    (found,) = kept.run((0, prompt(40)))
+    (expected,) = unpacked.run((0, prompt(40)))
+    assert torch.equal(found, expected)
+    is_smaller = kept.stages[0].weight_bytes < unpacked.stages[0].weight_bytes
+    assert is_smaller != (case in UNPACKED)
 
 
 @pytest.mark.parametrize("case", ["mlx tied", "mxfp4", "fp8 squares", "compressed int4", "gptq 4-bit", "awq"])

@@ -26,7 +26,7 @@ from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
 from model.checkpoints.formats.test_formats import chain, library_logits
 from support.cases import cases
-from support.quantised_models import Writer, Written, library_model, write_gguf
+from support.quantised_models import Writer, Written, library_model, unpack, write_gguf
 from support.tiny_models import Prompt
 
 Get = Callable[[str, str], Written]
@@ -57,7 +57,7 @@ SLOW = [("llama", "Q8_0"), ("llama", "F16"), ("llama", "F32")]
 
 @pytest.mark.parametrize(("model", "kind"), cases(WRITTEN, lambda one: one not in SLOW))
 def test_a_gguf_file_gives_the_logits_of_what_it_stands_for(
-    written: Get, prompt: Prompt, model: str, kind: str
+    written: Get, prompt: Prompt, tmp_path: Path, model: str, kind: str
 ) -> None:
     tokens, files = prompt(60), written(model, kind)
     expected = library_logits(files.dense, tokens)
@@ -65,6 +65,9 @@ def test_a_gguf_file_gives_the_logits_of_what_it_stands_for(
     assert (whole - expected).abs().max() <= 2e-5
     (cut,) = chain(files.quantised, 1).run((0, tokens))
     assert torch.equal(cut, whole)
+    unpack(ModelSource.resolve(str(files.quantised)), tmp_path / "float32")
+    (unpacked,) = chain(tmp_path / "float32").run((0, tokens))
+    assert torch.equal(unpacked, whole)
 
 
 def test_a_stage_reads_its_own_part_of_the_file(written: Get) -> None:

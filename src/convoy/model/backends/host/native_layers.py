@@ -24,6 +24,7 @@ from convoy.model.kernels.native.library import (
     native_library,
 )
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
+from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
@@ -184,19 +185,25 @@ def _is_plain(layer: Any) -> bool:
         return False
     linears = [attention.qkv, attention.out]
     if type(mlp) is Int8Mlp:
-        kind: type = Int8Linear
+        kinds: set[type] = {Int8Linear}
         activation = mlp.activation
         linears += [mlp.gate_up, mlp.down]
     elif type(mlp) is ExactMlp:
-        kind, activation = PackedLinear, mlp.gate.activation
+        kinds, activation = {PackedLinear, StoredLinear}, mlp.gate.activation
         linears += [mlp.gate, mlp.up, mlp.down]
     else:
         return False
     return activation in GATED_ACTIVATIONS and all(
-        type(one) is kind and one.native is not None for one in linears
+        type(one) in kinds and _compiled(one) is not None for one in linears
     )
 
 
+def _compiled(linear: Any) -> Any:
+    """Return the compiled form of a linear, or None."""
+    return linear.stored if type(linear) is StoredLinear else linear.native
+
+
 def _linear(linear: Any) -> LinearStruct:
-    kind = "i8" if type(linear) is Int8Linear else "f32"
-    return LinearStruct(**{kind: ctypes.pointer(linear.native.described)})
+    kind = {Int8Linear: "i8", StoredLinear: "stored"}.get(type(linear), "f32")
+    described = {kind: ctypes.pointer(_compiled(linear).described)}
+    return LinearStruct(outputs=linear.out_features, **described)

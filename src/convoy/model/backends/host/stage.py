@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from convoy.config.kernels import PLAIN, ROUNDED, kv_form
+from convoy.config.kernels import PLAIN, ROUNDED, form_of, kv_form
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -24,6 +24,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
+from convoy.model.kernels.registry import own_form
 from convoy.model.kv.pools import BlockTables, StagedStep
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
@@ -70,7 +71,7 @@ class HostStage:
         self.step_bytes = modules.step_bytes
         self.bytes_read = modules.bytes_read
         self.shard = shard
-        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, own_form(options.kernel))
         self._source = (source.digest, source.path)
         self._modules = modules
         self._ranks = modules.ranks
@@ -131,10 +132,11 @@ class HostStage:
         packed = options.kernel != PLAIN
         rounds = options.kernel in ROUNDED
         finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
-        work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
+        keeps = form_of(own_form(options.kernel)).keeps
+        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "finish": finish, "shard": shard}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes
-        modules = load_modules(source, assignment, kept=kept, **work)
+        modules = load_modules(source, assignment, kept=kept, progress=progress, **work)
         if packed and modules.bytes_read:
             lay_together(modules.linears)
             ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
@@ -143,8 +145,7 @@ class HostStage:
         if packed and modules.bytes_read:
             check_heads(stage._spec.cache_groups)
             if not modules.is_ours:
-                # Layers that are not all ours have parts that the checks above do not cover, so they are
-                # checked as a whole.
+                # Such layers have parts that the checks above do not cover, so they are checked as a whole.
                 stage._trial.prove()
         if modules.bytes_read:
             stage._trial.once()

@@ -7,10 +7,12 @@ and the matrix is transposed to [outputs, inputs].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.unpacking import (
@@ -27,6 +29,8 @@ from convoy.plan.spec.quantization import Quantization
 
 if TYPE_CHECKING:
     import torch
+
+    from convoy.model.kernels.stored.weights import Stored
 
 _WORD = 32
 _MAX_GROUP = 1 << 16
@@ -49,6 +53,8 @@ class TurnedColumns(Unpacking):
     order: tuple[int, ...] = _IN_ORDER
     # added to each stored zero
     zero_offset: int = 0
+    # whether the settings allow groups that are not runs of inputs
+    shuffled: bool = False
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
         """Yield some inputs at a time, of all outputs."""
@@ -56,9 +62,7 @@ class TurnedColumns(Unpacking):
 
         num_outputs, num_inputs = self.shape
         scales = parts["scales"].to(torch.float32)
-        zeros = self._along_outputs(parts["zeros"]) + self.zero_offset
-        # a zero of 256 (8 bits, stored as 255) or 16 (4 bits, stored as 15) wraps around to 0
-        zeros = zeros.bitwise_and((1 << self.bits) - 1).to(torch.float32)
+        zeros = self._zeros(parts).to(torch.float32)
         groups = self._groups(parts, scales.shape[0])
         per_word = _WORD // self.bits
         for inputs in self.row_slices(num_inputs, num_outputs, per_word):
@@ -70,6 +74,50 @@ class TurnedColumns(Unpacking):
             of_group = groups[inputs]
             values = (codes.to(torch.float32) - zeros[of_group]) * scales[of_group]
             yield (slice(None), inputs), values.T
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of codes and scales, and a byte for each zero, for forms that are kept."""
+        num_outputs, num_inputs = self.shape
+        if self.shuffled or f"centred{self.bits} zeros" not in KEPT_FORMS or self.group_size % 8:
+            return 0
+        scales = self.parts["scales"]
+        return num_outputs * num_inputs * self.bits // 8 + scales.num_bytes + math.prod(scales.shape)
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix with codes along the inputs. Raises ModelError for an invalid group."""
+        import torch
+
+        from convoy.model.kernels.stored.matrix import PLACES, StoredMatrix, StoredRange
+
+        num_outputs, num_inputs = self.shape
+        groups = self._groups(parts, parts["scales"].shape[0])
+        found = {
+            "codes": parts["weight"].T if self.packs_inputs else self._packed_by_inputs(parts["weight"]),
+            "scales": parts["scales"].T,
+            "zeros": self._zeros(parts).to(torch.uint8).T,
+        }
+        if "places" in parts and not torch.equal(groups, torch.arange(num_inputs) // self.group_size):
+            found[PLACES] = parts["places"]
+        group = 0 if self.group_size >= num_inputs else self.group_size
+        return StoredMatrix((StoredRange(f"centred{self.bits}", num_outputs, num_inputs, found, group),))
+
+    def _packed_by_inputs(self, words: torch.Tensor) -> torch.Tensor:
+        """Return 4-bit codes packed along the inputs, two to a byte, uint8 [outputs, inputs / 2]."""
+        import torch
+
+        num_outputs, num_inputs = self.shape
+        packed = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8)
+        for inputs in self.row_slices(num_inputs, num_outputs, 2):
+            codes = self._along_outputs(words[inputs])
+            packed[:, inputs.start // 2 : inputs.stop // 2] = (codes[0::2] | (codes[1::2] << 4)).T
+        return packed
+
+    def _zeros(self, parts: Parts) -> torch.Tensor:
+        """Return the zeros, int32 [groups, outputs]."""
+        zeros = self._along_outputs(parts["zeros"]) + self.zero_offset
+        # a zero of 256 (8 bits, stored as 255) or 16 (4 bits, stored as 15) wraps around to 0
+        return zeros.bitwise_and((1 << self.bits) - 1)
 
     def _along_outputs(self, words: torch.Tensor) -> torch.Tensor:
         """Unpack [n, words] to [n, outputs]."""
@@ -109,6 +157,7 @@ class _Packing:
     packs_inputs: bool
     order: tuple[int, ...] = _IN_ORDER
     zero_offset: int = 0
+    shuffled: bool = False
 
 
 def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
@@ -122,7 +171,10 @@ def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor
     bits, group_size = _bits(quantization, (2, 4, 8)), _group_size(quantization)
     # the first version stores each zero minus one
     offset = 1 if version == "gptq" else 0
-    return _layout(tensors, _Packing(bits, group_size, packs_inputs=True, zero_offset=offset))
+    shuffled = settings.get("desc_act") is not False
+    return _layout(
+        tensors, _Packing(bits, group_size, packs_inputs=True, zero_offset=offset, shuffled=shuffled)
+    )
 
 
 def describe_awq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
@@ -176,6 +228,7 @@ def _turned(module: str, tensors: Mapping[str, StoredTensor], packing: _Packing)
         packing.packs_inputs,
         packing.order,
         packing.zero_offset,
+        shuffled=packing.shuffled and places is not None,
     )
 
 

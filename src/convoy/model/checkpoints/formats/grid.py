@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking
 
 if TYPE_CHECKING:
     import torch
+
+    from convoy.model.kernels.stored.matrix import StoredMatrix
+    from convoy.model.kernels.stored.weights import Stored
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,57 @@ class GridScaled(Unpacking):
                 values *= self._spread(scales[of_row], parts)
                 yield place, values
 
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of numbers, and of scales and zeros for each row, for forms that are kept."""
+        num_rows, width = math.prod(self.shape[:-1]), self.shape[-1]
+        zeros, group = self.parts.get("zeros"), min(self.tile[1], width)
+        form = self._form if zeros is None else f"{self._form} zeros"
+        unpacked_zeros = zeros is not None and zeros.dtype != "I32"
+        in_runs = "places" not in self.parts and not (self.bits and group % 8)
+        if form not in KEPT_FORMS or unpacked_zeros or not in_runs:
+            return 0
+        each = (4 if self.parts["scales"].dtype == "F32" else 2) + (zeros is not None)
+        # the last group is filled up
+        return num_rows * -(-width // group) * (group * (self.bits or 8) // 8 + each)
+
+    @property
+    def _form(self) -> str:
+        return self.parts["weight"].dtype if self.bits is None else f"centred{self.bits}"
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix or the stack, with scales and zeros repeated for each row."""
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        if len(self.shape) == 2:
+            return self._matrix(parts, ())
+        return StoredStack(tuple(self._matrix(parts, (number,)) for number in range(self.shape[0])))
+
+    def _matrix(self, parts: Parts, lead: tuple[int, ...]) -> StoredMatrix:
+        import torch
+
+        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+
+        num_rows, width = self.shape[-2:]
+        grid = (-(-num_rows // self.tile[0]), -(-width // self.tile[1]))
+        of_row = torch.arange(num_rows) // self.tile[0]
+        scales = parts["scales"][lead].reshape(grid)
+        if scales.dtype not in (torch.float32, torch.float16):
+            # powers of two in 8 bits are exact in bfloat16
+            scales = scales.to(torch.bfloat16)
+        weight = parts["weight"][lead]
+        found = {"values" if self.bits is None else "codes": weight, "scales": scales[of_row]}
+        zeros = self._zeros(parts)
+        if zeros is not None and self.bits is not None:
+            # rows of packed zeros are filled up to whole words
+            found["zeros"] = zeros.add(1 << (self.bits - 1)).to(torch.uint8)[of_row]
+        group = 0 if self.tile[1] >= width else self.tile[1]
+        return StoredMatrix((StoredRange(self._form, num_rows, width, found, group),))
+
     def _numbers(self, weight: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         if self.bits is None:
             return weight.to(torch.float32)
@@ -60,7 +112,7 @@ class GridScaled(Unpacking):
         """Return the zeros [rows, groups], less half their range as the numbers are, or None."""
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         zeros = parts.get("zeros")
         if zeros is None or self.bits is None or zeros.dtype != torch.int32:

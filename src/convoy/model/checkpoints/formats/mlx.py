@@ -7,10 +7,12 @@ under their names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.arrange import arranged, plain
@@ -30,8 +32,12 @@ from convoy.plan.spec.quantization import Quantization
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
 _BITS = (2, 3, 4, 5, 6, 8)
 _MAX_GROUP = 1 << 16
+# inputs that kernels unpack together, under one scale
+_CODES = 8
 _LOOKED_UP = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -80,7 +86,7 @@ class AffineRows(Unpacking):
         """Yield rows, expert by expert."""
         import torch
 
-        from convoy.model.checkpoints.formats.bits import stream_codes
+        from convoy.model.kernels.stored.bits import stream_codes
 
         weight, scales, biases = (parts[role] for role in ("weight", "scales", "biases"))
         num_rows, width = self.shape[-2:]
@@ -92,6 +98,51 @@ class AffineRows(Unpacking):
                 values *= scales[place].to(torch.float32).unsqueeze(-1)
                 values += biases[place].to(torch.float32).unsqueeze(-1)
                 yield place, values.flatten(-2)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of codes, scales and biases, for widths of codes that are kept."""
+        if f"affine{self.bits}" not in KEPT_FORMS or self.group_size % _CODES:
+            return 0
+        return sum(part.num_bytes for part in self.parts.values())
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix over the codes, or a stack of one for each expert."""
+        import torch
+
+        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        # torch cannot index its unsigned words
+        codes, scales, biases = parts["weight"].view(torch.int32), parts["scales"], parts["biases"]
+        found = []
+        num_rows, width = self.shape[-2:]
+        for lead in _leads(self.shape):
+            own = {"codes": codes[lead], "scales": scales[lead], "biases": biases[lead]}
+            one = StoredRange(f"affine{self.bits}", num_rows, width, own, self.group_size)
+            found.append(StoredMatrix((one,)))
+        return found[0] if len(self.shape) == 2 else StoredStack(tuple(found))
+
+
+@dataclass(frozen=True)
+class TiedRows(AffineRows):
+    """Unpack an embedding that is the output too. Both have the rounded values, so these are kept."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of the values in 16 bits."""
+        return 2 * math.prod(self.shape)
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix of rounded values."""
+        import torch
+
+        from convoy.model.kernels.stored.weights import plain_matrix
+
+        values = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        for index, piece in self.pieces(parts):
+            values[index] = piece
+        return plain_matrix(values)
 
 
 def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
@@ -127,14 +178,18 @@ def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], mod
         )
     require(weight, ("U32",), (*scales.shape[:-1], width * bits // 32))
     require(biases, (scales.dtype,), scales.shape)
-    return AffineRows(
+    # round embeddings as MLX does, as rows are looked up; matrices are multiplied unrounded
+    dtype = _LOOKED_UP[scales.dtype] if module.endswith("embed_tokens") else "float32"
+    is_tied = dtype != "float32" and not any(
+        name.endswith(("lm_head.scales", "lm_head.weight")) for name in tensors
+    )
+    return (TiedRows if is_tied else AffineRows)(
         weight.name,
         (*scales.shape[:-1], width),
         {"weight": weight, "scales": scales, "biases": biases},
         bits,
         group_size,
-        # round embeddings as MLX does, as rows are looked up; matrices are multiplied unrounded
-        dtype=_LOOKED_UP[scales.dtype] if module.endswith("embed_tokens") else "float32",
+        dtype=dtype,
     )
 
 

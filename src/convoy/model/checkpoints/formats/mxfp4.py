@@ -27,6 +27,8 @@ from convoy.plan.spec.quantization import Quantization
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
 _BLOCK = 32
 # the magnitudes of E2M1; the highest bit is the sign
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -49,6 +51,25 @@ class TurnedFloats(Unpacking):
             for rows in self.row_slices(num_rows, width):
                 found = scaled_pairs(blocks[expert, rows], scales[expert, rows], self.parts["scales"])
                 yield (expert, slice(None), rows), found.flatten(1).T
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of blocks and scales."""
+        return sum(part.num_bytes for part in self.parts.values())
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return a stack of [rows, inputs]. Raises ModelError for a scale that is NaN."""
+        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        num_experts, width, num_rows = self.shape
+        codes = parts["blocks"].view(num_experts, num_rows, -1)
+        scales = _exponents(parts["scales"], self.parts["scales"])
+        found = [
+            StoredRange("MXFP4", num_rows, width, {"codes": codes[number], "scales": scales[number]}, _BLOCK)
+            for number in range(num_experts)
+        ]
+        return StoredStack(tuple(StoredMatrix((one,)) for one in found))
 
 
 @dataclass(frozen=True)
@@ -93,11 +114,18 @@ def scaled_pairs(blocks: torch.Tensor, scales: torch.Tensor, stored: StoredTenso
     """
     import torch
 
+    powers = _exponents(scales, stored).to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
+    return torch.ldexp(pairs_of_floats(blocks), powers)
+
+
+def _exponents(scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Return the bytes of scales. Raises ModelError for a scale that is NaN, which ``stored`` names."""
+    import torch
+
     exponents = scales.view(torch.uint8)
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
-    powers = exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
-    return torch.ldexp(pairs_of_floats(blocks), powers)
+    return exponents
 
 
 def pairs_of_floats(packed: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.names import decoder_name, is_matrix
 
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
 Index = tuple[slice | int, ...]
 Parts = Mapping[str, "torch.Tensor"]
 FLOATS = ("F32", "BF16", "F16")
+# plain numbers of two bytes, which widen to float32 without rounding
+_HALVES = ("BF16", "F16")
 # numbers unpacked at a time: 16 MiB of float32, and a few times that for intermediate values
 _PIECE_ELEMENTS = 1 << 22
 
@@ -55,6 +60,19 @@ class Unpacking:
         Raises ModelError for invalid values.
         """
 
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of `kept`, which headers alone tell; 0 where there is no such form."""
+        return 0
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix or the stack of matrices over ``parts``, without unpacking its values.
+
+        Returns None where `kept_bytes` is 0. Raises ModelError for invalid parts.
+        """
+        del parts
+        return None
+
 
 @dataclass(frozen=True)
 class JoinedRows(Unpacking):
@@ -72,6 +90,24 @@ class JoinedRows(Unpacking):
                 assert isinstance(rows, slice)
                 yield (*index[:-1], slice(rows.start + start, rows.stop + start)), values
             start += whole.shape[-2]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of all tensors if each can be kept."""
+        each = [whole.kept_bytes for whole in self.wholes]
+        return sum(each) if all(each) else 0
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the stacks joined expert by expert."""
+        from convoy.model.kernels.stored.matrix import StoredMatrix
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        stacks = []
+        for number, whole in enumerate(self.wholes):
+            stack = whole.kept({role: parts[f"{number}.{role}"] for role in whole.parts})
+            assert isinstance(stack, StoredStack), "only stacks of experts are joined"
+            stacks.append(stack.matrices)
+        return StoredStack(tuple(StoredMatrix.joined(one) for one in zip(*stacks, strict=True)))
 
 
 def joined_rows(name: str, wholes: Sequence[Unpacking]) -> JoinedRows:
@@ -104,6 +140,24 @@ class StoredLayout:
         """Return the shapes of the model's tensors, unpacked."""
         plain = {n: t.shape for n, t in tensors.items() if n not in self._wholes and n not in self.unused}
         return plain | {name: whole.shape for name, whole in self.made.items()}
+
+    def kept(self, tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+        """Return the bytes of the matrices that exact mode keeps in the form of their file.
+
+        The names are those in the decoder. Float32 is the form that it multiplies, and not among them.
+        """
+        found = {
+            decoder_name(name): tensor.num_bytes
+            for name, tensor in tensors.items()
+            if tensor.dtype in _HALVES
+            and name not in self._wholes
+            and name not in self.unused
+            and is_matrix(decoder_name(name), tensor.shape)
+        }
+        for name, whole in self.made.items():
+            if is_matrix(decoder_name(name), whole.shape):
+                found[decoder_name(name)] = whole.kept_bytes
+        return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
 Describe = Callable[[Mapping[str, StoredTensor]], StoredLayout]

@@ -1,7 +1,7 @@
-"""Compile `kernels.c` once, into the user's cache, and return the place of the result.
+"""Compile the C sources once, into the user's cache, and return the place of the result.
 
 The loaded code runs as this process. It is therefore only ever taken from a directory that no other user
-may write to, under a name that is the digest of the source, the options and the compiler's version.
+may write to, under a name that is the digest of the sources, the options and the compiler's version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 
 from convoy.errors import SelfCheckError
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "stored.c"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("shared.h", "vector.h"))
 FOLDER = Path("~/.cache/convoy/native")
 # CPU features, by Linux's names.
 NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
@@ -30,7 +31,7 @@ _OPTIONS = (
     *(f"-m{name.replace('_', '')}" for name in NEEDED),
 )
 _COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_S = 60
+_COMPILE_S = 180
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def missing_features(info: Path = Path("/proc/cpuinfo")) -> list[str]:
     return [name for name in NEEDED if name not in flags]
 
 
-def compile_into(folder: Path, compiler: str, source: Path = SOURCE) -> Path:
+def compile_into(folder: Path, compiler: str) -> Path:
     """Return the library's path in ``folder``, after compiling it if it is missing. Raises SelfCheckError."""
     try:
         for path in reversed((folder, *folder.parents)):
@@ -80,10 +81,11 @@ def compile_into(folder: Path, compiler: str, source: Path = SOURCE) -> Path:
         folder = folder.resolve()
         version = _run([compiler, "--version"])
         options = " ".join(_OPTIONS).encode()
-        named = hashlib.sha256(b"\0".join((source.read_bytes(), options, compiler.encode(), version)))
+        texts = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
+        named = hashlib.sha256(b"\0".join((*texts, options, compiler.encode(), version)))
         place = folder / f"kernels-{named.hexdigest()[:32]}.so"
         if not place.exists():
-            _compile(compiler, source, place)
+            _compile(compiler, place)
         require_own(place)
     except OSError as error:
         raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
@@ -108,7 +110,7 @@ def require_own(place: Path) -> None:
             raise SelfCheckError(f"others may write to {path}", hint=f"chmod go-w {path}")
 
 
-def _compile(compiler: str, source: Path, place: Path) -> None:
+def _compile(compiler: str, place: Path) -> None:
     """Compile under another name, then rename the file. Two processes may compile at the same time.
 
     Neither then loads half a file. The file is synced before the rename, and the directory after it, so
@@ -118,7 +120,7 @@ def _compile(compiler: str, source: Path, place: Path) -> None:
     os.close(handle)
     half = Path(name)
     try:
-        _run([compiler, *_OPTIONS, "-o", str(half), str(source), "-lm"])
+        _run([compiler, *_OPTIONS, "-o", str(half), *map(str, SOURCES), "-lm"])
         half.chmod(0o500)
         _sync(half)
         half.replace(place)
@@ -146,5 +148,5 @@ def _run(command: list[str]) -> bytes:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         reason = said[0] if said else f"exit status {done.returncode}"
-        raise SelfCheckError(f"{command[0]} could not compile {SOURCE.name}: {reason}")
+        raise SelfCheckError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
     return done.stdout

@@ -8,18 +8,13 @@
 #include <float.h>
 #include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-#define PANEL 64    /* outputs with weights that lie together */
-#define MOST_ROWS 6 /* rows of one pass over a panel: 24 sums in registers */
+#include "shared.h"
+
 #define KEYS 64     /* keys of a key block, `model.kv.packed.KEY_BLOCK` */
 #define MOST_DIM 256
-#define AHEAD 4096  /* bytes: the processor's own prefetching ends with a page */
 #define FEW_PAIRS 4 /* starting a second thread takes longer than so few pairs */
 
-typedef void (*share_fn)(void *);
 typedef void (*parallel_fn)(share_fn, void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
 
@@ -34,7 +29,7 @@ void convoy_init(void *parallel, void *number, void *count) {
   num_threads_now = (number_fn)count;
 }
 
-static void run(share_fn share, void *job, int64_t threads) {
+void convoy_run(share_fn share, void *job, int64_t threads) {
   if (threads > 1) on_threads(share, job, (unsigned)threads, 0);
   else share(job);
 }
@@ -45,13 +40,6 @@ static void my_part(int64_t threads, int64_t count, int64_t *start, int64_t *end
   *start = count * number / all;
   *end = count * (number + 1) / all;
 }
-
-/* Return the next panel, for the thread that asks first. Fixed shares would wait for a thread that wakes late or
-   loses its core. */
-static inline int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t round_up(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
 /* ---- float32 linears over oneDNN's own packed weights: panels of [inputs padded to 16][64 outputs] ---- */
 
@@ -120,11 +108,6 @@ static void f32_panel(const F32Job *job, int which, int64_t panel, int64_t row, 
   for (int64_t r = 0; r < rows; r++) memcpy(y + r * job->y_stride + first, total + r * PANEL, 4 * width);
 }
 
-static int64_t num_panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
-
-/* Return the number of passes. Passes are as equal as possible: 8 rows run as 4 and 4. */
-static int64_t num_passes(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
-
 static void f32_share(void *p) {
   F32Job *job = p;
   int64_t panel, first = num_panels(job->linear[0]->outputs), passes = num_passes(job->rows);
@@ -139,7 +122,7 @@ static void f32_share(void *p) {
 /* Compute y[rows][outputs] from x[rows][inputs]. Rows of x begin `stride` floats apart. */
 void convoy_f32_linear(const F32Linear *linear, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
   F32Job job = {{linear, 0}, x, stride, y, linear->outputs, rows, 0};
-  run(f32_share, &job, threads);
+  convoy_run(f32_share, &job, threads);
 }
 
 /* ---- linears of 8-bit weights and activations: panels of [inputs padded to 16, by four][64 outputs][4] ---- */
@@ -267,8 +250,8 @@ int convoy_i8_linear(const I8Linear *linear, const float *x, int64_t stride, flo
   uint8_t *memory = aligned_alloc(64, before + round_up(rows * padded, 64));
   if (!memory) return 0;
   I8Job job = {linear, x, stride, y, rows, rows > 4 ? threads : 1, 0, padded, memory + before, (float *)memory};
-  run(round_share, &job, job.threads);
-  run(i8_share, &job, threads);
+  convoy_run(round_share, &job, job.threads);
+  convoy_run(i8_share, &job, threads);
   free(memory);
   return 1;
 }
@@ -345,7 +328,7 @@ static void norm_share(void *p) {
 /* Divide x[rows][size] by its root mean square, and multiply by the weight unless that is null. */
 void convoy_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size, int64_t threads) {
   NormJob job = {x, weight, y, rows, size, rows > 8 ? threads : 1, eps};
-  run(norm_share, &job, job.threads);
+  convoy_run(norm_share, &job, job.threads);
 }
 
 /* ---- attention of tiles of one token, see `model.kv.packed` ---- */
@@ -581,21 +564,24 @@ static void mix_share(void *p) {
 void convoy_scores(const Heads *heads, const Chunk *chunk, const float *turned, const void *pool, float *shares,
                    int64_t threads) {
   AttendJob job = {heads, chunk, turned, pool, shares, 0, threads};
-  run(scores_share, &job, threads);
+  convoy_run(scores_share, &job, threads);
 }
 
 /* Compute `out` from `shares`, to which the caller has applied exp. */
 void convoy_mix(const Heads *heads, const Chunk *chunk, const void *pool, float *shares, float *out, int64_t threads) {
   AttendJob job = {heads, chunk, 0, pool, shares, out, threads};
-  run(mix_share, &job, threads);
+  convoy_run(mix_share, &job, threads);
 }
 
 /* ---- whole layers for rows of one token: attention and a gated MLP, each behind a norm and with a residual ---- */
 
 /* Exactly one of both is set. */
+/* Exactly one of the three is set. */
 typedef struct {
   const F32Linear *f32;
   const I8Linear *i8;
+  const StoredLinear *stored;
+  int64_t outputs;
 } Linear;
 
 /* `norms` are the norms before attention and before the MLP, then those of the heads' queries and keys, or null.
@@ -618,11 +604,21 @@ typedef struct {
   int64_t num_chunks, rows, tokens, threads;
 } Work;
 
+/* Compute a linear, and the outputs of another one of the same x behind its own. Return 0 where there is no memory. */
 static int linear(Linear l, Linear beside, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
   if (l.i8) return convoy_i8_linear(l.i8, x, stride, y, rows, threads);
-  int64_t y_stride = l.f32->outputs + (beside.f32 ? beside.f32->outputs : 0);
-  F32Job job = {{l.f32, beside.f32}, x, stride, y, y_stride, rows, 0};
-  run(f32_share, &job, threads);
+  int64_t y_stride = l.outputs + beside.outputs;
+  if (!l.stored && !beside.stored) {
+    F32Job job = {{l.f32, beside.f32}, x, stride, y, y_stride, rows, 0};
+    convoy_run(f32_share, &job, threads);
+    return 1;
+  }
+  const Linear *each[] = {&l, &beside};
+  for (int i = 0; i < 2; y += each[i++]->outputs) {
+    F32Job job = {{each[i]->f32, 0}, x, stride, y, y_stride, rows, 0};
+    if (each[i]->stored) convoy_stored_linear(each[i]->stored, x, stride, y, y_stride, rows, threads);
+    else if (each[i]->f32) convoy_run(f32_share, &job, threads);
+  }
   return 1;
 }
 
@@ -655,7 +651,7 @@ int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, void
   int64_t rows = w->rows;
   if (before) {
     ActJob job = {w, before->between, rows > 4 ? w->threads : 1};
-    run(act_share, &job, job.threads);
+    convoy_run(act_share, &job, job.threads);
     if (!linear(before->down, nothing, w->raised, before->between, w->normed, rows, w->threads)) return 0;
     add(w->x, w->normed, rows * before->hidden);
   }

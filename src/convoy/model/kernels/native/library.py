@@ -33,6 +33,37 @@ class I8Linear(ctypes.Structure):
     )
 
 
+class StoredRangeStruct(ctypes.Structure):
+    """Mirror `StoredRange` of `stored.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("packed", "table", "bias")),
+        *(
+            (name, c_int64)
+            for name in ("kind", "outputs", "first", "group", "scale", "second", "panel_bytes")
+        ),
+    )
+
+
+class StoredLinearStruct(ctypes.Structure):
+    """Mirror `StoredLinear` of `stored.c`."""
+
+    _fields_ = (
+        *(("ranges", POINTER(StoredRangeStruct)), ("num_ranges", c_int64)),
+        *(("inputs", c_int64 * 2), ("run", c_int64 * 2)),
+    )
+
+
+class StoredSourceStruct(ctypes.Structure):
+    """Mirror `StoredSource` of `stored.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "seconds", "fifths")),
+        *((f"{of}_{by}", c_int64) for of in ("codes", "scales", "seconds") for by in ("row", "step")),
+        *(("span", c_int64), ("flip", c_int64)),
+    )
+
+
 class HeadsStruct(ctypes.Structure):
     """Mirror `Heads` of `kernels.c`."""
 
@@ -51,9 +82,12 @@ class ChunkStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """Mirror `Linear` of `kernels.c`: exactly one of both fields is set."""
+    """Mirror `Linear` of `kernels.c`: exactly one of the three pointers is set."""
 
-    _fields_ = (("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)))
+    _fields_ = (
+        *(("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)), ("stored", POINTER(StoredLinearStruct))),
+        ("outputs", c_int64),
+    )
 
 
 class LayerStruct(ctypes.Structure):
@@ -84,6 +118,15 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_i8_linear": [POINTER(I8Linear), *_LINEAR],
     "convoy_i8_size": [c_int64, c_int64],
     "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "convoy_stored_linear": [POINTER(StoredLinearStruct), *[c_void_p, c_int64] * 2, c_int64, c_int64],
+    "convoy_stored_panel_bytes": [POINTER(StoredRangeStruct), c_int64],
+    "convoy_stored_pack": [
+        *map(POINTER, (StoredRangeStruct, StoredSourceStruct)),
+        c_int64,
+        c_void_p,
+        c_int64,
+    ],
+    "convoy_stored_unpack": [POINTER(StoredRangeStruct), c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
     "convoy_turn": [POINTER(HeadsStruct), *[c_void_p] * 6, c_int64],
     "convoy_scores": [POINTER(HeadsStruct), POINTER(ChunkStruct), *[c_void_p] * 3, c_int64],
@@ -91,9 +134,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_layer_scores": [POINTER(LayerStruct), POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
     "convoy_layer_mix": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
 }
-_RESULTS: dict[str, Any] = {"convoy_i8_size": c_int64} | dict.fromkeys(
-    ("convoy_i8_linear", "convoy_layer_scores", "convoy_layer_mix"), c_int
-)
+_RESULTS: dict[str, Any] = dict.fromkeys(
+    ("convoy_i8_size", "convoy_stored_panel_bytes"), c_int64
+) | dict.fromkeys(("convoy_i8_linear", "convoy_layer_scores", "convoy_layer_mix"), c_int)
 
 
 @functools.cache

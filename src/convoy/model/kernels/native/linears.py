@@ -61,12 +61,12 @@ def native_f32(packed: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Nat
     """
     if native_library() is None or not all(_is_in_panels(part) for part in packed):
         return None
-    runs = [_run_length(part.shape[1], min(part.shape[0], 2 * _PANEL)) for part in packed]
+    runs = [run_length(part.shape[1], min(part.shape[0], 2 * _PANEL)) for part in packed]
     return NativeF32(packed, runs, bias) if all(runs) else None
 
 
 @functools.cache
-def _run_length(inputs: int, outputs: int) -> int:
+def run_length(inputs: int, outputs: int) -> int:
     """Return how many products oneDNN adds one after the other, or 0 where no length gives its bits."""
     generator = torch.Generator().manual_seed(20)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -82,7 +82,7 @@ def _run_length(inputs: int, outputs: int) -> int:
 def _is_in_panels(packed: torch.Tensor) -> bool:
     """Return whether the packed memory has the size of panels.
 
-    The contents are compared by `_run_length`. The size must match first, so that compiled code stays
+    The contents are compared by `run_length`. The size must match first, so that compiled code stays
     inside.
     """
     outputs, inputs = packed.shape

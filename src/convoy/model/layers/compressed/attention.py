@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.stored.linear import stored_linear
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, TileChunk
 from convoy.model.kv.pool import ApartPool
 from convoy.model.layers.attention import LayerBatch, attend
@@ -28,7 +29,7 @@ from convoy.model.layers.rope import Rotation
 
 def own_linear(linear: Any, *, packed: bool) -> nn.Module:
     """Return the library's linear unchanged, or packed."""
-    return PackedLinear(linear.weight, linear.bias) if packed else linear
+    return stored_linear(linear.weight, linear.bias) if packed else linear
 
 
 def linear_of(weight: torch.Tensor, *, packed: bool) -> nn.Module:

@@ -69,14 +69,14 @@ def check_exact(num_threads: int | None = None) -> None:
 
 
 def check_linears(parts: Iterable[nn.Module]) -> None:
-    """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads.
+    """Check one packed linear of each shape and class in ``parts``, on 1 and the current number of threads.
 
     Where one does not hold with compiled code, none of them uses compiled code.
     """
     linears = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
     threads = sorted({1, torch.get_num_threads()})
     with torch.inference_mode(), _threads_restored():
-        shapes = {(m.in_features, m.out_features, m.activation): m for m in linears}.values()
+        shapes = {(type(m), m.in_features, m.out_features, m.activation): m for m in linears}.values()
         try:
             for linear in shapes:
                 check_linear(linear, threads)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf.header import TYPES
@@ -15,6 +16,9 @@ from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 _SIZES = {name: sizes for name, *sizes in TYPES.values()}
 
@@ -42,6 +46,41 @@ class GgufRows(Unpacking):
                 if self.turned_heads:
                     values = values.view(-1, head_rows // 2, 2, width).transpose(1, 2).reshape(-1, width)
                 yield place, values
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of the rows, for types that are kept."""
+        return self.parts["stored"].num_bytes if self._form in KEPT_FORMS else 0
+
+    @property
+    def _form(self) -> str:
+        name = TYPES[self.kind][0]
+        return name if name in _TORCH_NAMES else f"gguf:{name}"
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix over the blocks, with reordered rows sorted, or a stack of one for each expert.
+
+        Raises ModelError without the package gguf.
+        """
+        import torch
+
+        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        role, stored = "stored", parts["stored"]
+        if self._form in _TORCH_NAMES:
+            role, stored = "values", stored.view(getattr(torch, _TORCH_NAMES[self._form]))
+        else:
+            gguf_package()
+        num_rows, width = self.shape[-2:]
+        experts = stored.view(-1, num_rows, stored.shape[-1])
+        each = [StoredMatrix((StoredRange(self._form, num_rows, width, {role: one}),)) for one in experts]
+        if len(self.shape) == 3:
+            return StoredStack(tuple(each))
+        if not self.turned_heads:
+            return each[0]
+        order = torch.arange(num_rows).view(self.turned_heads, -1, 2).transpose(1, 2)
+        return each[0].rows(order.reshape(-1))
 
 
 def gguf_rows(stored: StoredTensor, turned_heads: int | None = None) -> GgufRows:

@@ -1,0 +1,43 @@
+"""Look up embeddings in a matrix that keeps the form of its file."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from convoy.model.kernels.stored.linear import StoredLinear
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import own_memory
+
+
+class StoredEmbedding(nn.Module):
+    """Look up rows of a stored matrix [tokens, hidden_size]. Only the rows asked for are unpacked.
+
+    It is used after `own_memory`, or after `share` with `lm_head`.
+    """
+
+    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype = torch.float32) -> None:
+        """Store ``matrix``. Rows are rounded to ``dtype`` as they are looked up."""
+        super().__init__()
+        self.matrix = matrix
+        self._row_values = matrix.row_values
+        self.num_bytes = matrix.num_bytes
+        self._dtype = dtype
+        self.num_embeddings, self.embedding_dim = matrix.shape
+
+    def own_memory(self) -> None:
+        """Copy the matrix, which may lie in a mapped file."""
+        self.matrix = own_memory(self.matrix)
+        self._row_values = self.matrix.row_values
+
+    def share(self, linear: StoredLinear) -> None:
+        """Look rows up in a linear over the same matrix, whose memory is then there once."""
+        self._row_values = linear.row_values
+        self.num_bytes = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map int64 [T] to float32 [T, hidden_size]."""
+        return self._row_values(tokens).to(self._dtype).to(torch.float32)
+
+
+Embedding = nn.Embedding | StoredEmbedding
