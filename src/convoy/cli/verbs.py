@@ -69,6 +69,9 @@ VERBS = (
         SET_UP,
         "Show, sign or verify the hashes of a model's tensors.",
     ),
+    Verb(
+        "quantize", "model_files.quantize:quantize", SET_UP, "Write a checkpoint with 4-bit or 8-bit weights."
+    ),
     Verb("attest", "attest:app", SET_UP, "Show this machine's evidence; enrol its TPM."),
     Verb("audit", "audit:app", SET_UP, "Show or verify the log of a key's acts."),
     Verb("provide", "provide:provide", SHARE, "Register with a coordinator, and answer its requests."),

@@ -1,5 +1,5 @@
-"""The verbs about a model's files: ``convoy manifest`` and ``convoy cache``.
+"""The verbs about a model's files: ``convoy manifest``, ``convoy cache`` and ``convoy quantize``.
 
-`manifest` hashes and signs a model, and `cache` shows the files that this machine keeps. No verb here runs a
-model. Open the module of the verb.
+`manifest` hashes and signs a model, `cache` shows the files that this machine keeps, and `quantize` writes a
+checkpoint with fewer bits. No verb here runs a model. Open the module of the verb.
 """
