@@ -18,37 +18,17 @@ from convoy.model.kernels.linear import PackedLinear, pad_rows
 from convoy.model.kernels.pages import ask_huge_pages
 from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import StoredMatrix
-from convoy.model.kernels.stored.packed import PartWidths, sample_range
+from convoy.model.kernels.stored.packed import part_widths, sample_range
 
 OUTPUTS, INPUTS = 4096, 4096
 ROWS = (1, 2, 4, 6, 16, 64, 512)
 COPIED_BYTES = 100 << 20
 ROUND_S = 0.6
-BF16, U8 = torch.bfloat16, torch.uint8
-
-
-def _affine(bits: int) -> PartWidths:
-    groups = INPUTS // 64
-    return (("biases", BF16, groups), ("codes", U8, INPUTS * bits // 8), ("scales", BF16, groups))
-
-
-def _raw(block: int, size: int) -> PartWidths:
-    return (("stored", U8, INPUTS // block * size),)
-
-
-FORMS: dict[str, tuple[int, PartWidths]] = {
-    "BF16": (0, (("values", BF16, INPUTS),)),
-    "F16": (0, (("values", torch.float16, INPUTS),)),
-    "gguf:Q8_0": (0, _raw(32, 34)),
-    "gguf:Q6_K": (0, _raw(256, 210)),
-    "gguf:Q5_K": (0, _raw(256, 176)),
-    "gguf:Q4_K": (0, _raw(256, 144)),
-    "gguf:Q4_0": (0, _raw(32, 18)),
-    "affine4": (64, _affine(4)),
-    "affine8": (64, _affine(8)),
-    "MXFP4": (32, (("codes", U8, INPUTS // 2), ("scales", U8, INPUTS // 32))),
-    "F8_E4M3": (128, (("scales", torch.float32, INPUTS // 128), ("values", torch.float8_e4m3fn, INPUTS))),
-}
+# Kept forms that are common in files.
+FORMS = (
+    *("BF16", "F16", "gguf:Q8_0", "gguf:Q6_K", "gguf:Q5_K", "gguf:Q4_K", "gguf:Q4_0"),
+    *("affine4", "affine8", "MXFP4", "F8_E4M3"),
+)
 
 
 def main() -> None:
@@ -60,8 +40,8 @@ def main() -> None:
     print("form       bits " + "".join(f"{rows:>8}" for rows in ROWS))
     with torch.inference_mode():
         for form in sys.argv[1:] or FORMS:
-            group, parts = FORMS[form]
-            matrix = StoredMatrix((sample_range(form, (OUTPUTS, INPUTS), group, parts),))
+            one = sample_range(form, (OUTPUTS, INPUTS), *part_widths(form, INPUTS))
+            matrix = StoredMatrix((one,))
             copies = [StoredLinear(matrix, None) for _ in range(-(-COPIED_BYTES // matrix.num_bytes))]
             ratios = (_ratio(itertools.cycle(plain), itertools.cycle(copies), rows) for rows in ROWS)
             bits = 8 * copies[0].weight_bytes / weight.numel()

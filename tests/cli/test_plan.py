@@ -11,11 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from cli.transcript import run_convoy, run_here
+from convoy.config.kernels import EXACT, held_form
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import packed_available
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
+from support.compiled import nothing_compiled
 
 CONFIG = {
     "model_type": "llama",
@@ -275,6 +277,18 @@ def planned(folder: Path, *flags: str) -> Any:
     done = run_here(["plan", "odd", *HERE, "--json", *flags], folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_members_of_a_plan_count_float32_where_nothing_is_compiled(folder: Path) -> None:
+    asked = ["plan", "demo", "--members", "alpha=1,beta=1", *HERE]
+    with nothing_compiled():
+        shown, plan = (run_here([*asked, *more], folder).stdout for more in ([], ["--json"]))
+    assert "unpacked: alpha, beta (to float32, without compiled code; " in shown
+    spec = ModelSource.resolve("demo").spec
+    for stage in json.loads(plan)["stages"]:
+        ends = {"embed": stage["embed"], "output": stage["output"]}
+        held = spec.weight_bytes(stage["start"], stage["end"], **ends, dtype=held_form(EXACT, unpacks=True))
+        assert (stage["kernel"], stage["weight_bytes"]) == (EXACT, held)
 
 
 def test_a_standby_gets_no_stage_and_is_named(folder: Path) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.status import ClusterStatus
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.int4 import int4_available
 from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.kernels.registry import own_form
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.placement import Placement, place
 from convoy.plan.report import report, report_blocks
 from support.cluster import MEMBER, running_cluster
+from support.compiled import nothing_compiled
 from support.odd_models import make_odd_llama
 from support.tiny_models import build_model
 
@@ -43,7 +46,14 @@ def sources(tmp_path: Path) -> Sources:
 
 def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
     offers = [
-        MemberOffer(name, memory_bytes, name == "alpha", num_threads=1, kernel=kernel)
+        MemberOffer(
+            name,
+            memory_bytes,
+            name == "alpha",
+            num_threads=1,
+            kernel=kernel,
+            unpacks=own_form(kernel) != kernel,
+        )
         for name in ("alpha", "beta")
     ]
     return place(source.spec, offers)
@@ -66,9 +76,20 @@ def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
     ],
 )
 def test_weights_and_blocks_are_what_the_plan_said(sources: Sources, kind: str, kernel: str) -> None:
-    source = sources(kind)
+    assert_planned(sources(kind), kernel)
+
+
+@needs_exact
+def test_members_without_compiled_code_take_what_the_plan_said(sources: Sources) -> None:
+    with nothing_compiled():
+        status = assert_planned(sources("demo"), "exact-f32")
+    assert [stage.unpacks for stage in status.stages] == [True, True]
+
+
+def assert_planned(source: ModelSource, kernel: str) -> ClusterStatus:
+    """Compare a plan with members that took so much, and return their status."""
     spec = source.spec
-    whole = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
+    whole = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=own_form(kernel))
     memory = whole + 20 * spec.kv_bytes(0, spec.num_layers, 16, kernel)  # too little for all that is wanted
     placement = planned(source, kernel, memory)
     options = HeadOptions(max_batch=8, prefill_chunk=64)
@@ -84,5 +105,7 @@ def test_weights_and_blocks_are_what_the_plan_said(sources: Sources, kind: str, 
             assert abs(stage.weight_bytes - found) <= TOLERANCE * found, stage.member
         for group, count in zip(blocks.groups, active.num_blocks, strict=True):
             assert abs(group.num_blocks - count) <= TOLERANCE * count, group.name
+        status = cluster.status()
     if all(group.attends for group in spec.cache_groups):
         assert not blocks.is_all_wanted, "the members' memory is what limits it"
+    return status

@@ -9,6 +9,7 @@ import pytest
 from convoy.config.kernels import (
     AUTO,
     CUDA_KERNELS,
+    EXACT,
     HOST_KERNELS,
     KERNELS,
     KV_FORMS,
@@ -17,6 +18,7 @@ from convoy.config.kernels import (
     RequestedKernel,
     RequestedKvDtype,
     form_of,
+    held_form,
     host_kernels_text,
     kv_form,
     on_device,
@@ -56,3 +58,12 @@ def test_a_dtype_of_kv_is_a_setting_and_a_kernels_own_is_the_first_that_it_holds
 def test_a_word_of_quantize_asks_for_a_rounded_kernel() -> None:
     assert QUANTIZED == {"int8": "w8a8", "int4": "w4a16"}
     assert set(QUANTIZED.values()) == set(ROUNDED)
+
+
+def test_a_member_that_unpacks_holds_exact_weights_in_another_form_with_the_same_kv() -> None:
+    unpacked = held_form(EXACT, unpacks=True)
+    assert form_of(EXACT).keeps
+    assert not form_of(unpacked).keeps
+    assert kv_form(unpacked, "q8") == kv_form(EXACT, "q8")
+    assert {held_form(name, unpacks=True) for name in KERNELS} == {*KERNELS, unpacked} - {EXACT}
+    assert {held_form(name, unpacks=False) for name in KERNELS} == set(KERNELS)

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.registry import own_form
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
 from survival.losing import PARAMS, survival, wait_for
@@ -24,7 +25,7 @@ def told(what: str, pause_s: float) -> None:
 def bytes_for(first_layers: int) -> int:
     """What a head needs for so many layers, the ends and some K/V, and not for one layer more."""
     spec = ModelSource.resolve("demo").spec
-    return stage_bytes(spec, Span(0, first_layers, True), "exact-f32") + 1_000_000
+    return stage_bytes(spec, Span(0, first_layers, True), own_form("exact-f32")) + 1_000_000
 
 
 def test_a_member_that_is_killed() -> None:

@@ -23,6 +23,7 @@ from convoy.model.device import (
     kernel_on_cuda,
     kernels_on_cuda,
 )
+from convoy.model.kernels.registry import own_form
 from convoy.plan.memory.memory import MEMORY_SHARE
 from convoy.wire.messages.control import MAX_OFFER_BYTES, Hello
 
@@ -50,6 +51,7 @@ def make_hello(options: MemberOptions) -> Hello:
         platform=f"{platform.system()}-{platform.machine()}",
         bits=bits_digest() if EXACT in kernels else "",
         device=options.device if RANKS in options.device else describe_devices(devices),
+        unpacks=EXACT in kernels and own_form(EXACT) != EXACT,
     )
 
 

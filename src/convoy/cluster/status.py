@@ -40,6 +40,8 @@ class StageStatus(msgspec.Struct, frozen=True):
     weight_share: float = 1.0
     # Bytes that it got since the head began, by "head", "hub" and peers.
     weights_from: dict[str, int] = {}
+    # Whether it takes more than in the form of the file, because it has no compiled code.
+    unpacks: bool = False
 
 
 class ParallelStatus(msgspec.Struct, frozen=True):

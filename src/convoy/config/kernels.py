@@ -7,7 +7,7 @@ the kernel's, or a dtype's if everything is simply held in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from convoy.errors import ModelError
@@ -237,9 +237,16 @@ ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].form.bits)
 STEADY = frozenset(name for name, kernel in KERNELS.items() if kernel.steady)
 # The kernel for each word of --quantize.
 QUANTIZED = {kernel.quantize: name for name, kernel in KERNELS.items() if kernel.quantize}
+# Behind the name of a kernel that keeps the forms of files, where a member has no compiled code for them.
+_UNPACKED = " unpacked"
 FORMS: dict[str, KernelForm] = {
     **{dtype: KernelForm(dtype) for dtype in DTYPE_BYTES},
     **{name: kernel.form for name, kernel in KERNELS.items()},
+    **{
+        name + _UNPACKED: replace(kernel.form, keeps=False)
+        for name, kernel in KERNELS.items()
+        if kernel.form.keeps
+    },
 }
 
 
@@ -261,12 +268,22 @@ def form_of(word: str) -> KernelForm:
     return FORMS[word]
 
 
+def held_form(kernel: str, *, unpacks: bool) -> str:
+    """Return the word of the form in which a member holds a kernel's weights.
+
+    A member that ``unpacks`` has no compiled code, and unpacks the forms of files.
+    """
+    unpacked = kernel + _UNPACKED
+    return unpacked if unpacks and unpacked in FORMS else kernel
+
+
 def kv_form(word: str, asked: str = AUTO) -> KvForm:
     """Return the form of K/V beside weights of a kernel or dtype: ``asked``, or the kernel's own for "auto".
 
     Raises ModelError for an unknown word, and for a dtype in which stages with this kernel hold no K/V.
     """
-    known = KERNELS[word].kv_dtypes if word in KERNELS else (_KV_OF_DTYPE[form_of(word).dtype],)
+    form, kernel = form_of(word), KERNELS.get(word.removesuffix(_UNPACKED))
+    known = (_KV_OF_DTYPE[form.dtype],) if kernel is None else kernel.kv_dtypes
     if asked == AUTO:
         return KV_FORMS[known[0]]
     if asked not in KV_FORMS:

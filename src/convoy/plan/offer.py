@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convoy.config.kernels import held_form
 from convoy.trust.evidence.level import Level
 
 
@@ -23,9 +24,16 @@ class MemberOffer:
     level: Level = Level.NONE
     # Threads that compute; 0 if unknown.
     num_threads: int = 0
-    # The form of its weights and K/V, see `config.kernels`.
+    # A word of `config.kernels.FORMS`.
     kernel: str = "float32"
     ranks: tuple[MemberOffer, ...] = ()
+    # Without compiled code it unpacks the forms of files; of ranks, any of them.
+    unpacks: bool = False
+
+    @property
+    def form(self) -> str:
+        """Return the word of the form of its weights and K/V."""
+        return held_form(self.kernel, unpacks=self.unpacks)
 
     @property
     def each(self) -> tuple[MemberOffer, ...]:

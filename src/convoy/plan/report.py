@@ -31,7 +31,6 @@ class StageReport(msgspec.Struct, frozen=True):
     """
 
     member: str
-    # The form of its weights.
     kernel: str
     head: bool
     span: str
@@ -54,6 +53,8 @@ class StageReport(msgspec.Struct, frozen=True):
     weight_share: float = 1.0
     # The dtype of its K/V.
     kv_dtype: str = ""
+    # The members that take more than in the form of the file, because they have no compiled code.
+    unpacks: list[str] = []
 
 
 class KvReport(msgspec.Struct, frozen=True):
@@ -241,11 +242,11 @@ def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
     groups = placement.spec.cache_groups
     rooms = {}
     for stage in placement.stages:
-        kernel = placement.kernels[stage.member]
         spec, run = rank_spec(placement.spec, stage.world_size), (stage.start, stage.end)
-        weights = spec.weight_bytes(*run, embed=stage.embed, output=stage.output, dtype=kernel)
-        sizes = [group.block_bytes(*run, demand.block_size, kernel) for group in spec.cache_groups]
         for name in stage.holders:
+            form = placement.forms[name]
+            weights = spec.weight_bytes(*run, embed=stage.embed, output=stage.output, dtype=form)
+            sizes = [group.block_bytes(*run, demand.block_size, form) for group in spec.cache_groups]
             rooms[name] = Room(placement.memory_bytes[name] - weights, sizes)
     choice = choose_blocks(groups, rooms, demand)
     if not choice.most:
@@ -304,17 +305,17 @@ def _reads(placement: Placement, idle: Iterable[str]) -> dict[str, str]:
 
 
 def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
-    dtype = placement.kernels[stage.member]
+    kernel, form = placement.kernels[stage.member], placement.stage_form(stage)
     spec = rank_spec(placement.spec, stage.world_size)
     weights, whole = (
-        one.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=dtype)
+        one.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=form)
         for one in (spec, placement.spec)
     )
-    kv_bytes = spec.kv_token_bytes(stage.start, stage.end, dtype)
+    kv_bytes = spec.kv_token_bytes(stage.start, stage.end, form)
     memory_bytes = min(placement.memory_bytes[name] for name in stage.holders)
     return StageReport(
         member=stage.member,
-        kernel=dtype,
+        kernel=kernel,
         head=stage.member == placement.head,
         span=format_span(Span(stage.start, stage.end, stage.output), spec.num_layers),
         start=stage.start,
@@ -325,11 +326,12 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         kv_bytes_per_token=kv_bytes,
         memory_bytes=memory_bytes,
         working_bytes=working_bytes(spec, stage.start, stage.end, output=stage.output),
-        max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, dtype),
+        max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, form),
         can_read_prompts=placement.route.reads_prompts(stage.member),
         ranks=list(stage.ranks),
         weight_share=weights / whole,
-        kv_dtype=_kv_dtype(placement.spec, dtype),
+        kv_dtype=_kv_dtype(placement.spec, kernel),
+        unpacks=[name for name in stage.holders if placement.unpacks(stage, name)],
     )
 
 

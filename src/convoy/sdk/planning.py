@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.config.files import default_cache, read_bytes
-from convoy.config.kernels import EXACT, PLAIN, kv_form
+from convoy.config.kernels import EXACT, PLAIN, held_form, kv_form
 from convoy.config.settings import Config, load_config, override
-from convoy.errors import ConfigError, ModelError, PlanError, SpanError, UsageError
+from convoy.errors import ConfigError, ModelError, PlanError, SelfCheckError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
 from convoy.sdk.options import Note, head_options, load_policy, unheard
 from convoy.sdk.speeds import Here, links_of, speeds_of
@@ -128,7 +128,8 @@ def make_plan(question: PlanQuestion) -> PlanReport:
     kernel, device = _kernel(question.kernel, settings.model.device)
     kv_form(kernel, settings.engine.kv_dtype)
     spec = spec.with_kv_dtype(settings.engine.kv_dtype)
-    offers = [dataclasses.replace(offer, kernel=kernel) for offer in offers]
+    unpacks = _unpacks(spec, kernel)
+    offers = [dataclasses.replace(offer, kernel=kernel, unpacks=unpacks) for offer in offers]
     here = Here.of(settings, question.members, offers, device, question.threads)
     paces = _Paces(settings, offers, here, question.context, question.speeds, question.round_trips, note)
     predict = paces.step_s if question.measured else None
@@ -247,6 +248,27 @@ def _kernel(asked: str, device: str) -> tuple[str, str]:
     if asked != "auto":
         return asked, _HOST
     return (EXACT if platform.machine() in {"x86_64", "AMD64"} else PLAIN), _HOST
+
+
+def _unpacks(spec: ModelSpec, kernel: str) -> bool:
+    """Return whether members would unpack the matrices of the file to float32.
+
+    All are taken to be as this machine: they unpack if nothing can be compiled here.
+    """
+    kept, unpacked = (
+        spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=form)
+        for form in (kernel, held_form(kernel, unpacks=True))
+    )
+    if kept == unpacked:
+        return False
+    # It takes no torch, but a compiler where no member ran here before.
+    from convoy.model.kernels.native.build import built_library
+
+    try:
+        built_library()
+    except SelfCheckError:
+        return True
+    return False
 
 
 def _without_standbys(

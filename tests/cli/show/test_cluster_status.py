@@ -5,7 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from convoy.cli.show.cluster_status import guesses_text, idle_text, recoveries_text, stage_rows, standbys_text
+import msgspec
+import pytest
+
+from convoy.cli.show.cluster_status import (
+    guesses_text,
+    idle_text,
+    print_cluster,
+    recoveries_text,
+    stage_rows,
+    standbys_text,
+)
 from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
 
 
@@ -51,3 +61,15 @@ def test_a_rank_is_shown_with_its_share_of_the_stage_and_a_member_alone_without(
     assert row()[6] == "yes (tokens)"
     assert row(can_read_prompts="activations")[6] == "yes (activations)"
     assert row(world_size=2, weight_share=0.5023)[1:4:2] == ("beta (rank 0)", "500.0 kB (0.50 of the stage)")
+
+
+def test_a_member_without_compiled_code_is_named_beside_the_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stages = [
+        StageStatus(name, start, start + 4, start == 0, False, 500_000, "tokens", "", unpacks=name == "beta")
+        for name, start in (("alpha", 0), ("beta", 4))
+    ]
+    print_cluster(msgspec.structs.replace(cluster(), stages=stages))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unpacked: ")]
+    assert told == ["unpacked: beta (to float32, without compiled code; `convoy doctor` there says why)"]

@@ -78,6 +78,21 @@ def test_this_machine_has_what_the_project_asks_for() -> None:
     assert levels(machine_check.check_packages()) == ["ok"]
 
 
+def test_a_machine_that_cannot_compile_is_warned_where_exact_mode_unpacks_for_that_reason() -> None:
+    finding = machine_check.compiled_finding
+    assert finding("", [], is_exact=True).level == "ok"
+    assert finding("this machine has no x86-64 Linux", ["x86-64 Linux"], is_exact=False).level == "ok"
+    found = finding("no C compiler was found", [], is_exact=True)
+    assert found.level == "warn"
+    assert found.what.endswith(
+        "no C compiler was found; exact mode unpacks the matrices of a file to float32"
+    )
+    assert found.mend == "install a C compiler (cc, gcc or clang), or mend that reason"
+    found = finding("this machine has no avx512f", ["avx512f"], is_exact=True)
+    assert found.mend is not None
+    assert "fewer layers" in found.mend
+
+
 @pytest.mark.parametrize(("busy", "found"), [(0.1, ["ok"]), (0.9, ["ok", "warn"])])
 def test_figures_that_were_measured_on_a_busy_machine_are_a_warning(busy: float, found: list[str]) -> None:
     speed = Speed(2.1e9, 5e9, layer_s=1e-4)

@@ -22,6 +22,7 @@ from convoy.errors import (
     StepError,
 )
 from convoy.model.backends.host.stage import HostStage
+from convoy.model.kernels.registry import own_form
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
 from convoy.trust.evidence.policy import OfferRule, Policy
@@ -120,7 +121,7 @@ def test_a_head_that_does_not_wait_uses_members_that_are_there() -> None:
 
 def tiny() -> MemberOptions:
     """A peer that holds no more than one layer."""
-    needed = stage_bytes(SOURCE.spec, Span(1, 2), "exact-f32")
+    needed = stage_bytes(SOURCE.spec, Span(1, 2), own_form("exact-f32"))
     return replace(MEMBER, memory_bytes=needed + 500_000)
 
 

@@ -8,13 +8,16 @@ import pytest
 from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.options import HeadOptions, MemberOptions
+from convoy.config.kernels import held_form
 from convoy.errors import Incompatible, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.placement.modes import Predict
 from convoy.plan.placement.parallel import Asked
 from convoy.plan.placement.placement import Placement
+from convoy.plan.report import report
 from convoy.plan.span import Span
+from convoy.plan.spec.sharding import rank_bytes
 from convoy.wire.messages.control import Hello
 from support.members import make_local_members, membership_of
 
@@ -187,6 +190,32 @@ def test_a_plan_with_more_members_and_less_room_is_none_that_a_running_one_is_le
     assert "gamma" in small.members & large.members
     assert not plans.keeps_room(running, small.placement)
     assert plans.keeps_room(running, large.placement)
+
+
+def test_a_member_that_unpacks_gets_as_many_layers_as_fit_in_float32() -> None:
+    memory_bytes, unpacked = bytes_for(9), held_form("exact-f32", unpacks=True)
+    keeps = hello(memory_bytes)
+    unpacks = msgspec.structs.replace(keeps, unpacks=True)
+    start, end = spans_of(planner().first({"alpha": keeps, "beta": keeps}))["beta"]
+    assert stage_bytes(SOURCE.spec, Span(start, end), unpacked) > memory_bytes
+    mixed = planner().first({"alpha": keeps, "beta": unpacks})
+    fewer = Span(*spans_of(mixed)["beta"])
+    assert fewer.end - fewer.start < end - start
+    assert stage_bytes(SOURCE.spec, fewer, unpacked) <= memory_bytes
+    assert (mixed.plan.kernel, mixed.plan.kernels) == ("exact-f32", [])
+    shown = report(mixed.placement).stages
+    assert [stage.unpacks for stage in shown] == [[], ["beta"]]
+    weights = SOURCE.spec.weight_bytes(fewer.start, fewer.end, embed=False, output=False, dtype=unpacked)
+    assert shown[1].weight_bytes == weights
+
+
+def test_a_rank_that_unpacks_sets_the_size_of_all_slices_of_its_stage() -> None:
+    unpacks = msgspec.structs.replace(hello(), unpacks=True)
+    found = together("tensor").first({"alpha": hello(), "beta": unpacks}).placement
+    (stage,) = report(found).stages
+    whole = Span(0, SOURCE.spec.num_layers, True)
+    assert stage.weight_bytes == rank_bytes(SOURCE.spec, whole, held_form("exact-f32", unpacks=True), 2)
+    assert stage.unpacks == ["beta"]
 
 
 def cuda(memory_bytes: int = PLENTY, *, standby: bool = False) -> Hello:

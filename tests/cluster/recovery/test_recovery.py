@@ -20,6 +20,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StageLost, StepError
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.registry import own_form
 from convoy.model.sampling.params import SamplingParams
 from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
@@ -40,7 +41,7 @@ LONG = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8
 
 def small(num_layers: int = 2) -> MemberOptions:
     """A head that cannot hold the whole model, which has four layers."""
-    needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), "exact-f32")
+    needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), own_form("exact-f32"))
     return replace(MEMBER, memory_bytes=needed + 600_000)
 
 

@@ -15,10 +15,12 @@ from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.native.library import native_library, why_no_native
+from convoy.model.kernels.registry import own_form
 from convoy.model.stage import StageOptions
 from convoy.plan.span import Span
 from convoy.plan.spec.sharding import Shard, rank_bytes
 from convoy.wire.messages.control import StageAssignment
+from support.compiled import nothing_compiled
 from support.tiny_models import KINDS, Chain, Models, Prompt, Threads
 
 pytestmark = pytest.mark.skipif(
@@ -115,3 +117,22 @@ def test_two_byte_matrices_stay_and_give_the_bits_of_float32(
     if kind == "even":
         # the outputs of the others fill no panels
         assert kept[0].weight_bytes < 0.51 * expected[0].weight_bytes
+
+
+def test_without_compiled_code_a_stage_unpacks_to_the_same_bits_and_the_bytes_of_its_plan(
+    models: Models, prompt: Prompt
+) -> None:
+    source, tokens = models.source("even", dtype=torch.bfloat16), prompt(40)
+    (expected,) = Chain(stages(source, 2)).run((0, tokens))
+    with nothing_compiled():
+        unpacked, form = stages(source, 2), own_form("exact-f32")
+        (found,) = Chain(unpacked).run((0, tokens))
+    assert torch.equal(found, expected)
+    for stage in unpacked:
+        mine = stage.assignment
+        held, kept = (
+            source.spec.weight_bytes(mine.start, mine.end, embed=mine.embed, output=mine.output, dtype=word)
+            for word in (form, "exact-f32")
+        )
+        assert stage.weight_bytes == held > 1.9 * kept
+        assert stage.weight_share == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, on_device
+from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, held_form, on_device
 from convoy.errors import PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import check_memory, format_bytes, stage_bytes
@@ -40,3 +40,18 @@ def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
     assert "int8" not in hint_for("w8a8")
     assert "--quantize int4" in hint_for("w8a8")
     assert hint_for("w4a16") == "add a member, or move layers to one with more memory"
+
+
+def test_a_member_without_compiled_code_needs_more_and_the_hint_has_the_bytes_with_it() -> None:
+    offers = {name: MemberOffer(name, 1000, kernel=EXACT, unpacks=name == "beta") for name, _ in OWNERS}
+    (_, first), (_, second) = OWNERS
+    unpacked = held_form(EXACT, unpacks=True)
+    needed = [stage_bytes(SPEC, first, EXACT), stage_bytes(SPEC, second, unpacked)]
+    with pytest.raises(PlanError, match=f"stage 1 on beta needs {format_bytes(needed[1])} ") as caught:
+        check_memory(SPEC, OWNERS, offers)
+    assert caught.value.hint is not None
+    assert f"all stages need {format_bytes(sum(needed))}, " in caught.value.hint
+    kept = format_bytes(stage_bytes(SPEC, second, EXACT))
+    assert caught.value.hint.endswith(
+        f"; with compiled code beta would need {kept} (`convoy doctor` there says why there is none)"
+    )

@@ -106,10 +106,11 @@ class DoctorSubject:
             )
             return
         from convoy.model.checkpoints.source import ModelSource
+        from convoy.model.kernels.registry import own_form
 
         source = ModelSource.resolve(named)
         spec = source.spec
-        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=EXACT)
+        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=own_form(EXACT))
         yield ok(
             f"{source.name}: {spec.family}, {counted(spec.num_layers, 'layer')}, "
             f"{counted(len(source.tensors), 'tensor')}, "

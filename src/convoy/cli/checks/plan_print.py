@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from convoy.cli.checks.rates import format_rate, print_rates
+from convoy.cli.show.cluster_status import unpacked_text
 from convoy.cli.show.output import (
     counted,
     format_bytes,
@@ -80,6 +81,9 @@ def _print_stages(found: PlanReport) -> None:
             for index, stage in enumerate(found.stages)
         ],
     )
+    unpacking = [name for stage in found.stages for name in stage.unpacks]
+    if unpacking:
+        print(f"unpacked: {unpacked_text(unpacking)}")
     print()
 
 

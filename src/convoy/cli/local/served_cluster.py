@@ -192,9 +192,10 @@ def memory_for(model: str, num_members: int) -> float:
     it.
     """
     from convoy.model.checkpoints.source import ModelSource
+    from convoy.model.kernels.registry import own_form
     from convoy.plan.memory.memory import stage_bytes
     from convoy.plan.span import Span
 
     spec = ModelSource.resolve(model).spec
-    whole = stage_bytes(spec, Span(0, spec.num_layers, output=True), EXACT)
+    whole = stage_bytes(spec, Span(0, spec.num_layers, output=True), own_form(EXACT))
     return whole / (num_members - 0.5) / 1e9

@@ -37,6 +37,9 @@ def print_cluster(status: ClusterStatus) -> None:
     for stage in status.stages:
         if stage.device not in {"", "cpu"} or status.kernel == "mixed":
             print(f"device: {stage.member} on {stage.device or 'a device that is gone'}, {stage.kernel}")
+    unpacking = [stage.member for stage in status.stages if stage.unpacks]
+    if unpacking:
+        print(f"unpacked: {unpacked_text(unpacking)}")
     for stage in status.stages:
         if stage.weights_from:
             print(f"weights: {stage.member} got {origins_text(stage.weights_from)}")
@@ -96,6 +99,12 @@ def level_text(status: ClusterStatus) -> str:
         if one.excluded:
             text += f"; {one.member} has {one.level} and no stage"
     return text
+
+
+def unpacked_text(members: Iterable[str]) -> str:
+    """Return the members that hold float32 in place of the form of the file, and why."""
+    why = "to float32, without compiled code; `convoy doctor` there says why"
+    return f"{', '.join(members)} ({why})"
 
 
 def standbys_text(standbys: Iterable[StandbyStatus]) -> str:

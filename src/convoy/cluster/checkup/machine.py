@@ -12,7 +12,7 @@ import shutil
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,9 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     """Check whether exact mode holds here, with which bits, and whether compiled code runs the decodes."""
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
+    from convoy.model.kernels.native.build import missing_features
     from convoy.model.kernels.native.library import why_no_native
+    from convoy.model.kernels.stored.packed import failing_forms
 
     why_not = why_not_exact(num_threads)
     if why_not:
@@ -96,10 +98,30 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
         digest = bits_digest()[:12]
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
     reason = why_no_native()
-    yield ok(
-        f"decodes run on torch's operators alone, slower and with the same bits: {reason}"
-        if reason
-        else "decodes run on code that was compiled here, with the bits of torch's operators"
+    yield compiled_finding(reason, missing_features(), is_exact=not why_not)
+    failing = [] if why_not or reason else failing_forms()
+    if failing:
+        yield warn(
+            f"compiled code has other bits here for {', '.join(failing)}: such matrices are slow",
+            "serve a checkpoint in another form from this machine",
+        )
+
+
+def compiled_finding(why_not: str, missing: Sequence[str], *, is_exact: bool) -> Finding:
+    """Return whether compiled code runs here. ``why_not`` says why it does not, or is empty.
+
+    ``missing`` are features that the processor lacks. ``is_exact``: exact mode holds here.
+    """
+    if not why_not:
+        return ok("decodes run on code that was compiled here, with the bits of torch's operators")
+    what = f"decodes run on torch's operators alone, slower and with the same bits: {why_not}"
+    if not is_exact:
+        return ok(what)
+    return warn(
+        f"{what}; exact mode unpacks the matrices of a file to float32",
+        "give this member fewer layers, or more memory: `convoy plan` counts float32 for it"
+        if missing
+        else "install a C compiler (cc, gcc or clang), or mend that reason",
     )
 
 

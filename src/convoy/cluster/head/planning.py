@@ -34,7 +34,7 @@ from convoy.cluster.offer import (
     require_kv,
 )
 from convoy.cluster.options import HeadOptions
-from convoy.config.kernels import EXACT, FORMS
+from convoy.config.kernels import EXACT, KERNELS, held_form
 from convoy.errors import ConvoyError, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import RANKS
@@ -211,8 +211,8 @@ class Planner:
         A member that cannot must not keep the others from a plan.
         """
         spec, asked = self._spec, self._options.kv_dtype
-        known = [kernel for kernel in hello.kernels if kernel in FORMS] or ["float32"]
-        forms = [kernel for kernel in known if holds_kv(kernel, asked)]
+        known = [kernel for kernel in hello.kernels if kernel in KERNELS] or ["float32"]
+        forms = [held_form(one, unpacks=hello.unpacks) for one in known if holds_kv(one, asked)]
         if name == self._me.name or not forms:
             return name == self._me.name
         least = min(
@@ -276,6 +276,7 @@ class Planner:
                 self._verifier.level(name),
                 hello.num_threads,
                 kernel=kernels[name],
+                unpacks=hello.unpacks,
             )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]

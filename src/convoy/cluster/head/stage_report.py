@@ -38,7 +38,8 @@ def describe_stages(
     for position, stage, rank, name in places:
         link, kernel = links.get(name), active.plan.kernel_of(position)
         num_bytes = active.weight_bytes[name]
-        share = share_of(num_bytes, active.placement.spec, stage, kernel) if stage.world_size > 1 else 1.0
+        form = active.placement.forms[name]
+        share = share_of(num_bytes, active.placement.spec, stage, form) if stage.world_size > 1 else 1.0
         status = StageStatus(
             member=name,
             head=name == head,
@@ -53,6 +54,7 @@ def describe_stages(
             address=_address(roster, name),
             device=devices.get(name, ""),
             kernel=kernel,
+            unpacks=active.placement.unpacks(stage, name),
             weights_from=origins(name),
             rank=rank,
             world_size=stage.world_size,

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.status import StandbyStatus
+from convoy.config.kernels import held_form
 from convoy.errors import ConvoyError
+from convoy.plan.span import Span
+from convoy.plan.spec.sharding import rank_bytes
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.messages.control import Hello, Plan, Ready
 
@@ -64,7 +67,7 @@ class Standbys:
         for name, (link, hello) in present.items():
             if not hello.standby or name in active.members:
                 continue
-            fits = hello.memory_bytes >= weights[largest]
+            fits = hello.memory_bytes >= _bytes_on(hello, active, largest)
             plan = in_place_of(active.plan, largest, name, hello) if fits else None
             self.preload(name, link, plan)
 
@@ -92,3 +95,14 @@ class Standbys:
             return None
         stage = next(stage for stage in asked.plan.stages if name in stage.holders)
         return f"{stage.start}-{stage.end - 1}"
+
+
+def _bytes_on(hello: Hello, active: ActivePlan, largest: str) -> int:
+    """Return the bytes of the weights of ``largest`` on a standby, which may hold them in another form."""
+    found = active.weight_bytes[largest]
+    if not hello.unpacks:
+        return found
+    position, stage = next((i, one) for i, one in enumerate(active.plan.stages) if largest in one.holders)
+    form = held_form(active.plan.kernel_of(position), unpacks=True)
+    span = Span(stage.start, stage.end, stage.output)
+    return max(found, rank_bytes(active.placement.spec, span, form, stage.world_size))

@@ -1,4 +1,4 @@
-"""Find what a kernel of hosts with rounded linears offers: its check of this machine, and its factories.
+"""Find what a kernel of hosts offers here: with rounded linears its factories, and the form of its weights.
 
 The rows stand in `config.kernels`, which knows no torch. A row names the module with its `KERNEL`.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from convoy.config.kernels import HOST_KERNELS, KERNELS, form_of
+from convoy.config.kernels import HOST_KERNELS, KERNELS, form_of, held_form
 from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.native.library import native_library
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,12 @@ def rounded_kernels() -> list[str]:
 def _needed(name: str) -> list[str]:
     otherwise = form_of(name).otherwise
     return [name, otherwise] if otherwise else [name]
+
+
+def own_form(kernel: str) -> str:
+    """Return the word of the form in which this machine holds a kernel's weights.
+
+    Without compiled code, matrices in the form of their file would be unpacked in every step. So they are
+    unpacked as they are read.
+    """
+    return held_form(kernel, unpacks=native_library() is None)

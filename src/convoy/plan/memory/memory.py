@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from convoy.config.kernels import KERNELS, QUANTIZED, on_device
 from convoy.errors import PlanError
@@ -61,19 +62,31 @@ def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers)
         total = 0
         for name, span in owners:
             offer = offers[name]
-            kernel = offer.kernel if kind is None else _rounded(kind, offer.kernel)
-            total += offer.world_size * stage_bytes(spec, span, kernel, offer.world_size)
+            form = offer.form if kind is None else _rounded(kind, offer.kernel)
+            total += offer.world_size * stage_bytes(spec, span, form, offer.world_size)
         return total
 
-    now = together(None)
+    now, unpacked = together(None), _unpacked_text(spec, owners, offers)
     less = {kind: needed for kind in QUANTIZED if (needed := together(kind)) < now}
     if not less:
-        return "add a member, or move layers to one with more memory"
+        return f"add a member, or move layers to one with more memory{unpacked}"
     kinds = ", ".join(f"{format_bytes(needed)} with --quantize {kind}" for kind, needed in less.items())
     return (
         "add a member, move layers to one with more memory, or round the weights: all stages need "
-        f"{format_bytes(now)}, {kinds}"
+        f"{format_bytes(now)}, {kinds}{unpacked}"
     )
+
+
+def _unpacked_text(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
+    """Return the part of the hint for members that need more because they have no compiled code."""
+    told = []
+    for name, span in owners:
+        kept = _needed(spec, span, replace(offers[name], unpacks=False))
+        if kept < _needed(spec, span, offers[name]):
+            told.append(f"{offers[name].label} would need {format_bytes(kept)}")
+    if not told:
+        return ""
+    return f"; with compiled code {', '.join(told)} (`convoy doctor` there says why there is none)"
 
 
 def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:
@@ -82,7 +95,7 @@ def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) ->
 
 
 def _needed(spec: ModelSpec, span: Span, offer: MemberOffer) -> int:
-    return stage_bytes(spec, span, offer.kernel, offer.world_size)
+    return stage_bytes(spec, span, offer.form, offer.world_size)
 
 
 def relieve(

@@ -101,6 +101,7 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
         num_threads=min(member.num_threads for member in ranks),
         level=min(member.level for member in ranks),
         ranks=tuple(ranks),
+        unpacks=any(member.unpacks for member in ranks),
     )
 
 

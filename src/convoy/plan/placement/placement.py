@@ -24,7 +24,7 @@ from convoy.plan.placement.route import Route, missing_layers
 from convoy.plan.placement.sharing import check_rules, share
 from convoy.plan.span import Span, format_span, layers_text, parse_span
 from convoy.plan.spec.model import ModelSpec
-from convoy.plan.spec.sharding import check_sharding
+from convoy.plan.spec.sharding import check_sharding, rank_bytes
 from convoy.trust.evidence.policy import PlacementRule
 from convoy.wire.messages.control import StageAssignment
 
@@ -38,8 +38,10 @@ class Placement:
     spec: ModelSpec
     stages: tuple[StageAssignment, ...]
     head: str
-    # Of members: the form of their weights and K/V.
+    # Of members.
     kernels: Mapping[str, str]
+    # Of members: the form of their weights and K/V, a word of `config.kernels.FORMS`.
+    forms: Mapping[str, str]
     memory_bytes: Mapping[str, int]
     members: tuple[MemberOffer, ...] = ()
     # All of them hold.
@@ -52,6 +54,25 @@ class Placement:
         """Return the dtype in which hidden states cross links: that of the narrowest stage."""
         used = {form_of(self.kernels[stage.member]).dtype for stage in self.stages}
         return "bfloat16" if "bfloat16" in used else "float32"
+
+    def stage_form(self, stage: StageAssignment) -> str:
+        """Return the form of the largest slice of a stage: that of a rank that unpacks, if there is one."""
+        forms = [self.forms[name] for name in stage.holders]
+        return next((form for form in forms if not form_of(form).keeps), forms[0])
+
+    def unpacks(self, stage: StageAssignment, name: str) -> bool:
+        """Return whether a holder of a stage takes more than in the form of the file.
+
+        It has no compiled code, and unpacks matrices of these layers.
+        """
+        if self.forms[name] == self.kernels[name]:
+            return False
+        span = Span(stage.start, stage.end, stage.output)
+        held, kept = (
+            rank_bytes(self.spec, span, form, stage.world_size)
+            for form in (self.forms[name], self.kernels[name])
+        )
+        return held > kept
 
     @property
     def mode(self) -> Mode:
@@ -106,6 +127,7 @@ def place(
         stages=tuple(_stage(offers[name], span) for name, span in owners),
         head=head,
         kernels={member.name: member.kernel for member in each},
+        forms={member.name: member.form for member in each},
         memory_bytes={member.name: member.memory_bytes for member in each},
         members=tuple(each),
         rules=tuple(rules),

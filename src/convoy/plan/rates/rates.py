@@ -165,8 +165,8 @@ def _time_of_ranks(
     placement: Placement, stage: StageAssignment, speeds: Mapping[str, Speed], links: Links, load: StepLoad
 ) -> StageTime:
     """Return the time of the slowest rank, because the others wait for it at every sum."""
-    spec, kernel = rank_spec(placement.spec, stage.world_size), placement.kernels[stage.member]
-    times = [stage_time(spec, stage, kernel, speeds[name], load) for name in stage.holders]
+    spec = rank_spec(placement.spec, stage.world_size)
+    times = [stage_time(spec, stage, placement.forms[name], speeds[name], load) for name in stage.holders]
     slowest = max(times, key=lambda time: time.total_s)
     return replace(slowest, summing_s=summing_s(placement.spec, stage, links, load))
 
@@ -241,37 +241,33 @@ def _per_second(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def stage_time(
-    spec: ModelSpec, stage: StageAssignment, kernel: str, speed: Speed, load: StepLoad
-) -> StageTime:
+def stage_time(spec: ModelSpec, stage: StageAssignment, form: str, speed: Speed, load: StepLoad) -> StageTime:
     """Return the time of a step in one stage, without its hops."""
     layers = spec.layers[stage.start : stage.end]
     reading, multiplying, linears = 0.0, 0.0, 0.0
     for layer in layers:
-        for num_rows, num_bytes, elements in _parts(layer, kernel, spec.experts_per_token, load.num_rows):
+        for num_rows, num_bytes, elements in _parts(layer, form, spec.experts_per_token, load.num_rows):
             times = speed.linear_s(num_rows, num_bytes, elements)
             reading, multiplying = reading + times[0], multiplying + times[1]
         linears += _num_linears(layer, spec.experts_per_token, load.num_rows)
     if stage.output:
         elements = spec.vocabulary_rows * spec.hidden_size
-        times = speed.linear_s(load.num_outputs, spec.output_bytes(kernel), elements)
+        times = speed.linear_s(load.num_outputs, spec.output_bytes(form), elements)
         reading, multiplying = reading + times[0], multiplying + times[1]
-    cache_bytes = _cache_bytes(spec, stage, kernel, load)
+    cache_bytes = _cache_bytes(spec, stage, form, load)
     reading += cache_bytes / (speed.cache_bytes_per_s or speed.read_bytes_per_s)
     multiplying += _attention_flop(spec, stage, load) / (speed.attention_flop_per_s or speed.flop_per_s)
     own = linears / REFERENCE_LINEARS * speed.layer_s + len(layers) * (load.num_rows - 1) * speed.row_s
     return StageTime(reading, multiplying, own + speed.step_s)
 
 
-def _parts(
-    layer: LayerWeights, kernel: str, chosen: int, num_rows: float
-) -> list[tuple[float, float, float]]:
+def _parts(layer: LayerWeights, form: str, chosen: int, num_rows: float) -> list[tuple[float, float, float]]:
     """Return rows, bytes and elements of the weights for every token, and of the experts reached."""
-    parts = [(num_rows, float(layer.each.num_bytes(kernel)), float(layer.each.elements))]
+    parts = [(num_rows, float(layer.each.num_bytes(form)), float(layer.each.elements))]
     reached = layer.reached_share(chosen, num_rows)
     if reached:
         rows_each = num_rows * layer.chosen_share(chosen) / reached
-        parts.append((rows_each, layer.experts.num_bytes(kernel) * reached, layer.experts.elements * reached))
+        parts.append((rows_each, layer.experts.num_bytes(form) * reached, layer.experts.elements * reached))
     return parts
 
 
@@ -281,12 +277,12 @@ def _num_linears(layer: LayerWeights, chosen: int, num_rows: float) -> float:
     return each + experts * layer.reached_share(chosen, num_rows)
 
 
-def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: StepLoad) -> float:
+def _cache_bytes(spec: ModelSpec, stage: StageAssignment, form: str, load: StepLoad) -> float:
     """Return the bytes of K/V that decodes read; states are also written. A chunk's reads are negligible."""
     if load.is_chunk:
         return 0.0
     sizes = (
-        group.sequence_bytes(stage.start, stage.end, round(load.context), kernel)
+        group.sequence_bytes(stage.start, stage.end, round(load.context), form)
         * (2 if group.kind == "recurrent" else 1)
         for group in spec.cache_groups
     )

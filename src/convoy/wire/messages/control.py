@@ -181,6 +181,8 @@ class Hello(Message, frozen=True):
     bits: Digest = ""
     # For people to read; ``kernels`` decides what the member can run.
     device: str = "cpu"
+    # Whether it has no compiled code for the forms of files, and unpacks them to float32 in exact mode.
+    unpacks: bool = False
 
     def names(self) -> list[str]:
         return [*self.dtypes, *self.kernels]

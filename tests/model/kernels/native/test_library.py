@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
 from convoy.wire.messages.control import Row
+from support.compiled import nothing_compiled
 from support.tiny_models import Threads
 
 SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (1024, 1536), (2816, 64), (1031, 33), (2, 2))
@@ -177,29 +177,15 @@ def test_linears_whose_compiled_bits_differ_are_left_to_torch(monkeypatch: pytes
     assert torch.equal(linear(pad_rows(numbers(1, 96)))[:1], native(numbers(1, 96)))
 
 
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("shutil.which", lambda _name: None)
-    build.built_library.cache_clear()
-    library.native_library.cache_clear()
-    native_holds.cache_clear()
-    norm_holds.cache_clear()
-    yield
-    build.built_library.cache_clear()
-    library.native_library.cache_clear()
-    native_holds.cache_clear()
-    norm_holds.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_compiled")
 def test_without_a_compiler_torch_does_it_all_with_the_same_bits() -> None:
     weight, x = numbers(256, 704), numbers(5, 704, seed=2)
-    linear, rounded = PackedLinear(weight, None), Int8Linear(weight, None)
-    assert not linear.takes_lone_rows
-    assert library.why_no_native()
-    whole, scale = round_weight(weight)
-    assert torch.equal(rounded(x), int8_linear(x, whole, scale, None))
-    assert torch.equal(linear(x), linear(torch.cat((x, x)))[:5])
+    with nothing_compiled():
+        linear, rounded = PackedLinear(weight, None), Int8Linear(weight, None)
+        assert not linear.takes_lone_rows
+        assert library.why_no_native()
+        whole, scale = round_weight(weight)
+        assert torch.equal(rounded(x), int8_linear(x, whole, scale, None))
+        assert torch.equal(linear(x), linear(torch.cat((x, x)))[:5])
 
 
 WRITES_LIB = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo lib > "$2"; shift; done'

@@ -12,7 +12,7 @@ from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native import library
 from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
-from convoy.model.kernels.stored.packed import pack_range
+from convoy.model.kernels.stored.packed import NativeStored, failing_forms, kernel_holds, pack_range
 from support.tiny_models import Threads
 
 needs_native = pytest.mark.skipif(
@@ -162,3 +162,29 @@ def test_numbers_that_no_kernel_reads_are_left_to_the_reader() -> None:
         pack_range(StoredRange("centred4", 70, 256, {**codes, "scales": codes["scales"].double()}, 64))
         is None
     )
+
+
+@needs_native
+def test_a_form_with_other_bits_here_is_named_and_unpacked_some_outputs_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert failing_forms() == []
+    one, right = _range("affine4", 70, 256), NativeStored.__call__
+
+    def wrong(native: NativeStored, x: torch.Tensor, y: torch.Tensor) -> None:
+        right(native, x, y)
+        y.add_(1)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(NativeStored, "__call__", wrong)
+            kernel_holds.cache_clear()
+            assert failing_forms() == sorted(KEPT_FORMS)
+            linear = StoredLinear(StoredMatrix((one,)), None)
+    finally:
+        kernel_holds.cache_clear()
+    assert "the compiled kernel of affine4 has other bits here, and is not used" in caplog.text
+    assert not linear.is_compiled
+    assert linear.weight_bytes == one.num_bytes
+    x = _numbers(9, 256, seed=5)
+    assert torch.equal(linear(x), PackedLinear(one.unpack(), None)(x))

@@ -23,8 +23,8 @@ from convoy.model.backends.host.stage_kv import HostKvStore
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
-from convoy.model.kernels.native.library import native_library
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
+from convoy.model.kernels.registry import own_form
 from convoy.model.kv.pools import BlockTables, StagedStep
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
@@ -71,7 +71,7 @@ class HostStage:
         self.step_bytes = modules.step_bytes
         self.bytes_read = modules.bytes_read
         self.shard = shard
-        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, own_form(options.kernel))
         self._source = (source.digest, source.path)
         self._modules = modules
         self._ranks = modules.ranks
@@ -132,8 +132,7 @@ class HostStage:
         packed = options.kernel != PLAIN
         rounds = options.kernel in ROUNDED
         finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
-        # Without compiled code, stored matrices would be unpacked in every step.
-        keeps = form_of(options.kernel).keeps and native_library() is not None
+        keeps = form_of(own_form(options.kernel)).keeps
         work: dict[str, Any] = {"packed": packed, "keeps": keeps, "finish": finish, "shard": shard}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes

@@ -59,25 +59,17 @@ class TurnedFloats(Unpacking):
 
     def kept(self, parts: Parts) -> Stored | None:
         """Return a stack of [rows, inputs]. Raises ModelError for a scale that is NaN."""
-        import torch
-
         from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
         from convoy.model.kernels.stored.weights import StoredStack
 
         num_experts, width, num_rows = self.shape
         codes = parts["blocks"].view(num_experts, num_rows, -1)
-        scales = parts["scales"].view(torch.uint8)
-        self._check_scales(scales)
+        scales = _exponents(parts["scales"], self.parts["scales"])
         found = [
             StoredRange("MXFP4", num_rows, width, {"codes": codes[number], "scales": scales[number]}, _BLOCK)
             for number in range(num_experts)
         ]
         return StoredStack(tuple(StoredMatrix((one,)) for one in found))
-
-    def _check_scales(self, exponents: torch.Tensor) -> None:
-        if bool((exponents == _NOT_A_NUMBER).any()):
-            stored = self.parts["scales"]
-            raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
 
 
 @dataclass(frozen=True)
@@ -122,11 +114,18 @@ def scaled_pairs(blocks: torch.Tensor, scales: torch.Tensor, stored: StoredTenso
     """
     import torch
 
+    powers = _exponents(scales, stored).to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
+    return torch.ldexp(pairs_of_floats(blocks), powers)
+
+
+def _exponents(scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Return the bytes of scales. Raises ModelError for a scale that is NaN, which ``stored`` names."""
+    import torch
+
     exponents = scales.view(torch.uint8)
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
-    powers = exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
-    return torch.ldexp(pairs_of_floats(blocks), powers)
+    return exponents
 
 
 def pairs_of_floats(packed: torch.Tensor) -> torch.Tensor:

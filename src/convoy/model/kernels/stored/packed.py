@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from convoy.config.kernels import KEPT_FORMS
 from convoy.model.kernels.linear import PackedLinear, split_inputs
 from convoy.model.kernels.native.library import (
     StoredLinearStruct,
@@ -39,6 +40,8 @@ _PANEL = 64
 # Outputs and rows of a check: two panels, and two passes of rows. Fewer rows than these are fused.
 _CHECK_OUTPUTS, _CHECK_ROWS = 70, 13
 _FUSED_ROWS = range(1, 7)
+# Of a sample of each form.
+_SAMPLE_INPUTS = 256
 _E4M3_NAN = 0x7F
 # The role, the dtype and the width of each part.
 PartWidths = tuple[tuple[str, torch.dtype, int], ...]
@@ -247,6 +250,20 @@ def kernel_holds(form: str, inputs: int, group: int, parts: PartWidths) -> bool:
     return True
 
 
+def failing_forms() -> list[str]:
+    """Return the forms that plans count as kept and that have no kernel with the right bits here.
+
+    One small matrix of each form is compared, in some tens of milliseconds. A stage compares its own shapes.
+    """
+    if not run_lengths(_SAMPLE_INPUTS, _CHECK_OUTPUTS):
+        return sorted(KEPT_FORMS)
+    return [
+        form
+        for form in sorted(KEPT_FORMS)
+        if not kernel_holds(form.partition(" ")[0], _SAMPLE_INPUTS, *part_widths(form, _SAMPLE_INPUTS))
+    ]
+
+
 def _packing(one: StoredRange) -> _Packing | None:
     """Return how a range is packed, or None if no kernel knows its form and parts."""
     packing = _PACKINGS.get(one.form)
@@ -317,6 +334,28 @@ def _source(one: StoredRange, packing: _Packing) -> tuple[StoredSourceStruct, li
         ),
         held,
     )
+
+
+def part_widths(form: str, inputs: int) -> tuple[int, PartWidths]:
+    """Return the inputs of a group and the parts of a usual matrix in one of `KEPT_FORMS`."""
+    kind, _, zeros = form.partition(" ")
+    blocks, bits = _PACKINGS[kind].blocks, 8 if kind.endswith("8") else 4
+    if blocks is not None:
+        return 0, (("stored", torch.uint8, inputs // blocks.inputs * blocks.size),)
+    plain: dict[str, tuple[int, PartWidths]] = {
+        "BF16": (0, (("values", torch.bfloat16, inputs),)),
+        "F16": (0, (("values", torch.float16, inputs),)),
+        "I8": (0, (("scales", torch.float32, 1), ("values", torch.int8, inputs))),
+        "F8_E4M3": (128, (("scales", torch.float32, inputs // 128), ("values", torch.float8_e4m3fn, inputs))),
+        "MXFP4": (32, (("codes", torch.uint8, inputs // 2), ("scales", torch.uint8, inputs // 32))),
+    }
+    if kind in plain:
+        return plain[kind]
+    groups, dtype = inputs // 64, torch.bfloat16 if kind.startswith("affine") else torch.float16
+    parts: PartWidths = (("codes", torch.uint8, inputs * bits // 8), ("scales", dtype, groups))
+    if kind.startswith("affine"):
+        parts = (("biases", dtype, groups), *parts)
+    return 64, (*parts, ("zeros", torch.uint8, groups)) if zeros else parts
 
 
 def sample_range(form: str, shape: tuple[int, int], group: int, parts: PartWidths) -> StoredRange:
