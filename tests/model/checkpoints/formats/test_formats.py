@@ -79,7 +79,10 @@ CASES: dict[str, tuple[str, Quantise]] = {
 
 
 # No compiled kernel knows these forms, so they are unpacked to float32.
-UNPACKED = {"compressed int4 order", "gptq 4-bit order", "gptq 8-bit v2"}
+UNPACKED = {
+    *("compressed int4 order", "gptq 4-bit order", "gptq 8-bit v2"),
+    *("nvfp4", "nvfp4 compressed", "nf4", "nf4 double"),
+}
 
 
 class Checkpoints:
