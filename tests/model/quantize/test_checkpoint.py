@@ -57,6 +57,8 @@ def test_the_reader_gives_codes_times_scales_and_the_rest_as_it_was(
     assert source.layout.made.keys() == {
         name for name in llama.tensors if name.endswith("_proj.weight") or name == "lm_head.weight"
     }
+    # exact mode keeps each of them in this form
+    assert source.layout.made.keys() <= source.layout.kept(source.tensors).keys()
     assert torch.equal(read_tensor(source, f"{DOWN}.weight"), values_of(stored, DOWN, bits))
     assert torch.equal(read_tensor(source, "lm_head.weight"), values_of(stored, "lm_head", 8))
     for name in llama.tensors.keys() - source.layout.made.keys():
