@@ -26,6 +26,7 @@ from convoy.model.backends.host.checks.selfcheck import check_exact
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available
+from convoy.model.quantize.checkpoint import quantize
 from convoy.model.stage import LoadedStage, StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
@@ -311,6 +312,20 @@ def test_own_prompts_are_one_on_each_line(tmp_path: Path) -> None:
     file.write_text("word " * 3000)
     with pytest.raises(InputError, match="the context has"):
         read_prompts(file, tokenizer, source.spec, 6)
+
+
+def test_a_checkpoint_of_convoy_quantize_has_its_error_in_the_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = quantize(ModelSource.resolve("demo-mini"), "q4", tmp_path / "out")
+    found = certify(ModelSource.resolve(str(tmp_path / "out")), 0)
+    assert failures(found) == []
+    assert found.rounded == made.record
+    report(found, as_json=False)
+    assert f"weighted error of {100 * made.record.error:.3g} %" in capsys.readouterr().out
+    report(found, as_json=True)
+    value = json.loads(capsys.readouterr().out)
+    assert value["rounded"]["format"] == "q4"
 
 
 def test_the_verb_prints_a_table_or_one_json_value(

@@ -20,6 +20,8 @@ from convoy.config.kernels import CUDA_KERNELS, EXACT
 from convoy.evaluate.prompts import TEXTS
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.quantize.checkpoint import quantize
+from convoy.model.quantize.record import FORMATS as QUANTIZE_FORMATS
 from convoy.model.stage import StageOptions
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import StageAssignment
@@ -73,6 +75,9 @@ def main() -> None:
             model = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
             written = save_written(Path(folder) / str(number), Writer(model), quantise)
             _report(name, written, expected, texts)
+        for form in QUANTIZE_FORMATS:
+            made = quantize(source, form, Path(folder) / form).folder
+            _report(f"`convoy quantize`, {form}", Written(made, made), expected, texts)
         for kind in GGUF:
             _report(f"GGUF {kind}", write_gguf(Path(folder) / kind, Writer(model), kind), expected, texts)
 

@@ -54,11 +54,21 @@ VERBS = (
     Verb("invite", "invite:invite", SET_UP, "Let one more machine in: show a token for its `join`."),
     Verb("plan", "plan:plan", SET_UP, "Show which member would hold which layers, how fast, and why."),
     Verb("doctor", "doctor:doctor", SET_UP, "Check this machine, its keys, the roster and every peer."),
-    Verb("cache", "cache:cache", SET_UP, "Show the cached model files and their sizes; remove them."),
+    Verb(
+        *("cache", "model_files.cache:cache", SET_UP),
+        "Show the cached model files and their sizes; remove them.",
+    ),
     Verb("identity", "identity:app", SET_UP, "Make or show keys and cards; an operator key's passphrase."),
     Verb("roster", "roster:app", SET_UP, "Sign, change, show or verify the list of members."),
     Verb("keys", "keys:app", SET_UP, "Make and list files with API keys."),
-    Verb("manifest", "manifest:app", SET_UP, "Show, sign or verify the hashes of a model's tensors."),
+    Verb(
+        *("manifest", "model_files.manifest:app", SET_UP),
+        "Show, sign or verify the hashes of a model's tensors.",
+    ),
+    Verb(
+        *("quantize", "model_files.quantize:quantize", SET_UP),
+        "Write a checkpoint with 4-bit or 8-bit weights.",
+    ),
     Verb("attest", "attest:app", SET_UP, "Show this machine's evidence; enrol its TPM."),
     Verb("audit", "audit:app", SET_UP, "Show or verify the log of a key's acts."),
     Verb("provide", "provide:provide", SHARE, "Register with a coordinator, and answer its requests."),

@@ -173,6 +173,12 @@ def _limits(found: Certificate) -> list[str]:
         f"units of logit; the median over positions at most {found.limits.median:g}",
         "once: layers that ran exactly once in every step",
     ]
+    if found.rounded is not None:
+        record = found.rounded
+        lines.append(
+            f"weights: rounded to {record.format} by `convoy quantize`, with a weighted error of "
+            f"{100 * record.error:.3g} % that its folder states; transformers has the same weights"
+        )
     of_whole = found.results[0].library
     if of_whole is not None:
         reach = of_whole.greatest_logit

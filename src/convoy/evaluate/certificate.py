@@ -12,6 +12,7 @@ from convoy.config.kernels import (
     ErrorBounds,
     kv_form,
 )
+from convoy.model.quantize.record import QuantizeRecord
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 
@@ -93,6 +94,8 @@ class Certificate:
     # Of each stage.
     ranks: int = 1
     kv_dtype: str = AUTO
+    # Of a model that `convoy quantize` wrote, as its folder says.
+    rounded: QuantizeRecord | None = None
     # By prompt for which the library's float32 was no judge: its distance from the library's own float64.
     doubted: dict[int, float] = field(default_factory=dict)
     results: list[LayoutResult] = field(default_factory=list)

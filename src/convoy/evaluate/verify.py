@@ -27,6 +27,7 @@ from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.quantize.record import read_record
 from convoy.model.stage import LoadedStage, StageOptions
 
 # Below, at and above the size of a block.
@@ -69,9 +70,10 @@ def verify(
     check.
 
     ``prompts`` are token ids, none empty. Raises ModelError if we or the library cannot load the whole model,
-    and SelfCheckError if the kernel does not hold on this machine.
+    or its record of rounded weights. Raises SelfCheckError if the kernel does not hold on this machine.
     """
     started = time.monotonic()
+    rounded = read_record(source.path)
     bench = _Bench(source, prompts, options, load)
     every = [whole(source.spec), *layouts(source.spec, options.max_cuts)]
     progress(0, len(every), "the unsplit stage")
@@ -85,6 +87,7 @@ def verify(
         kernel=options.kernel,
         kv_dtype=kv_form(options.kernel, options.kv_dtype).name,
         ranks=options.ranks,
+        rounded=rounded,
         library=library_version(),
         limits=_limits_of(source, options),
         num_layers=source.spec.num_layers,

@@ -20,8 +20,9 @@ _LINE_EVERY_S = 5.0
 class LoadLines:
     """Print how far every member has loaded, on one line, at most every 5 s."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, action: str = "loading") -> None:
         self._now = now
+        self._action = action
         self._said_s = now()
         self._parts: dict[str, str] = {}
 
@@ -29,7 +30,7 @@ class LoadLines:
         self._parts[member] = f"{member} {loaded / max(1, total):.0%}"
         if self._now() - self._said_s >= _LINE_EVERY_S:
             self._said_s = self._now()
-            print_note(f"loading: {', '.join(self._parts.values())}")
+            print_note(f"{self._action}: {', '.join(self._parts.values())}")
 
 
 class VerifyLines:
@@ -47,17 +48,20 @@ class VerifyLines:
 
 
 @contextmanager
-def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
-    """Yield a callback (member, loaded bytes, total bytes), or None if ``quiet``."""
+def loading_bars(*, quiet: bool, action: str = "loading") -> Iterator[LoadProgress | None]:
+    """Yield a callback (member, loaded bytes, total bytes), or None if ``quiet``.
+
+    ``action`` is the first word of each line.
+    """
     if quiet or not sys.stderr.isatty():
-        yield None if quiet else LoadLines().on_load
+        yield None if quiet else LoadLines(action=action).on_load
         return
     # Only a terminal pays for the import of rich.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     bars = Progress(
-        TextColumn("loading {task.description}"),
+        TextColumn(f"{action} {{task.description}}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         console=Console(stderr=True),

@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 256 << 20
 # torch's name of the dtype, and the bytes of one number
-_DTYPES = {
+DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -82,7 +82,7 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     import numpy as np
     import torch
 
-    known = _DTYPES.get(stored.dtype)
+    known = DTYPES.get(stored.dtype)
     if known is None:
         raise ModelError(f"{stored.path}: {stored.name} has the dtype {stored.dtype}, which is not supported")
     dtype = getattr(torch, known[0])
@@ -201,7 +201,7 @@ def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> Store
 def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
     """Return ``tensor`` if its size fits its dtype and shape. Raises ModelError naming ``place``."""
     dtype, shape, num_bytes = tensor.dtype, tensor.shape, tensor.num_bytes
-    known = _DTYPES.get(dtype)
+    known = DTYPES.get(dtype)
     if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
         raise ModelError(
             f"{place}: {tensor.name} has {num_bytes} bytes, expected {dtype} of shape {list(shape)}",

@@ -24,7 +24,7 @@ METHODS: dict[str, str] = {
     "bitsandbytes": "nf4",
     GGUF: "llama.cpp's types",
 }
-_KEYS = ("quantization_config", "quantization", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
 
     Raises ModelError naming an unknown method and the known ones.
     """
-    key = next((key for key in _KEYS if reader.get(key) is not None), None)
+    key = next((key for key in QUANTIZATION_KEYS if reader.get(key) is not None), None)
     if key is None:
         return None
     settings = reader.get(key)

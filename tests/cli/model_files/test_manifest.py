@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from convoy.cli.manifest import sign
+from convoy.cli.model_files.manifest import sign
 from convoy.crypto.identity import OperatorKey
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource

@@ -1,0 +1,141 @@
+"""Find codes and scales of a matrix by a search over weighted error.
+
+A value is a code times the scale of its group: 32 consecutive inputs of one output. The search starts from
+several scales and takes the two steps of Lloyd ("Least squares quantization in PCM", 1982): the nearest codes
+of a scale, and then the scale of least squares of these codes. Inputs that count more are weighted more, as
+in GPTQ (Frantar et al., 2022), AWQ (Lin et al., 2023) and llama.cpp's importance matrices. These weigh by
+activations of a calibration text. Without one, an input's weight is the mean square of its column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+# inputs that share a scale
+GROUP = 32
+# codes onto which the first scales map the value of greatest magnitude; beyond the last code it is cut off
+_REACHES = {4: (6.5, 7.0, 7.5, 8.0, 8.5, 9.0, 10.0), 8: (124.0, 126.0, 127.0, 128.0)}
+# the dtype of scales: it has the range of float32, and other programs hold scales in the model's own 16 bits
+_SCALES = torch.bfloat16
+# a group with a smaller scale becomes zeros: the scale would lose its bits
+_LEAST_SCALE = 1e-30
+# numbers rounded at a time: intermediate values fit the processor's cache
+_PIECE_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedMatrix:
+    """Hold codes, int8 [outputs, inputs], and scales, bfloat16 [outputs, groups], and their errors.
+
+    ``square`` is the weighted sum of the squares of the values. ``error`` is that of the differences from
+    them, and ``nearest_error`` that of rounding to the nearest: the greatest magnitude of a group at the last
+    code, and no search.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    square: float = 0.0
+    error: float = 0.0
+    nearest_error: float = 0.0
+
+    def values(self) -> torch.Tensor:
+        """Return the values that codes and scales stand for, float32 [outputs, inputs]."""
+        spread = self.scales.to(torch.float32).repeat_interleave(GROUP, 1)
+        return self.codes.to(torch.float32).mul_(spread)
+
+    def packed(self, bits: int) -> torch.Tensor:
+        """Return the codes as compressed-tensors packs them, int32 [outputs, inputs * bits / 32].
+
+        Half of the codes' range is added to each, and the first code is in the lowest bits.
+        """
+        codes = self.codes.to(torch.int16).add_(1 << (bits - 1)).to(torch.uint8)
+        if bits == 4:
+            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+        return codes.contiguous().view(torch.int32)
+
+
+def round_matrix(matrix: torch.Tensor, bits: int, weights: torch.Tensor | None = None) -> RoundedMatrix:
+    """Round [outputs, inputs] of any floating-point dtype to ``bits``, 4 or 8; inputs fill whole groups.
+
+    ``weights`` [inputs] say how much the errors of each input count; the default is `input_weights`. No group
+    has a greater weighted error than rounding to the nearest gives it. A matrix with a value that is not
+    finite has an error that is not finite.
+    """
+    weights = input_weights(matrix) if weights is None else weights
+    found = [_round(rows, weights, bits) for rows in _row_pieces(matrix)]
+    return RoundedMatrix(
+        torch.cat([one.codes for one in found]),
+        torch.cat([one.scales for one in found]),
+        sum(one.square for one in found),
+        sum(one.error for one in found),
+        sum(one.nearest_error for one in found),
+    )
+
+
+def input_weights(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of each column of [outputs, inputs], float32 [inputs], scaled to a mean of 1.
+
+    The weights of a matrix of zeros are 1.
+    """
+    sums = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    for rows in _row_pieces(matrix):
+        sums += rows.square().sum(0, dtype=torch.float64)
+    mean = float(sums.mean())
+    return torch.ones(len(sums)) if mean == 0.0 else (sums / mean).to(torch.float32)
+
+
+def _row_pieces(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the rows as float32, some at a time."""
+    for rows in torch.split(matrix, max(1, _PIECE_ELEMENTS // max(1, matrix.shape[1]))):
+        yield rows.to(torch.float32)
+
+
+def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatrix:
+    """Return the best of two choices for each group: the nearest codes without a search, and with it."""
+    groups, weighs = rows.reshape(len(rows), -1, GROUP), weights.view(1, -1, GROUP)
+    plain = _safe(groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)).to(_SCALES)
+    best = _safe(_search(groups, weighs, bits)).to(_SCALES)
+    codes = [_nearest(groups, scales.to(torch.float32), bits) for scales in (plain, best)]
+    errors = [
+        ((groups - own * scales.to(torch.float32)).square_() * weighs).sum(-1, keepdim=True)
+        for own, scales in zip(codes, (plain, best), strict=True)
+    ]
+    is_better = errors[1] < errors[0]
+    return RoundedMatrix(
+        torch.where(is_better, codes[1], codes[0]).to(torch.int8).flatten(1),
+        torch.where(is_better, best, plain).squeeze(-1),
+        float((groups.square() * weighs).sum(dtype=torch.float64)),
+        float(torch.where(is_better, errors[1], errors[0]).sum(dtype=torch.float64)),
+        float(errors[0].sum(dtype=torch.float64)),
+    )
+
+
+def _search(groups: torch.Tensor, weighs: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the scale of least squares for the best codes of all first scales, [outputs, groups, 1]."""
+    weighted = groups * weighs
+    greatest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, best_gain = torch.zeros_like(greatest), torch.zeros_like(greatest)
+    for reach in _REACHES[bits]:
+        # the sign puts the greatest magnitude on the negative side, which has one code more
+        codes = _nearest(groups, _safe(greatest / -reach), bits)
+        cross = (weighted * codes).sum(-1, keepdim=True)
+        power = (codes.square_() * weighs).sum(-1, keepdim=True)
+        # the scale cross / power leaves the weighted square of the values less this
+        gain = torch.where(power > 0, cross.square() / power, 0)
+        is_better = gain > best_gain
+        best = torch.where(is_better, cross / power, best)
+        best_gain = torch.where(is_better, gain, best_gain)
+    return best
+
+
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    half = 1 << (bits - 1)
+    return (groups / scales).round_().clamp_(-half, half - 1)
+
+
+def _safe(scales: torch.Tensor) -> torch.Tensor:
+    """Return 1 in place of scales that are too small to divide by."""
+    return torch.where(scales.abs() > _LEAST_SCALE, scales, 1)
