@@ -282,8 +282,7 @@ def _cache_bytes(spec: ModelSpec, stage: StageAssignment, form: str, load: StepL
     if load.is_chunk:
         return 0.0
     sizes = (
-        group.sequence_bytes(stage.start, stage.end, round(load.context), form)
-        * (2 if group.is_state else 1)
+        group.sequence_bytes(stage.start, stage.end, round(load.context), form) * (2 if group.is_state else 1)
         for group in spec.cache_groups
     )
     return load.num_rows * sum(sizes)
