@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from convoy.api.ending import arm_at_second
+
 SERVER = """
 import sys, threading
 from convoy.cli import main
@@ -49,6 +51,44 @@ main.app.registered_commands.clear()
 main.app.command("serve")(lambda: command())
 main.main(["serve"])
 """
+
+
+MANY = """
+import itertools, os, signal, threading
+from convoy.api.ending import on_signals
+
+enough = threading.Event()
+count = itertools.count(1)
+
+def asked():
+    if next(count) == 500:
+        enough.set()
+
+def send():
+    while not enough.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+on_signals(asked)
+threading.Thread(target=send).start()
+while not enough.wait(0.01):
+    pass
+os._exit(0)
+"""
+
+
+def test_signals_without_end_do_not_stop_an_orderly_end() -> None:
+    assert subprocess.run([sys.executable, "-c", MANY], check=False).returncode == 0
+
+
+def test_a_process_is_armed_at_its_second_signal_alone() -> None:
+    calls: list[int] = []
+    arm = arm_at_second(lambda: calls.append(len(signals)))
+    signals: list[int] = []
+    for number in range(1, 6):
+        signals.append(number)
+        arm()
+    assert calls == [2]
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "health", "stop", "close"])

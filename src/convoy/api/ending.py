@@ -16,6 +16,8 @@ from types import FrameType
 END_S = 10.0
 # Between two interruptions of the main thread, until it has run the handlers.
 _AGAIN_S = 0.05
+# The signal from which on the process has a bounded time.
+_LAST_CALL = 2
 
 
 def end_within(seconds: float | None = None) -> None:
@@ -29,17 +31,32 @@ def end_within(seconds: float | None = None) -> None:
     faulthandler.dump_traceback_later(END_S if seconds is None else seconds, exit=True, file=page)
 
 
+def arm_at_second(end: Callable[[], object] = end_within) -> Callable[[], None]:
+    """Return a function for signal handlers, which calls ``end`` when it is called for the second time.
+
+    It never calls ``end`` again: a handler may interrupt another one. faulthandler closes the file of an
+    earlier call inside the next one. A handler that runs at that point would arm it meanwhile, and the
+    interrupted call would then wait for the end of that time, with the whole process.
+    """
+    count = itertools.count(1)
+
+    def arm() -> None:
+        if next(count) == _LAST_CALL:
+            end()
+
+    return arm
+
+
 def on_signals(asked: Callable[[], object]) -> None:
     """Call ``asked`` on SIGTERM and SIGINT; from the second signal on, `end_within` applies too.
 
     ``asked`` runs on the main thread, between any two of its instructions, so it must take no locks.
     """
-    count = itertools.count(1)
+    arm = arm_at_second()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         asked()
-        if next(count) > 1:
-            end_within()
+        arm()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)

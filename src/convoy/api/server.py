@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from convoy.api.ending import end_within
+from convoy.api.ending import arm_at_second
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.acceptor import Acceptor
 from convoy.api.listen.http_limits import HttpLimits
@@ -346,12 +345,11 @@ def signals(stop: Stop) -> Iterator[None]:
         yield
         return
 
-    count = itertools.count(1)
+    arm = arm_at_second()
 
     def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         stop.request()
-        if next(count) > 1:
-            end_within()
+        arm()
 
     terminal = next((number for number in range(3) if _is_terminal(number)), None)
 

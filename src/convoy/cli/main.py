@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import faulthandler
 import gc
-import itertools
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.api.ending import end_within, run_handlers_soon
+from convoy.api.ending import arm_at_second, end_within, run_handlers_soon
 from convoy.cli.running.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
 from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
 from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
@@ -170,11 +169,10 @@ def _terminator() -> Callable[[int, FrameType | None], None]:
 
     From the second signal on, the command has seconds to end.
     """
-    count = itertools.count(1)
+    arm = arm_at_second()
 
     def terminated(_number: int, _frame: FrameType | None) -> None:
-        if next(count) > 1:
-            end_within()
+        arm()
         raise KeyboardInterrupt
 
     return terminated
