@@ -123,6 +123,11 @@ class VerbGroup(TyperGroup):
         self.commands = VerbCommands(self.commands)
 
     # The base class's signature has the parameter `ctx`.
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        # Without the usual empty line before it: the list of verbs fills a screen.
+        with formatter.indentation():
+            formatter.write_text(self.help)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         width = max(len(verb.name) for verb in VERBS)
         for panel in (RUN, SET_UP, SHARE, PROVE):
