@@ -16,8 +16,8 @@ from types import FrameType
 END_S = 10.0
 # Between two interruptions of the main thread, until it has run the handlers.
 _AGAIN_S = 0.05
-# The signal from which on the process has a bounded time.
-_LAST_CALL = 2
+# The number of the signal that bounds the time to an end.
+_BOUNDING_SIGNAL = 2
 
 
 def end_within(seconds: float | None = None) -> None:
@@ -41,7 +41,7 @@ def arm_at_second(end: Callable[[], object] = end_within) -> Callable[[], None]:
     count = itertools.count(1)
 
     def arm() -> None:
-        if next(count) == _LAST_CALL:
+        if next(count) == _BOUNDING_SIGNAL:
             end()
 
     return arm

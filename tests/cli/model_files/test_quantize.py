@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
-from convoy.cli.show.exit_codes import EXIT_CONFIG
+from convoy.cli.show.exit_codes import EXIT_USAGE
 
 
 def test_the_verb_prints_fields_or_one_json_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,8 +25,8 @@ def test_the_verb_prints_fields_or_one_json_value(tmp_path: Path, capsys: pytest
     assert value["record"]["kinds"]["down_proj"]["error"] < 0.01
     assert value["duration_s"] > 0
     assert captured.err == ""
-    assert main.run(arguments) == EXIT_CONFIG
-    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ModelError"
+    assert main.run(arguments) == EXIT_USAGE
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "UsageError"
 
 
 def test_an_unknown_format_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from convoy.errors import ModelError
+from convoy.errors import ModelError, UsageError
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import HEADER, ModelSource
 from convoy.model.quantize.checkpoint import quantize
@@ -130,9 +130,9 @@ def test_a_folder_with_files_is_refused_and_an_empty_one_is_used(llama: ModelSou
     out.mkdir()
     quantize(llama, "q8", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    with pytest.raises(ModelError, match="is a folder with files"):
+    with pytest.raises(UsageError, match="is a folder with files"):
         quantize(llama, "q4", out)
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(UsageError, match="is no folder"):
         quantize(llama, "q4", out / "config.json")
     with pytest.raises(ModelError, match=r"cannot write .*absent"):
         quantize(llama, "q4", tmp_path / "absent" / "out")

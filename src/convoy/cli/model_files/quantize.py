@@ -35,7 +35,7 @@ def quantize(
     from convoy.model.quantize.checkpoint import quantize as run
     from convoy.model.quantize.checkpoint import require_unused
 
-    # before a model is downloaded
+    # A wrong folder is refused before a model is downloaded.
     require_unused(out)
     source = ModelSource.resolve(local_model(load_config(config), model, quiet=as_json))
     with loading_bars(quiet=as_json, action="quantizing") as on_load:

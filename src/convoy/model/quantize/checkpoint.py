@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from convoy.config.files import FOLDER_HINT
-from convoy.errors import ModelError
+from convoy.errors import ModelError, UsageError
 from convoy.model.checkpoints.checkpoint import DTYPES, file_bytes
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
 from convoy.model.checkpoints.names import decoder_name, is_matrix
@@ -166,7 +166,7 @@ def quantize(
     """Write ``source`` in ``form``, a key of FORMATS, to the folder ``out``, which is missing or empty.
 
     Nothing stays of a call that is interrupted or fails. Raises ModelError for a source that cannot be read
-    or rounded, for a folder with files, and for a disk without room.
+    or rounded and for a disk without room, and UsageError for a folder with files.
     """
     started = time.monotonic()
     require_unused(out)
@@ -188,12 +188,12 @@ def quantize(
 
 
 def require_unused(out: Path) -> None:
-    """Raise ModelError if ``out`` is a file, or a folder with files."""
+    """Raise UsageError if ``out`` is a file, or a folder with files."""
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():
         what = "a folder with files" if out.is_dir() else "no folder"
-        raise ModelError(f"{out} is {what}", hint="name a new folder: --out DIR")
+        raise UsageError(f"--out {out} is {what}", hint="name a new folder: --out DIR")
 
 
 def _plan(source: ModelSource, bits: int) -> dict[str, list[_Matrix]]:
