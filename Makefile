@@ -69,11 +69,11 @@ demo: setup
 # pytest rewrites the assertions of every file for each worker.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are
+# Four at a time on two cores: much of it is waiting for processes. A file stays with one worker, so that its fixtures are
 # made once. Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
 # one worker would wait for the other. A worker that is killed is not replaced: its test has failed by name, and with
 # a new one pytest-xdist would wait for ever.
-PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
@@ -102,7 +102,7 @@ SECONDS ?= 600
 test-chaos: setup
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -o 'python_files=chaos_*.py' tests/chaos --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED))
 
-# Named like those above: files are verify_*. It is one file, so its tests are shared out one by one.
+# Named like those above: files are verify_*. They are few, so their tests are shared out one by one.
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
@@ -110,7 +110,7 @@ test-verify: setup
 test-long: setup
 	@$(BIN)/python -m pytest -m long $(PARALLEL)
 	@$(BIN)/python -m pytest -m 'hypothesis and not long' --hypothesis-profile thorough $(PARALLEL) \
-	  $$(grep -rl --include='test_*.py' 'from support.examples' tests)
+	  $$(grep -rl --include='test_*.py' '^from hypothesis' tests)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
 test-tpm: setup

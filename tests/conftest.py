@@ -6,24 +6,28 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
 
+from convoy.errors import SelfCheckError
+from convoy.model.kernels.native.build import INSTRUCTION_SETS, InstructionSet, built_library
 from support.examined import examine_once
 from support.tls_files import trust_few
 from support.unit import Guard
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
-# Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core
+# Before torch is imported, here and in processes of tests: two workers with a torch thread for each core
 # spin at each other's barriers, and a test takes ten times as long. Tests of threads ask for a number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where such a test has more threads than cores, a thread that waits leaves its core to the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-# all examples, where `support.examples` takes a third of them
+# a third of the examples, here and in `support.examples`
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=34)
 settings.register_profile("thorough", derandomize=True, deadline=None)
 # to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7
 settings.register_profile("random", deadline=None)
@@ -43,6 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
     bound_memory(config)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the kernels before workers begin, so that one process compiles, and no unit test does.
+
+    A test without workers compiles at its first use, as a member does.
+    """
+    if hasattr(session.config, "workerinput") or session.config.getoption("numprocesses", None):
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_compile, INSTRUCTION_SETS))
+
+
+def _compile(of: InstructionSet) -> None:
+    # The tests that need it say why it is not there.
+    with suppress(SelfCheckError):
+        built_library(of)
+
+
 def pytest_collectstart() -> None:
     # Not in a process that only shares tests out, which would stay without a collector.
     gc.disable()
@@ -59,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 
 def bound_memory(config: pytest.Config) -> None:
-    """A test that runs away fails with MemoryError and its name, where the system would kill some process.
+    """Fail a test that runs away with MemoryError and its name, where the system would kill some process.
 
     Data, not address space: torch and the threads reserve far more than they use. Elsewhere than on Linux
     such a limit bounds nothing.

@@ -1,4 +1,4 @@
-"""Where attacks happen: alpha and beta, each a process, a link between them that nobody touches, and links
+"""Where attacks happen: alpha and beta, each a process, an untouched link between them, and links
 through a man in the middle that somebody does.
 """
 
@@ -29,7 +29,7 @@ MAX_GROWTH_BYTES = 96 << 20
 
 @dataclass
 class AttackedLink:
-    """A standing link through a middle: ``near`` dialled, ``far`` took it."""
+    """Hold a standing link through a middle: ``near`` dialled, ``far`` accepted."""
 
     arena: Arena
     middle: Middle
@@ -38,12 +38,12 @@ class AttackedLink:
 
     @property
     def up(self) -> Way:
-        """Frames to the listener."""
+        """Return the way of frames to the listener."""
         return self.middle.up(0)
 
     @property
     def down(self) -> Way:
-        """Frames to the dialler."""
+        """Return the way of frames to the dialler."""
         return self.middle.down(1)
 
     def steps(self, *numbers: int) -> None:
@@ -59,7 +59,7 @@ class AttackedLink:
         return self.arena.beta.wait("arrived", self.far)
 
     def all_arrived(self) -> list[int]:
-        """Steps that were delivered; call once the link has ended."""
+        """Return the steps that were delivered. Call it once the link has ended."""
         return [event["step"] for event in self.arena.beta.now("arrived", self.far)]
 
     def far_end(self, timeout_s: float = WAIT_S) -> Event:
@@ -69,13 +69,13 @@ class AttackedLink:
         return self.arena.alpha.wait("ended", self.near, timeout_s)
 
     def ends(self) -> tuple[Event, Event]:
-        """How both ends ended: (near, far)."""
+        """Return how both ends ended: (near, far)."""
         far = self.far_end()
         return self.near_end(), far
 
 
 class Arena:
-    """Made by `open`. ``layer`` is the table's word for what is attacked."""
+    """Run the attacked members. `open` makes it. ``layer`` is the table's word for the attacked layer."""
 
     def __init__(self, directory: Path, layer: str) -> None:
         self.directory = directory
@@ -115,11 +115,11 @@ class Arena:
                 victim.stop()
 
     def start(self, name: str, **options: Any) -> VictimProcess:
-        """One more process of a member of the roster."""
+        """Start one more process of a member of the roster."""
         return self.start_as({"name": name}, **options)
 
     def start_as(self, lies: dict[str, Any], **options: Any) -> VictimProcess:
-        """A process whose set-up says what ``lies`` says: see `adversary.victim`."""
+        """Start a process with the set-up in ``lies``: see `adversary.victim`."""
         setup = {
             "directory": str(self.directory),
             "operator": self.operator.public_key.hex(),
@@ -132,7 +132,7 @@ class Arena:
         return victim
 
     def under(self, roster: Roster, name: str, *, operator: OperatorKey | None = None) -> Path:
-        """A directory with everybody's keys and another roster."""
+        """Make a directory with all members' keys and another roster."""
         directory = self.directory / name
         directory.mkdir()
         for member in NAMES:
@@ -141,7 +141,7 @@ class Arena:
         return directory
 
     def member(self, name: str) -> LocalMember:
-        """A member in this process, for a test that plays it."""
+        """Return a member in this process, for a test that plays it."""
         return LocalMember(name, self.identities[name], self.roster)
 
     def middle(self, **tampers: Any) -> Middle:
@@ -152,7 +152,7 @@ class Arena:
     def link(
         self, *, up: dict[int, Tamper] | None = None, down: dict[int, Tamper] | None = None
     ) -> AttackedLink:
-        """A link through a new middle; it stands at both ends when this returns."""
+        """Open a link through a new middle. It stands at both ends when this returns."""
         return self.link_through(self.middle(up=up, down=down))
 
     def link_through(self, middle: Middle) -> AttackedLink:
@@ -170,7 +170,7 @@ class Arena:
         return near, self._far_of(found)
 
     def failed_dial(self, middle: Middle, timeout_s: float = 10.0) -> Event:
-        """How a dial through this middle failed at the dialler, or how its link ended at once."""
+        """Return how a dial through this middle failed at the dialler, or how its link ended at once."""
         near = self.alpha.dial("beta", middle.address, timeout_s)
         found = self.alpha.wait_either(("link", "failed"), near)
         if found["event"] == "link":
@@ -178,7 +178,7 @@ class Arena:
         return found
 
     def _far_of(self, near: Event) -> str:
-        """The listener's key of the link that the dialler has just got."""
+        """Return the listener's key of the link that the dialler has just got."""
         while True:
             far = self.beta.wait("link in")
             if far["id"] == near["id"]:
@@ -186,7 +186,7 @@ class Arena:
                 return key
 
     def check_unharmed(self) -> None:
-        """Both processes live without a caught crash, in bounded memory, and the link beside works."""
+        """Check that both processes live without a crash, in bounded memory, and the link beside works."""
         number = next(self._numbers)
         near, far = self._beside
         self.alpha.tell("steps", key=near, numbers=[number])

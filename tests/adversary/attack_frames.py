@@ -18,12 +18,12 @@ LARGE_BYTES = 3 * RECORD_BYTES
 
 
 def outer_or(arena: Arena, inner: str) -> set[str]:
-    """TLS notices first, and its alert is a broken link; alone, the inner layer has a name of its own."""
+    """Return the listener's error: TLS breaks the link first; alone, the inner layer names it ``inner``."""
     return {inner} if arena.is_bare else {"LinkBroken"}
 
 
 def check_ends(link: AttackedLink, row: Row, far_errors: set[str]) -> Event:
-    """Both ends ended, the one that was lied to by name."""
+    """Check that both ends ended, the attacked one with a named error."""
     near, far = link.ends()
     row.tried(far["error"])
     assert far["error"] in far_errors, far

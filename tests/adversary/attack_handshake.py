@@ -26,7 +26,7 @@ only_inner = pytest.mark.parametrize("arena", ["inner alone"], indirect=True)
 
 
 def dialled_through(arena: Arena, middle: Middle) -> tuple[Event, Event]:
-    """How a dial that must not succeed failed: (at the dialler, at the listener)."""
+    """Return how a dial that must not succeed failed: (at the dialler, at the listener)."""
     arena.beta.now("refused")
     near = arena.failed_dial(middle)
     far = refusal(arena)
@@ -35,9 +35,7 @@ def dialled_through(arena: Arena, middle: Middle) -> tuple[Event, Event]:
 
 
 def refusal(arena: Arena) -> Event:
-    """The next one at the listener, apart from those of connections that earlier dials left without their
-    other: the listener waits five seconds for it, and most attacks are over sooner.
-    """
+    """Return the listener's next refusal, without those of connections that earlier dials left unpaired."""
     while "and the other never came" in (event := arena.beta.wait("refused"))["message"]:
         pass
     return event
@@ -56,7 +54,7 @@ def check_refused(arena: Arena, row: Row, middle: Middle, far_errors: set[str] =
 
 
 def honest_handshake(arena: Arena) -> dict[str, list[int]]:
-    """How many units there are on each way of a link until it stands."""
+    """Return how many units there are on each way of a link until it stands."""
     link = arena.link()
     link.steps(0)
     link.arrived()
@@ -155,7 +153,7 @@ def test_a_changed_third_message_makes_no_link(arena: Arena, row: Row, field: st
 
 
 def then_hang_up(change: Change, field: str) -> Change:
-    """A changed length makes the other end wait for more: the attacker spares us the deadline."""
+    """Hang up after a change. A changed length makes the other end wait for more, up to its deadline."""
     if field != "length":
         return change
 
@@ -167,7 +165,7 @@ def then_hang_up(change: Change, field: str) -> Change:
 
 
 def dialled_through_to_end(arena: Arena, middle: Middle) -> tuple[Event, Event]:
-    """As `dialled_through`, for a dialler that may believe in its link until the first frame."""
+    """Dial as `dialled_through`, for a dialler that may believe in its link until the first frame."""
     arena.beta.now("refused")
     key = arena.alpha.dial("beta", middle.address)
     near = arena.alpha.wait_either(("failed", "ended"), key)

@@ -46,7 +46,7 @@ LAYER = "HTTP"
 
 
 class Head:
-    """A real ``convoy serve`` that may have 1,024 descriptors and no more."""
+    """Run a real ``convoy serve`` that may have 1,024 descriptors and no more."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"

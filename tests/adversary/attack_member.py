@@ -67,7 +67,7 @@ HEAD = HeadOptions(MEMBER, wait_s=20, num_blocks=32)
 
 @dataclass
 class Besieged:
-    """beta, a peer process; alpha, its head, played here."""
+    """Hold beta, a peer process, and alpha, its head, which the test plays."""
 
     process: VictimProcess
     alpha: LocalMember
@@ -100,7 +100,7 @@ def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
 
 
 class Hostile:
-    """A head's link to the peer, driven by hand."""
+    """Drive a head's link to the peer by hand."""
 
     plan_id = 100
 
@@ -127,7 +127,7 @@ class Hostile:
                 return item.message
 
     def not_followed(self, row: Row) -> str:
-        """The error by which the peer refused."""
+        """Return the error by which the peer refused."""
         error = self._process.wait("not followed")
         row.tried(error["error"])
         assert "internal error" not in error["message"], error
@@ -151,7 +151,7 @@ class Hostile:
         return msgspec.structs.replace(honest, **changed)
 
     def activate(self) -> int:
-        """An honest plan, up to its activation. Its plan id."""
+        """Make an honest plan up to its activation, and return its plan id."""
         plan = self.plan()
         ready = self.ask(plan, plan_id=plan.plan_id)
         assert isinstance(ready, Ready), ready
@@ -499,7 +499,7 @@ def test_strangers_do_not_disturb_a_running_generation(besieged: Besieged, row: 
 
 @dataclass
 class Ring:
-    """Three members that serve; ``ended`` tells how links ended at beta."""
+    """Hold three members that serve. ``ended`` tells how links ended at beta."""
 
     cluster: RunningCluster
     network: MemoryNetwork
@@ -573,7 +573,7 @@ def test_what_only_a_head_may_send_ends_the_link_of_a_peer(ring: Ring, row: Row)
 
 
 class FalsePeer:
-    """Listens as beta and answers a head as ``lies`` say; everything else as an honest peer would."""
+    """Listen as beta and answer a head as ``lies`` say; answer everything else as an honest peer would."""
 
     def __init__(self, network: MemoryNetwork, me: LocalMember, lies: dict[str, object]) -> None:
         self._lies = lies

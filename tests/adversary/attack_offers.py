@@ -27,7 +27,7 @@ CLAIMED = 10**15  # bytes: 1,000,000 GB
 
 
 class Greedy(FalsePeer):
-    """beta with a claim. ``plans`` are those that the head made with it."""
+    """Hold beta with a claim. ``plans`` are those that the head made with it."""
 
     def __init__(self, network: MemoryNetwork, me: LocalMember, claimed: int) -> None:
         self.plans: queue.SimpleQueue[Plan] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class Greedy(FalsePeer):
 
 
 def layers_of_beta(claimed: int, policy: Policy) -> tuple[int | None, str]:
-    """How many of the four layers the head gives beta, None where it makes no plan; and how it ended."""
+    """Return how many of the four layers the head gives beta, None without a plan; and how it ended."""
     network = MemoryNetwork()
     alpha, beta = make_local_members(["alpha", "beta"])
     greedy = Greedy(network, beta, claimed)

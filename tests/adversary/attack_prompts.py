@@ -35,7 +35,7 @@ ENDLESS = (
 
 @dataclass
 class Served:
-    """A head and a peer as processes, behind HTTP."""
+    """Run a head and a peer as processes, behind HTTP."""
 
     program: Program
     url: str
@@ -82,7 +82,7 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         found = re.search(r"(http://[\d.:]+)/v1", program.said())
         assert found is not None
         head = Served(program, found[1])
-        # what is made once is made now
+        # one-time work is done now
         head.check_unharmed()
         yield head
     finally:

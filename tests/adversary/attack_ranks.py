@@ -32,7 +32,7 @@ def both(link: AttackedLink, do: str, **order: Any) -> None:
 
 
 def check_sums(link: AttackedLink, row: Row, far_errors: set[str], most: int) -> None:
-    """Both ranks stopped by name, after sums that were right, and beta's link ended as it should."""
+    """Check that both ranks stopped by name, after sums that were right, and that beta's link ended."""
     far = link.far_end()
     row.tried(far["error"])
     assert far["error"] in far_errors, far
@@ -44,7 +44,7 @@ def check_sums(link: AttackedLink, row: Row, far_errors: set[str], most: int) ->
 
 
 def tampers(name: str) -> tuple[Tamper, int]:
-    """Each counts from its own beginning."""
+    """Return the tamper, which counts from its own beginning, and the most sums that are right before it."""
     return {
         "drop": (nth(2, drop), 2),
         "reorder": (swap_from(2), 3),

@@ -1,4 +1,4 @@
-"""What who is no member can do to a listener: nothing that lasts, and nothing to others."""
+"""Attacks on a listener by strangers: none lasts, and none harms others."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_frame_that_comes_a_byte_at_a_time_holds_a_link_no_longer_than_silence
 
 
 def thief(arena: Arena, tmp_path: Path, *, tls_of: str | None, identity_of: str | None) -> VictimProcess:
-    """Alpha as somebody plays it who has only the one of its keys, or none."""
+    """Play alpha with only one of its keys, or with none."""
     directory = tmp_path / "thief"
     own = Identity.generate()
     own.save(directory / "keys")
@@ -196,7 +196,7 @@ def thief(arena: Arena, tmp_path: Path, *, tls_of: str | None, identity_of: str 
 
 
 def check_kept_out(arena: Arena, row: Row, who: VictimProcess, named: set[str]) -> str:
-    """It dials beta and gets no link. Returns what beta says."""
+    """Check that it dials beta and gets no link. Return beta's reason."""
     arena.beta.now("refused"), arena.beta.now("link in")
     key = who.dial("beta", arena.beta.address)
     near = who.wait_either(("failed", "ended"), key)

@@ -25,7 +25,7 @@ only_both = pytest.mark.parametrize("arena", ["both"], indirect=True)
 
 
 def kept_out(arena: Arena, row: Row, who: VictimProcess, named: set[str]) -> str:
-    """A dial to beta that comes to no link; what beta says."""
+    """Dial beta, check that no link comes of it, and return beta's reason."""
     arena.beta.now("refused"), arena.beta.now("link in")
     near = who.wait_either(("failed", "ended"), who.dial("beta", arena.beta.address))
     refused = arena.beta.wait("refused")

@@ -18,7 +18,7 @@ from convoy.transport.streams.tcp import tune_socket
 
 
 class BareSocket(socket.socket):
-    """A TCP connection that looks like a TLS one whose other end showed ``peer_der``."""
+    """Wrap a TCP connection as a TLS one to an end that showed ``peer_der``."""
 
     peer_der: bytes = b""
 
@@ -29,12 +29,12 @@ class BareSocket(socket.socket):
         return ("none", "none", 0)
 
     def pending(self) -> int:
-        """Nothing is kept here."""
+        """Return 0: it keeps nothing."""
         return 0
 
 
 def bare_handshake(sock: socket.socket, me: LocalMember, deadline_s: float) -> BareSocket:
-    """Both ends say who they are, and are believed: that is what the inner layer has to stand."""
+    """Let both ends name themselves, without a proof. The inner layer has to stand this."""
     tune_socket(sock)
     bare = BareSocket(sock.family, sock.type, sock.proto, fileno=sock.detach())
     try:
@@ -59,7 +59,7 @@ def bare_handshake(sock: socket.socket, me: LocalMember, deadline_s: float) -> B
 
 
 def take_away_the_outer_layer(me: LocalMember) -> None:
-    """From now on, links that this process dials or accepts have the inner layer alone."""
+    """Leave links that this process dials or accepts from now on with the inner layer alone."""
 
     def start(sock: socket.socket, _context: ssl.SSLContext, deadline_s: float) -> Any:
         return bare_handshake(sock, me, deadline_s)

@@ -29,14 +29,14 @@ def _ledger(config: pytest.Config) -> Ledger:
 
 @pytest.fixture(scope="session", params=[BOTH, INNER])
 def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    """Two members as processes, with a link that nobody attacks."""
+    """Run two members as processes, with a link that no test attacks."""
     with Arena.open(tmp_path_factory.mktemp("arena"), request.param) as opened:
         yield opened
 
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Row:
-    """The row that this test fills."""
+    """Return the row that this test fills."""
     marker = request.node.get_closest_marker("attack")
     assert marker is not None, "a test of this suite names its attack"
     layer = marker.kwargs.get("layer")
@@ -52,7 +52,7 @@ ROW = pytest.StashKey[Row]()
 
 @pytest.fixture(autouse=True)
 def _others_unharmed(request: pytest.FixtureRequest, row: Row) -> Iterator[None]:
-    """After every attack: both processes live, in bounded memory, and the link beside works as before."""
+    """Check after each attack that both processes live, in bounded memory, and that the link beside works."""
     yield
     if "arena" in request.fixturenames:
         request.getfixturevalue("arena").check_unharmed()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """One attack on one layer, over all its tries."""
+    """Describe one attack on one layer, over all its tries."""
 
     attack: str
     layer: str
@@ -17,7 +17,7 @@ class Row:
     failed: bool = False
 
     def tried(self, *outcomes: str) -> None:
-        """One try, and the errors by name that it came to."""
+        """Add one try, and its errors by name."""
         self.tries += 1
         self.outcomes.update(outcomes)
 
@@ -31,7 +31,7 @@ class Row:
 
 
 class Ledger:
-    """All rows, in the order in which the attacks ran."""
+    """Hold all rows, in the order in which the attacks ran."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], Row] = {}

@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 class Hang(Exception):  # noqa: N818 - an order to the way, not a fault
-    """Raised by a tamper: pass this on, then end the connection."""
+    """End the connection after passing this on; a tamper raises it."""
 
     def __init__(self, last: bytes = b"") -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def honest(unit: bytes) -> Iterable[bytes]:
 
 
 def nth(index: int, change: Change) -> Tamper:
-    """``change`` befalls the unit with this index, counted from now."""
+    """Apply ``change`` to the unit with this index, counted from now."""
     count = itertools.count()
     return lambda unit: change(unit) if next(count) == index else (unit,)
 
@@ -60,7 +60,7 @@ def instead(data: bytes) -> Change:
 
 
 def keep(num_bytes: int) -> Change:
-    """Truncate there, and hang up."""
+    """Cut there, and hang up."""
 
     def change(unit: bytes) -> Iterable[bytes]:
         raise Hang(unit[:num_bytes])
@@ -77,7 +77,7 @@ def late(seconds: float) -> Change:
 
 
 def swap_from(index: int) -> Tamper:
-    """The unit with this index comes after the one that follows it."""
+    """Swap the unit with this index and the one that follows it."""
     held: list[bytes] = []
     count = itertools.count()
 
@@ -94,7 +94,7 @@ def swap_from(index: int) -> Tamper:
 
 
 class Way:
-    """One direction of one connection. ``seen`` has every unit that came, in order."""
+    """Carry one direction of one connection. ``seen`` has every unit that came, in order."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, measure: Measure) -> None:
         self._source = source
@@ -139,7 +139,7 @@ class Way:
 
 
 class Middle:
-    """Listens in place of ``target``. ``up`` leads to the listener, ``down`` to the dialler."""
+    """Listen in place of ``target``. ``up`` leads to the listener, ``down`` to the dialler."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Limits of links under attack: rates out of the way, unless they are what is attacked."""
+"""Limits of links under attack: rates out of the way, unless the attack is on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from convoy.transport.options import LinkOptions
 
 
 def attack_options(changed: dict[str, Any]) -> LinkOptions:
-    """``changed`` holds fields of `LinkOptions`; ``admission`` None asks for the product's own rates."""
+    """Return options with the fields in ``changed``; ``admission`` None asks for the product's own rates."""
     values: dict[str, Any] = {
         "handshake_timeout_s": 3.0,
         "max_half_open": 256,

@@ -24,7 +24,7 @@ from convoy.transport.network import TcpNetwork
 
 
 class PeerVictim(Peer):
-    """The product's peer; what is overridden here only tells."""
+    """Run the product's peer. Its overrides only report."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._saying = threading.Lock()

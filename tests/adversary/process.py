@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 class VictimProcess:
-    """Runs `adversary.victim`, or another module that speaks as it does."""
+    """Run `adversary.victim`, or another module that speaks as it does."""
 
     def __init__(
         self, setup: dict[str, Any], module: str = "adversary.victim", *, start_s: float = WAIT_S
@@ -59,21 +59,21 @@ class VictimProcess:
         self._process.stdin.flush()
 
     def wait(self, event: str, key: str = "", timeout_s: float = WAIT_S) -> Event:
-        """The next event of this kind and key. A wait that is too long is a hang, and fails the test."""
+        """Return the next event of this kind and key. A wait that is too long counts as a hang and fails."""
         try:
             return self._events[event, key].get(timeout=timeout_s)
         except queue.Empty:
             raise AssertionError(f"{self.name}: no event {event!r} for {key!r} in {timeout_s:g} s") from None
 
     def wait_briefly(self, event: str, key: str, timeout_s: float) -> Event | None:
-        """The event, or None: for what may take longer than an attack wants to wait."""
+        """Return the event, or None: it may take longer than an attack wants to wait."""
         try:
             return self._events[event, key].get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def now(self, event: str, key: str = "") -> list[Event]:
-        """All events of this kind that are there already."""
+        """Return all events of this kind that are there already."""
         found = []
         while not self._events[event, key].empty():
             found.append(self._events[event, key].get())

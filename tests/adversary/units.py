@@ -51,7 +51,7 @@ PREAMBLE_FIELDS = {"magic": (0, 4), "type": (4, 5), "zero": (5, 6), "length": (6
 
 
 def message_1_fields(dialler: str, listener: str, cluster: str) -> dict[str, tuple[int, int]]:
-    """Bytes [start, end) of each field of M1, behind the preamble; docs/protocol.md, section 3."""
+    """Return bytes [start, end) of each field of M1, behind the preamble; docs/protocol.md, section 3."""
     sizes = {
         "version": 2,
         "link id": 16,
@@ -69,7 +69,7 @@ def message_1_fields(dialler: str, listener: str, cluster: str) -> dict[str, tup
 
 
 def message_2_fields() -> dict[str, tuple[int, int]]:
-    """The same for M2."""
+    """Return the same for M2."""
     return _spans(
         {
             "version": 2,
@@ -85,7 +85,7 @@ def message_2_fields() -> dict[str, tuple[int, int]]:
 
 
 def message_3_fields() -> dict[str, tuple[int, int]]:
-    """The same for M3."""
+    """Return the same for M3."""
     return _spans({"signature": 64, "mac": 32})
 
 
@@ -102,7 +102,7 @@ Measure = Callable[[bytearray, int], int | None]
 
 @dataclass
 class Splitter:
-    """Whole units out of bytes as they come. ``measure`` gives the size of the unit that begins the buffer,
+    """Split bytes into whole units as they come. ``measure`` gives the size of the first unit in the buffer,
     or None if that cannot be known yet.
     """
 
@@ -126,7 +126,7 @@ def tls_records(buffer: bytearray, _count: int) -> int | None:
 
 
 def inner_frames(buffer: bytearray, count: int) -> int | None:
-    """The name that stands for TLS, then handshake frames and sealed frames."""
+    """Measure the name that stands for TLS, then handshake frames and sealed frames."""
     if count == 0:
         return NAME_BYTES
     if len(buffer) < HANDSHAKE_PREAMBLE_BYTES:

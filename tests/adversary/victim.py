@@ -2,7 +2,7 @@
 and says on standard output what happened to it. Every line is a JSON object.
 
 `python -m adversary.victim SETUP`, where SETUP is a JSON object: directory, name, operator, options,
-and layer: "both", or "inner" for links whose outer layer is taken away here.
+and layer: "both", or "inner" for links without their outer layer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLAN_ID = 3  # of collectives
 
 
 def membership(setup: dict[str, Any], directory: Path) -> Membership:
-    """This member under the roster in its directory; for one that lies about itself, nothing is checked."""
+    """Return this member under the roster in its directory. If it lies about itself, nothing is checked."""
     operator_key = bytes.fromhex(setup["operator"])
     signed = (directory / "roster.toml").read_bytes()
     roster = verify_roster(signed, operator_key=operator_key).roster
@@ -63,7 +63,7 @@ def membership(setup: dict[str, Any], directory: Path) -> Membership:
 
 
 class Victim:
-    """One member and all its links, by key."""
+    """Hold one member and all its links, by key."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         directory = Path(setup["directory"])
@@ -129,7 +129,7 @@ class Victim:
         self._ranking(key, lambda: rank.agree(said))
 
     def do_add(self, key: str, count: int, size: int) -> None:
-        """So many sums; each is said with whether it is right."""
+        """Add so many sums, and report each with whether it is right."""
 
         def add() -> None:
             for number in range(count):
@@ -144,7 +144,7 @@ class Victim:
         self._ranking(key, add)
 
     def do_part(self, key: str, **place: Any) -> None:
-        """A part of a sum as no rank sends it."""
+        """Send a part of a sum as no rank sends it."""
         dtype, shape = place.pop("dtype"), tuple(place.pop("shape"))
         data = bytes((4 if dtype == "float32" else 2) * int(np.prod(shape)))
         tensor = WireTensor(dtype, shape, data)
@@ -250,7 +250,7 @@ def _error(error: ConvoyError) -> dict[str, str]:
 
 
 class Crash(logging.Handler):
-    """Tracebacks in the log are crashes that somebody caught: the suite must see them."""
+    """Report tracebacks in the log: the suite must see crashes that some code caught."""
 
     def __init__(self, say: Callable[..., None]) -> None:
         super().__init__(logging.ERROR)

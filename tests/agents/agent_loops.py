@@ -38,7 +38,7 @@ TEXTS = {"arguments", "content", "delta", "partial_json", "text"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of an agent did.
+    """Hold the results of one run of an agent.
 
     ``turns`` are its requests with tools. ``streamed`` is the part of an answer that came before the loss.
     """
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of one agent on one cluster: in the second its peer is killed in the middle of a call."""
+    """Run one agent on one cluster. In the second run its peer is killed in the middle of a call."""
 
     name: str
     whole: Run
@@ -72,7 +72,7 @@ class Loss:
         self.streamed = b""
 
     def during(self, turn: int, text: str) -> None:
-        """Act on the engine's thread, so that no step runs meanwhile."""
+        """Kill the peer on the engine's thread, so that no step runs meanwhile."""
         if turn != CHECK_TURN or self.streamed or CHECK[: len(CHECK) // 2] not in text:
             return
         assert self.recorder is not None

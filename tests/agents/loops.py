@@ -33,7 +33,7 @@ _LOOP_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of one agent. ``calls`` makes its three calls in the agent's folder."""
+    """Describe the task of one agent. ``calls`` makes its three calls in the agent's folder."""
 
     arguments: tuple[str, ...]
     calls: Callable[[Path], tuple[ScriptedCall, ScriptedCall, ScriptedCall]]
@@ -87,7 +87,7 @@ TASKS: Mapping[str, Task] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an agent's run ended. ``left`` are the commands of processes that outlived it."""
+    """Tell how an agent's run ended. ``left`` are the commands of processes that outlived it."""
 
     code: int
     output: str
@@ -96,7 +96,7 @@ class Ended:
 
 
 class Home:
-    """The folders of one agent: its home, and the work folder with the note. They are the agent's own."""
+    """Hold one agent's own folders: its home, and the work folder with the note."""
 
     def __init__(self, place: Path, name: str) -> None:
         self.name = name

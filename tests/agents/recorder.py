@@ -18,7 +18,7 @@ _OF_ONE_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "
 
 @dataclass
 class Exchange:
-    """One request and its answer, as far as it came."""
+    """Hold one request and its answer, as far as it came."""
 
     method: str
     path: str

@@ -21,7 +21,7 @@ HEAD, PEER = "alpha", "beta"
 
 @dataclass
 class Split:
-    """A running cluster of two members."""
+    """Run a cluster of two members."""
 
     local: LocalCluster
     cluster: RunningCluster

@@ -169,7 +169,7 @@ def test_a_header_a_byte_at_a_time_has_no_more_time() -> None:
 
 
 class HandClock:
-    """A clock that stands still until a test moves it."""
+    """Stand still until a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

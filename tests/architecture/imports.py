@@ -1,4 +1,4 @@
-"""The rules about who may import what. Each returns its violations as ``file:line: what``."""
+"""The rules of imports between modules. Each returns its violations as ``file:line: text``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CODECS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Purity:
-    """Modules (a room "convoy.plan", or one module) from which ``forbidden`` must not be reachable."""
+    """Describe modules (a room "convoy.plan", or one module) that must not reach ``forbidden``."""
 
     prefix: str
     forbidden: frozenset[str]
@@ -90,7 +90,7 @@ PROGRAMS = tuple(f"convoy.fleet.{part}" for part in ("coordinator", "provider", 
 
 
 def wrong_direction(modules: list[Module]) -> list[str]:
-    """Imports that go up the house or to a neighbour on the same floor, and rooms that it does not have."""
+    """Return imports up the house or to a neighbour on the same floor, and rooms that it does not have."""
     by_name = {module.name: module for module in modules}
     found = []
     for module in modules:
@@ -120,7 +120,7 @@ def doubles_in_production(modules: list[Module]) -> list[str]:
 
 
 def neighbours(modules: list[Module]) -> list[str]:
-    """Imports between parts of a room that are programs of their own."""
+    """Return imports between parts of a room that are programs of their own."""
     places = {module.name: module.place for module in modules}
     found = []
     for name, edges in import_graph(modules).items():
@@ -136,7 +136,7 @@ def _program(name: str) -> str | None:
 
 
 def import_cycles(modules: list[Module]) -> list[str]:
-    """One line for each import that closes a circle."""
+    """Return one line for each import that closes a circle."""
     graph = import_graph(modules)
     places = {module.name: module.place for module in modules}
     done: set[str] = set()
@@ -208,7 +208,7 @@ def _circles(graph: dict[str, dict[str, str]]) -> list[list[str]]:
 
 
 def reserved_imports(modules: list[Module]) -> list[str]:
-    """Outside packages imported in a room that they are not meant for."""
+    """Return outside packages imported in a room that they are not meant for."""
     found = set()
     for module in modules:
         for item in imports_of(module):
@@ -222,7 +222,7 @@ def reserved_imports(modules: list[Module]) -> list[str]:
 
 
 def reserved_codecs(modules: list[Module]) -> list[str]:
-    """Uses of msgspec's codecs outside the rooms that turn bytes into values."""
+    """Return uses of msgspec's codecs outside the rooms that turn bytes into values."""
     found = set()
     for module in modules:
         uses = [(item.target, item.line) for item in imports_of(module)]
@@ -242,7 +242,7 @@ def reserved_codecs(modules: list[Module]) -> list[str]:
 
 
 def impure_modules(modules: list[Module], rules: tuple[Purity, ...] = PURE) -> list[str]:
-    """Forbidden packages that a pure module imports, or that a module it imports does."""
+    """Return forbidden packages that a pure module imports, or that a module it imports does."""
     by_name = {module.name: module for module in modules}
     graph = import_graph(modules)
     found = set()
@@ -260,7 +260,7 @@ def impure_modules(modules: list[Module], rules: tuple[Purity, ...] = PURE) -> l
 
 
 def _reachable(graph: dict[str, dict[str, int]], start: str) -> set[str]:
-    """``start`` and all that its import executes, the __init__ of each package on the way included."""
+    """Return ``start`` and all that its import executes, also the __init__ of each package on the way."""
     seen: set[str] = set()
     todo = [start]
     while todo:

@@ -11,7 +11,7 @@ from architecture.source import Module
 
 @dataclass(frozen=True)
 class Interface:
-    """A Protocol of the package. Every class with all methods of ``marks`` must implement it whole."""
+    """Describe a Protocol of the package. A class with all methods of ``marks`` must implement it whole."""
 
     module: str
     name: str
@@ -39,7 +39,7 @@ class _Class:
 
 
 def casts_to_own_classes(modules: list[Module]) -> list[str]:
-    """Calls of `cast` to a class of the package: a Protocol, or another type for the variable, is right."""
+    """Return calls of `cast` to a class of the package: a Protocol or a variable's other type is right."""
     own = _classes(modules)
     return [
         f"{module.at(node)}: cast to {name}"
@@ -52,7 +52,7 @@ def casts_to_own_classes(modules: list[Module]) -> list[str]:
 
 
 def concrete_checks(modules: list[Module]) -> list[str]:
-    """Checks for a class of stage or executor outside its package: its user asks a member instead."""
+    """Return checks for a class of stage or executor outside its package: its user asks a member instead."""
     classes = _classes(modules)
     concrete = {name for interface in INTERFACES for name in _implementers(classes, interface)}
     found = []
@@ -66,7 +66,7 @@ def concrete_checks(modules: list[Module]) -> list[str]:
 
 
 def incomplete_classes(modules: list[Module]) -> list[str]:
-    """Stages and executors that lack members of their Protocol."""
+    """Return stages and executors that lack members of their Protocol."""
     classes = _classes(modules)
     found = []
     for interface in INTERFACES:

@@ -1,7 +1,7 @@
-"""Measure the prose of the repository: docstrings and comments of src, docs/*.md and README.md.
+"""Measure the prose of the repository: docstrings and comments of Python, docs and the front pages.
 
 Each figure has a target and a limit in prose_limits.toml, and may not be worse than its limit.
-`scripts/house.py` prints them as a table, and lists what is wrong in single files.
+`scripts/house.py` prints them as a table, and lists the offences in single files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MAX_CELL_CHARACTERS = 200
 MAX_COLUMNS = 110
 VERBS_FILE = Path(__file__).with_name("verbs.txt")
 LIMITS_FILE = Path(__file__).with_name("prose_limits.toml")
+# Python outside the package; it has rows of its own.
+OTHER_FOLDERS = ("tests", "bench", "scripts", "training")
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|ruff:|mypy:|fmt:|pragma|!)")
 _CODE = re.compile(r"``[^`]*``|`[^`]*`")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -33,7 +35,7 @@ _NEW_PARAGRAPH = re.compile(r"\s*(#|[-*] |\d+\. |>)")
 
 @dataclass
 class Prose:
-    """Counts over some files, and each offence as ``file:line: reason``."""
+    """Hold counts over some files, and each offence as ``file:line: reason``."""
 
     words: int = 0
     riddles: int = 0
@@ -54,7 +56,7 @@ class Prose:
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the table: a value, the limit that it may not pass, and the target for both."""
+    """Describe one row of the table: a value, the limit that it may not pass, and the target for both."""
 
     name: str
     text: str
@@ -160,7 +162,7 @@ def measure_markdown(path: Path, place: str) -> Prose:
 
 
 def _paragraphs(text: str, found: Prose, place: str) -> list[list[tuple[int, str]]]:
-    """Split a page into paragraphs and table cells of (line, text), and count what is too long on the way."""
+    """Split a page into paragraphs and table cells of (line, text), and count the long ones on the way."""
     in_code = False
     paragraphs: list[list[tuple[int, str]]] = [[]]
     for number, line in enumerate(text.splitlines(), 1):
@@ -202,18 +204,22 @@ def measure_all(files: Iterable[Path], root: Path) -> Prose:
     return total
 
 
-def measure_repository(root: Path) -> tuple[Prose, Prose]:
-    """Return the prose of src, and that of docs and README.md."""
-    pages = [*sorted((root / "docs").glob("*.md")), root / "README.md"]
-    return measure_all(sorted((root / "src").rglob("*.py")), root), measure_all(pages, root)
+def measure_repository(root: Path) -> tuple[Prose, Prose, Prose]:
+    """Return the prose of src, that of the other Python folders, and that of docs and the front pages."""
+    pages = [*sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*.md"))]
+    others = [path for name in OTHER_FOLDERS for path in sorted((root / name).rglob("*.py"))]
+    code = sorted((root / "src").rglob("*.py"))
+    return measure_all(code, root), measure_all(others, root), measure_all(pages, root)
 
 
-def values_of(code: Prose, pages: Prose) -> dict[str, float]:
-    """Return each figure by the name that prose_limits.toml has for it, rounded to what is shown."""
+def values_of(code: Prose, others: Prose, pages: Prose) -> dict[str, float]:
+    """Return each figure by the name that prose_limits.toml has for it, rounded as shown."""
     return {
         "riddles_src": round(1000 * code.riddles / max(1, code.words), 2),
+        "riddles_tests": round(1000 * others.riddles / max(1, others.words), 2),
         "riddles_docs": round(1000 * pages.riddles / max(1, pages.words), 2),
         "verb_share": round(100 * code.verbs / max(1, code.docstrings), 2),
+        "verb_share_tests": round(100 * others.verbs / max(1, others.docstrings), 2),
         "own_comment_share": round(100 * code.own_comments / max(1, code.lines), 2),
         "long_sentences": pages.long_sentences,
         "long_cells": pages.long_cells,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.source import Module
+from architecture.source import Module, import_graph
 
 # `placement.modes`, `convoy.wire.frame`, `engine.recovery.Recovery`.
 _DOTTED = re.compile(r"`((?:[a-z_]\w*\.)+[A-Za-z_]\w*)(?:\(\))?`")
@@ -18,8 +18,11 @@ _FILE_ENDINGS = frozenset({"c", "com", "db", "json", "key", "md", "py", "toml"})
 Known = dict[str, list[Module]]
 # Folders that a path may begin from. A document's path may also begin from the document.
 _BASES = ("", "src", "src/convoy", "tests")
-# Libraries whose files we name.
+# Libraries with files that we name.
 _LIBRARIES = frozenset({"torch", "transformers", "vllm"})
+# From so many importers in other packages on, a module is one that a reader of the package must hear of.
+MIN_OUTSIDE_IMPORTERS = 10
+_QUOTED = re.compile(r"`([^`]+)`")
 
 
 def stale_module_names(modules: list[Module]) -> list[str]:
@@ -55,6 +58,34 @@ def stale_package_members(modules: list[Module]) -> list[str]:
         names = _SINGLE.findall(ast.get_docstring(module.tree) or "")
         found += [f"{module.place}:1: {name} is not here" for name in names if name not in known]
     return found
+
+
+def unnamed_package_members(modules: list[Module]) -> list[str]:
+    """Return the sub-packages, and the modules that many others import, that their package does not name.
+
+    The page of the whole package is ARCHITECTURE.md, which lists the rooms.
+    """
+    pages = {
+        module.name: _words_in_code(ast.get_docstring(module.tree) or "")
+        for module in modules
+        if module.is_package and module.room
+    }
+    outside: dict[str, int] = {}
+    for name, targets in import_graph(modules).items():
+        for target in targets:
+            if not f"{name}.".startswith(f"{target.rpartition('.')[0]}."):
+                outside[target] = outside.get(target, 0) + 1
+    found = []
+    for module in modules:
+        package, _, last = module.name.rpartition(".")
+        counts = module.is_package or outside.get(module.name, 0) >= MIN_OUTSIDE_IMPORTERS
+        if counts and last not in pages.get(package, {last}):
+            found.append(f"{module.place}:1: the docstring of {package} does not name `{last}`")
+    return found
+
+
+def _words_in_code(docstring: str) -> set[str]:
+    return {word for quoted in _QUOTED.findall(docstring) for word in re.findall(r"\w+", quoted)}
 
 
 def stale_long_names(page: Path, modules: list[Module]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules about a file by itself: its size, its names and the calls that nobody makes here."""
+"""The rules about a file by itself: its size, its names and the calls that are banned here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:" + "|".join(("wo" + "rk", "ro" + "o
 
 
 def long_modules(modules: list[Module]) -> list[str]:
-    """Modules over the limit of lines."""
+    """Return modules over the limit of lines."""
     return [
         f"{module.place}:1: {len(module.lines)} lines, and {MAX_MODULE_LINES} is the limit"
         for module in modules
@@ -57,7 +57,7 @@ def crowded_packages(modules: list[Module]) -> list[str]:
 
 
 def silent_packages(modules: list[Module]) -> list[str]:
-    """Return the packages whose docstring does not say in 3 to 10 lines what is inside."""
+    """Return the packages with a docstring that does not list their contents in 3 to 10 lines."""
     found = []
     for module in modules:
         if not module.is_package:
@@ -105,7 +105,7 @@ def unexplained_small_modules(modules: list[Module]) -> list[tuple[str, str]]:
 
 
 def long_functions(modules: list[Module]) -> list[str]:
-    """Functions over the limit, docstring and decorators apart."""
+    """Return functions over the limit, docstring and decorators apart."""
     found = []
     for module in modules:
         for node in ast.walk(module.tree):
@@ -125,7 +125,7 @@ def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def banned_names(modules: list[Module]) -> list[str]:
-    """Modules and classes named after nothing in particular."""
+    """Return modules and classes with a name that says nothing about their subject."""
     found = []
     for module in modules:
         for part in module.name.split("."):
@@ -141,16 +141,16 @@ def banned_names(modules: list[Module]) -> list[str]:
 
 
 def repeated_class_names(modules: list[Module]) -> list[str]:
-    """Return the public class names that two rooms use, with their places: one word must mean one thing."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the public class names that two modules use, with their places: one word must mean one thing."""
+    found: dict[str, list[str]] = {}
     for module in modules:
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, {})[module.at(node)] = module.room
+                found.setdefault(node.name, []).append(module.at(node))
     return [
         f"class {name}: " + ", ".join(sorted(places))
         for name, places in sorted(found.items())
-        if len(set(places.values())) > 1
+        if len(places) > 1
     ]
 
 
@@ -182,7 +182,7 @@ def stray_frame_types(modules: list[Module]) -> list[str]:
 
 
 def prints(modules: list[Module]) -> list[str]:
-    """Calls of print, and writes to the standard streams, outside cli/."""
+    """Return calls of print, and writes to the standard streams, outside cli/."""
     found = []
     for module in modules:
         if module.room in {"cli", "__main__"}:
@@ -196,7 +196,7 @@ def prints(modules: list[Module]) -> list[str]:
 
 
 def unsafe_code(modules: list[Module]) -> list[str]:
-    """Ways to run what a file or a peer says, and TLS contexts that we did not make."""
+    """Return code that runs the text of a file or a peer, and TLS contexts that we did not make."""
     found = []
     for module in modules:
         for item in imports_of(module):
@@ -222,7 +222,7 @@ def _unsafe(node: ast.AST) -> Iterator[str]:
 
 
 def unresolved_types(modules: list[Module]) -> list[str]:
-    """Types that msgspec would meet first in a function, where a second thread could use them half known."""
+    """Return types that msgspec meets first in a function: a second thread could use them half known."""
     return [
         f"{module.at(node)}: msgspec meets a type here: resolved(...) of convoy.config.type_resolution"
         for module in modules
@@ -257,7 +257,7 @@ def _is_builtin_or_resolved(type_: ast.expr) -> bool:
 
 
 def environment_reads(modules: list[Module]) -> list[str]:
-    """Behaviour from environment variables: only commands and the places of files may come from them."""
+    """Return reads of environment variables outside cli/ and config/: commands and file places use them."""
     return [
         f"{module.at(node)}: environment variables are read in cli/ and config/ alone"
         for module in modules
@@ -277,7 +277,7 @@ def _is_attribute(node: ast.AST, owner: str, names: set[str]) -> bool:
 
 
 def machine_paths(files: list[Path], root: Path) -> list[str]:
-    """Absolute paths of somebody's own machine in a text file."""
+    """Return absolute paths of some machine in a text file."""
     found = []
     for path in files:
         if path.suffix not in TEXT_SUFFIXES:

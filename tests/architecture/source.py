@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed file: ``name`` is dotted ("convoy.wire.frame"), ``place`` is what a violation calls it."""
+    """Hold a parsed file: ``name`` is dotted ("convoy.wire.frame"), ``place`` is its name in a violation."""
 
     name: str
     place: str
@@ -20,7 +20,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """ "wire" for convoy.wire.frame, "errors" for convoy.errors, "" for the package itself."""
+        """Return "wire" for convoy.wire.frame, "errors" for convoy.errors, "" for the package itself."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
@@ -30,19 +30,19 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """An imported module (or name in a module) and the line that asks for it, anywhere in the file."""
+    """Name an imported module (or name in a module) and the line that asks for it, anywhere in the file."""
 
     target: str
     line: int
 
 
 def load_modules(root: Path, package: str = "convoy") -> list[Module]:
-    """Every module of ``root/package``, sorted by name."""
+    """Return every module of ``root/package``, sorted by name."""
     return [_load(path, root) for path in sorted((root / package).rglob("*.py"))]
 
 
 def load_scripts(folder: Path) -> list[Module]:
-    """The modules of a folder that is not a package."""
+    """Return the modules of a folder that is not a package."""
     return [_load(path, folder) for path in sorted(folder.rglob("*.py"))]
 
 
@@ -63,7 +63,7 @@ def _load(path: Path, root: Path) -> Module:
 
 
 def imports_of(module: Module) -> Iterator[Import]:
-    """All imports, those inside functions and under TYPE_CHECKING too.
+    """Yield all imports, those inside functions and under TYPE_CHECKING too.
 
     ``from a import b`` yields "a" and "a.b": which of them is a module is for the caller to know.
     """
@@ -97,7 +97,7 @@ def _is_dynamic_import(call: ast.Call) -> bool:
 
 
 def import_graph(modules: list[Module]) -> dict[str, dict[str, int]]:
-    """Module name -> {module of the same list that it imports: first line that does}.
+    """Return, by module name, the modules of the same list that it imports, with the first line that does.
 
     The package itself names its parts for type checkers alone, and imports each on its first use.
     `test_the_package_imports_nothing_heavy` looks at what it really imports.

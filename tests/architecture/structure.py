@@ -15,6 +15,7 @@ from architecture.source import Module, import_graph, load_modules
 
 LOOP_CLASS = "Engine"
 PEER_LOOP_CLASS = "StageWorker"
+ERRORS = "convoy.errors"
 
 
 def measure_structure(root: Path) -> dict[str, float]:
@@ -29,6 +30,7 @@ def measure_structure(root: Path) -> dict[str, float]:
         "peer_step_modules": len(peer_step_modules(modules)),
         "crowded_packages": len(crowded_packages(modules)),
         "repeated_class_names": len(repeated_class_names(modules)),
+        "hint_share": hint_share(modules),
         "readme_words": len(readme.split()),
         "readme_lines": len(readme.splitlines()),
     }
@@ -57,7 +59,23 @@ def peer_step_modules(modules: list[Module]) -> list[str]:
     """Return the module with the loop of a peer, and all that it imports but the errors."""
     start = defining(modules, PEER_LOOP_CLASS)
     graph = import_graph([module for module in modules if not module.is_package])
-    return sorted({start, *graph[start]} - {"convoy.errors"})
+    return sorted({start, *graph[start]} - {ERRORS})
+
+
+def hint_share(modules: list[Module]) -> float:
+    """Return how many of 100 errors of `errors.py` carry a hint where they are raised."""
+    (errors,) = [module for module in modules if module.name == ERRORS]
+    names = {node.name for node in errors.tree.body if isinstance(node, ast.ClassDef)}
+    hinted = [
+        any(keyword.arg == "hint" for keyword in node.exc.keywords)
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and isinstance(node.exc.func, ast.Name)
+        and node.exc.func.id in names
+    ]
+    return round(100 * sum(hinted) / max(1, len(hinted)), 2)
 
 
 def defining(modules: list[Module], name: str) -> str:

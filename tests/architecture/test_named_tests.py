@@ -17,7 +17,7 @@ PAGES = ("docs/defects.md", "docs/threat-model.md", "SECURITY.md", "docs/attesta
 
 @functools.cache
 def names_of_all_tests() -> frozenset[str]:
-    """The names of all test functions, wherever they are and whatever their file is called."""
+    """Return the names of all test functions, wherever they are and whatever their file is called."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         tree = ast.parse(path.read_bytes())
@@ -27,7 +27,7 @@ def names_of_all_tests() -> frozenset[str]:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of every row of the tables in a page, without their heads."""
+    """Return the cells of every row of the tables in a page, without their heads."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [row for row in rows if row[0] not in {"mistake", "asset"} and set(row[0]) != {"-"}]

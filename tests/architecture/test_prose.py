@@ -95,6 +95,17 @@ def test_functions_and_classes_count_and_modules_do_not(tmp_path: Path) -> None:
     assert found.offences == ["module.py:3: A: does not begin with a verb: The class."]
 
 
+def test_python_outside_the_package_has_figures_of_its_own(tmp_path: Path) -> None:
+    for name in ("src", "docs", "tests", "bench", "scripts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "README.md").write_text("Text.\n", encoding="utf-8")
+    (tmp_path / "tests" / "a.py").write_text('def f():\n    """Who."""\n', encoding="utf-8")
+    (tmp_path / "bench" / "b.py").write_text("# One two three.\n", encoding="utf-8")
+    (tmp_path / "src" / "c.py").write_text("# One two.\n", encoding="utf-8")
+    values = prose.values_of(*prose.measure_repository(tmp_path))
+    assert (values["riddles_src"], values["riddles_tests"], values["verb_share_tests"]) == (0, 250, 0)
+
+
 def test_only_a_comment_that_says_something_on_its_own_line_is_one(tmp_path: Path) -> None:
     found = module(tmp_path, "# why\nx = 1  # beside\n# noqa: E501\ny = 2\n")
     assert (found.own_comments, found.lines) == (1, 4)

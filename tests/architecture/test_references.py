@@ -53,6 +53,29 @@ def test_a_package_names_modules_and_identifiers_of_its_own(folder: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(("num_importers", "said"), [(10, []), (10, ["frame"]), (9, [])])
+def test_a_package_names_its_sub_packages_and_the_modules_that_many_others_import(
+    folder: Path, num_importers: int, said: list[str]
+) -> None:
+    package = folder / "src/convoy/wire"
+    (package / "inner").mkdir()
+    (package / "inner/__init__.py").write_text("", encoding="utf-8")
+    (package / "__init__.py").write_text(f'"""Open {[f"`{one}`" for one in said]}."""', encoding="utf-8")
+    for number in range(num_importers):
+        path = folder / f"src/convoy/engine/user{number}.py"
+        path.write_text("import convoy.wire.frame\n", encoding="utf-8")
+    # A neighbour in the package is no importer from elsewhere.
+    (package / "codec.py").write_text("import convoy.wire.frame\n", encoding="utf-8")
+    unnamed = ["frame"] if num_importers == 10 and not said else []
+    assert references.unnamed_package_members(load_modules(folder / "src")) == [
+        *(
+            f"src/convoy/wire/{one}.py:1: the docstring of convoy.wire does not name `{one}`"
+            for one in unnamed
+        ),
+        "src/convoy/wire/inner/__init__.py:1: the docstring of convoy.wire does not name `inner`",
+    ]
+
+
 def test_a_path_that_is_gone_is_found(folder: Path) -> None:
     text = '"""See wire/frame.py, `src/convoy/wire/frame.py`, torch/x/y.py and wire/codec.py."""'
     found = references.stale_paths_of_modules(with_engine(folder, text), folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from architecture.source import Module, load_modules
-from architecture.structure import defining, loop_modules, measure_structure, peer_step_modules
+from architecture.structure import defining, hint_share, loop_modules, measure_structure, peer_step_modules
 
 FILES = {
     "__init__.py": "",
@@ -69,3 +69,14 @@ def test_packages_are_no_modules_and_the_readme_is_counted(tmp_path: Path, modul
     assert found["modules_per_10k_lines"] == round(10_000 * num_files / num_lines, 1)
     assert (found["readme_words"], found["readme_lines"]) == (3, 3)
     assert (found["crowded_packages"], found["repeated_class_names"]) == (0, 0)
+
+
+def test_of_the_errors_that_are_raised_those_of_ours_are_counted_and_those_with_a_hint(
+    tmp_path: Path, modules: list[Module]
+) -> None:
+    assert hint_share(modules) == 0
+    (tmp_path / "src/convoy/errors.py").write_text("class Own(Exception): pass", encoding="utf-8")
+    raised = ("Own('a')", "Own('b', hint='c')", "Own('b', public='c')", "ValueError('d')", "Own", "")
+    text = "".join(f"def f{number}():\n    raise {one}\n" for number, one in enumerate(raised))
+    (tmp_path / "src/convoy/wire/text.py").write_text(text, encoding="utf-8")
+    assert hint_share(load_modules(tmp_path / "src")) == 33.33

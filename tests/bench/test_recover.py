@@ -28,7 +28,7 @@ KILL = LOSSES[0]
 
 
 class MadeUp:
-    """Answers with six pieces; waits after two until a peer is gone, and then does what ``after`` says."""
+    """Answer with six pieces; wait after two until a peer is gone, and then do as ``after`` says."""
 
     def __init__(self, after: str = "go on") -> None:
         self.peers = ["beta", "gamma"]

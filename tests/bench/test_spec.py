@@ -40,6 +40,7 @@ def without() -> Iterator[Contender]:
         yield found
 
 
+@pytest.mark.long
 def test_each_text_has_a_row_with_guesses_and_one_without(without: Contender) -> None:
     with contender(4) as guessing:
         rows = measure_spec([without, guessing], OPTIONS, said=Said(), deadline=Deadline(60))

@@ -55,7 +55,7 @@ def test_streams_survive_whatever_becomes_of_peers(
 
 
 def blocks_in_use(cluster: ServedCluster) -> int:
-    """Of an idle cluster, which checks its whole account of blocks whenever it becomes idle."""
+    """Return the blocks in use of an idle cluster, which checks its account whenever it becomes idle."""
     end_s = time.monotonic() + ENDING_S
     while True:
         status = cluster.status()

@@ -19,7 +19,7 @@ _BOTH = 0.25  # how often a second peer goes before the first is back
 
 @dataclass
 class Disorder:
-    """Sometimes two peers are away at once; each comes back."""
+    """Stop and start peers, sometimes two at once. Each comes back."""
 
     cluster: ServedCluster
     load: Load
@@ -30,7 +30,7 @@ class Disorder:
     _began_s: float = field(default_factory=time.monotonic)
 
     def go_on(self, seconds: float) -> None:
-        """Until the time is over; every peer is back then, though perhaps not yet in the ring."""
+        """Go on until the time is over; every peer is back then, though perhaps not yet in the ring."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             self._gather()
@@ -45,7 +45,7 @@ class Disorder:
                 self._undo(peer, kind)
 
     def _gather(self) -> None:
-        """Who came back gets a stage once nothing runs: without a lull there is soon nobody to lose."""
+        """Wait until returned peers have stages again. Without a lull there is soon no peer left to lose."""
         if len(self._stages()) > 1 and self.rng.random() > _LULL:
             return
         end_s = time.monotonic() + _LULL_S

@@ -18,14 +18,14 @@ _HUNG_UP = 8  # one in so many is hung up on in the middle
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the whole text that has to come."""
+    """Hold a question, and the whole text that has to come."""
 
     body: dict[str, Any]
     answer: str
 
 
 def make_questions(cluster: ServedCluster, model: str, vocab_size: int, count: int) -> list[Question]:
-    """Short and long prompts and answers, greedy and seeded; answered while nothing disturbs."""
+    """Make short and long prompts, greedy and seeded, with answers from an undisturbed cluster."""
     rng = random.Random(5)
     questions = []
     for number in range(count):
@@ -43,7 +43,7 @@ def make_questions(cluster: ServedCluster, model: str, vocab_size: int, count: i
 
 @dataclass
 class Load:
-    """``num_clients`` threads that ask until `stop`."""
+    """Run ``num_clients`` threads that ask until `stop`."""
 
     cluster: ServedCluster
     questions: Sequence[Question]
@@ -59,7 +59,7 @@ class Load:
 
     @contextmanager
     def lull(self) -> Iterator[None]:
-        """Nothing new is asked meanwhile."""
+        """Ask nothing new meanwhile."""
         self._going_on.clear()
         try:
             yield

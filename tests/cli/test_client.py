@@ -56,7 +56,7 @@ def delta(text: str, finish_reason: str | None = None) -> dict[str, object]:
 
 
 class FakeHead(http.server.ThreadingHTTPServer):
-    """Answers by path from ``answers`` (status, type, body), and keeps what was asked."""
+    """Answer by path from ``answers`` (status, type, body), and keep the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -99,7 +99,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815 - the standard library's name
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Keep quiet."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``convoy doctor`` as a person runs it: what is printed, and the exit code."""
+"""``convoy doctor`` as a person runs it: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.examined import measure_once
 
 
 class Home:
-    """Two members' files in one folder; nobody runs."""
+    """Hold two members' files in one folder; neither member runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -123,7 +123,7 @@ def test_two_members_at_one_address_are_named_and_not_taken_for_each_other(home:
             assert "convoy join - --port PORT" in wrong["mend"]
             assert not found.keys() & {"port", "peers"}
         beta.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody called, who would have had to be refused
+        with pytest.raises(BlockingIOError):  # no caller came that had to be refused
             beta.accept()
 
 

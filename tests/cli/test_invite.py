@@ -64,7 +64,7 @@ def event(command: subprocess.Popen[str], name: str) -> dict[str, Any]:
 
 @contextmanager
 def inviting(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """An open invitation at 127.0.0.1, and its token."""
+    """Yield the process of an open invitation at 127.0.0.1, and its token."""
     arguments = ("invite", "--json", "--address", "127.0.0.1", "--name", "alpha", *flags)
     with process(folder, *arguments) as command:
         yield command, event(command, "invited")["token"]
@@ -97,7 +97,7 @@ def records(folder: Path) -> list[str]:
 
 
 def actions(folder: Path) -> list[str]:
-    """What the operator's log says, of which every entry holds."""
+    """Return the actions in the operator's log, of which every entry holds."""
     log = folder / ".convoy/operator/audit.jsonl"
     verify_log(log)
     return [entry.fields["action"] for entry in read_entries(log) if isinstance(entry, Entry)]
@@ -203,7 +203,7 @@ def test_the_end_of_input_after_a_typo_is_a_no(tmp_path: Path) -> None:
 
 
 def joined(tmp_path: Path, *flags: str) -> str:
-    """What is said to a newcomer with these flags, who was let in."""
+    """Return the output for an admitted newcomer with these flags."""
     with (
         inviting(tmp_path / "alpha", "--auto-approve") as (_, token),
         joining(tmp_path / "beta", token, *flags) as newcomer,

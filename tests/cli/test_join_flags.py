@@ -1,4 +1,4 @@
-"""`convoy join` where no invitation is used: which flags count, and what is said at the start."""
+"""`convoy join` without an invitation: which flags count, and its output at the start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def joining(config: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
-    """What it says, up to a line of that kind; that it starts is no news here."""
+    """Return its lines up to one of that kind, without those about its start."""
     assert process.stderr is not None
     said: list[str] = []
     while not said or not said[-1].startswith(up_to):
@@ -127,6 +127,7 @@ def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path)
     assert "listening" not in done.stderr
 
 
+@pytest.mark.long
 def test_an_older_roster_file_at_the_start_is_one_calm_line_and_a_standby_by_its_file_says_so(
     config: Path,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``convoy plan`` on a model directory from elsewhere: what is printed, and that nothing is run."""
+"""``convoy plan`` on a model directory from elsewhere: its output, and that nothing is run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HERE = [*TOLD, "--config", "cpu.toml"]  # nor looked for: a plan then takes no t
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory with a model whose weights are there in name alone: planning must not need more."""
+    """Make a model's directory with weights in name alone: planning must not need more."""
     model = tmp_path / "odd"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -302,8 +302,11 @@ def test_a_standby_gets_no_stage_and_is_named(folder: Path) -> None:
 
 
 def test_rounded_weights_take_less_memory_in_a_plan_too(folder: Path) -> None:
-    plain, rounded = planned(folder), planned(folder, "--quantize", "int8")
-    assert {stage["kernel"] for stage in rounded["stages"]} == {"w8a8"}
+    # inputs that fill groups
+    config = CONFIG | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    (folder / "odd" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    plain, rounded = planned(folder), planned(folder, "--quantize", "q8")
+    assert {stage["kernel"] for stage in rounded["stages"]} == {"exact-q8"}
     assert rounded["weight_bytes"] < 0.7 * plain["weight_bytes"]
 
 

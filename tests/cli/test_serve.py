@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 
 class Shown:
-    """A command and what it has written so far, of both streams."""
+    """Run a command and keep its output so far, of both streams."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -60,7 +60,7 @@ class Shown:
                 self._more.notify_all()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line that is so, as soon as it is there."""
+        """Return the first line that matches, as soon as it is there."""
 
         def found() -> re.Match[str] | None:
             return next(filter(None, (re.fullmatch(pattern, line) for line in self.lines)), None)

@@ -28,7 +28,7 @@ CONTEXT = 20
 
 
 class NoEnd(FakeTokenizer):
-    """An answer that goes on as long as it may."""
+    """Answer as long as it may."""
 
     eos_ids = frozenset()
 

@@ -31,7 +31,7 @@ def imported_by(code: str) -> set[str]:
 
 
 def outside(modules: set[str]) -> set[str]:
-    """The packages of others among modules, apart from those that Python starts with."""
+    """Return the outside packages among modules, apart from those that Python starts with."""
     started = imported_by("pass")
     own = sys.stdlib_module_names | {"convoy", "__main__", "__mp_main__"}
     return {name.partition(".")[0] for name in modules - started} - own

@@ -30,7 +30,7 @@ ANY_LINES = "..."
 
 @dataclass
 class Command:
-    """One command of a transcript and what it should do."""
+    """Hold one command of a transcript with its expected output and exit code."""
 
     line: str
     number: int
@@ -39,7 +39,7 @@ class Command:
 
 
 def read_transcript(text: str) -> list[Command]:
-    """The commands of a transcript. Raises ValueError for a line that is none of its grammar."""
+    """Return the commands of a transcript. Raises ValueError for a line that is none of its grammar."""
     commands: list[Command] = []
     for number, line in enumerate(text.splitlines(), start=1):
         kind, _, rest = line.partition(" ")
@@ -65,7 +65,7 @@ def run_convoy(
     environment: Mapping[str, str] | None = None,
     merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The console script's own code in a process of its own, with no terminal.
+    """Run the console script's own code in a process of its own, with no terminal.
 
     ``merged``: standard error is in ``stdout`` too, in the order in which both were written.
     """
@@ -84,14 +84,14 @@ def run_convoy(
 
 
 def kept_environment() -> dict[str, str]:
-    """The variables that a command finds whatever the test gives it."""
+    """Return the variables that a command finds whatever the test gives it."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "TMPDIR") if name in os.environ}
 
 
 def run_here(
     arguments: list[str], directory: Path, *, text: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which spares a start of Python and of PyTorch: for what ends by itself.
+    """Run a command in this process, which spares a start of Python and of PyTorch. It must end by itself.
 
     Without an ``environment`` the command has that of this process.
     """
@@ -109,7 +109,7 @@ def run_here(
 
 
 def play(command: Command, directory: Path) -> list[str]:
-    """Run one command; what was not as the transcript says, as text."""
+    """Run one command. Return its differences from the transcript, as text."""
     name, *arguments = shlex.split(command.line)
     if name != "convoy":
         raise ValueError(f"line {command.number} runs {name}, expected convoy")
@@ -127,7 +127,7 @@ def play(command: Command, directory: Path) -> list[str]:
 
 
 def matches(patterns: list[str], lines: list[str]) -> bool:
-    """Whether the lines are what the patterns say, in full and in order."""
+    """Return whether the lines match the patterns, in full and in order."""
     if not patterns:
         return not lines
     first, *rest = patterns

@@ -178,7 +178,7 @@ def test_names_and_salt_are_random_per_start_and_nothing_else_is_said(roster: Ro
 
 @pytest.fixture
 def two(roster: Roster) -> Iterator[tuple[Discovery, Discovery]]:
-    """Two instances on this machine's own interfaces."""
+    """Yield two instances on this machine's own interfaces."""
     try:
         both = (Discovery(lambda: roster.members), Discovery(lambda: roster.members))
     except ConfigError as error:

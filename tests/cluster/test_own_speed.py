@@ -15,7 +15,7 @@ from convoy.plan.speed import Speed
 def measured(
     rates: Iterator[float], folder: Path | None, *, each_s: float = 0.5, busy: float = 0.0
 ) -> OwnSpeed:
-    """With a clock that moves by ``each_s`` for each measurement."""
+    """Measure with a clock that moves by ``each_s`` for each measurement."""
     clock = [100.0]
 
     def measure(*_: object) -> Speed:

@@ -63,6 +63,7 @@ def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
     ("kind", "kernel"),
     [
         pytest.param("demo", "exact-f32", marks=needs_exact),
+        pytest.param("demo", "exact-q4", marks=needs_exact),
         pytest.param("demo", "w8a8", marks=needs_w8a8),
         pytest.param("demo", "w4a16", marks=needs_w4a16),
         ("demo", "plain-f32"),

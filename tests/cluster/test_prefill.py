@@ -73,7 +73,7 @@ def test_chunks_of_one_prompt_are_on_several_stages_at_once(
 
 
 class Tables:
-    """Every stage's block tables, as they are after the step that each runs."""
+    """Keep every stage's block tables as they are after each step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[str, BlockTables] = {}

@@ -30,7 +30,7 @@ REQUEST = GenerationRequest((3, 9, 20, 7), SamplingParams(temperature=0.0), max_
 
 
 class Cluster:
-    """alpha and beta run; gamma comes when it is told to."""
+    """Run alpha and beta; start gamma when a test asks."""
 
     def __init__(self, folder: Path, rebalance: RebalanceOptions | None = None) -> None:
         self.model = make_odd_llama(folder / "odd")

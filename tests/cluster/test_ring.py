@@ -29,7 +29,7 @@ OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
 
 @pytest.fixture
 def network() -> MemoryNetwork:
-    # A link whose goodbye is not read waits for an hour.
+    # A link waits for an hour if its goodbye is not read.
     return MemoryNetwork(LinkOptions(close_timeout_s=3600.0))
 
 

@@ -44,7 +44,7 @@ def ask(cluster: RunningCluster, params: SamplingParams = GREEDY) -> str:
 
 
 class Liar:
-    """Stands where the last peer's link to the head stood, and says something else for each step."""
+    """Stand in for the last peer's link to the head, and say something else for each step."""
 
     def __init__(self, real: Link, lie: Callable[[SampleReplies], SampleReplies | WireTensor]) -> None:
         self._real = real

@@ -21,6 +21,7 @@ from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster
 from convoy.wire.messages.control import BlocksDone, FrameType, Message, ReadBlocks, WriteBlocks
 from convoy.wire.tensor import WireTensor
+from support.cases import cases
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.waiting import wait_until
@@ -36,7 +37,7 @@ def network() -> MemoryNetwork:
 
 @pytest.fixture
 def members() -> tuple[LocalMember, ...]:
-    """alpha is the head, gamma may be one of another plan, delta may not."""
+    """Return alpha the head, gamma, which may be one of another plan, and delta, which may not."""
     four = make_local_members(["alpha", "beta", "gamma", "delta"])
     heads = {"alpha", "gamma"}
     listed = [member_of(m.name, m.identity, m.member.address, head=m.name in heads) for m in four]
@@ -68,7 +69,7 @@ def plan_of(cluster: RunningCluster) -> tuple[int, str]:
     return plan.plan_id, plan.model_digest
 
 
-@pytest.mark.parametrize("who", ["gamma", "delta"])
+@pytest.mark.parametrize("who", cases(["gamma", "delta"], "gamma".__eq__))
 @pytest.mark.parametrize("what", ["read", "write", "tensor"])
 def test_a_member_that_is_not_the_plans_head_gets_and_gives_no_kv(
     cluster: RunningCluster, members: tuple[LocalMember, ...], network: MemoryNetwork, who: str, what: str

@@ -48,7 +48,7 @@ class HangingNetwork(MemoryNetwork):
 
 
 class Talk:
-    """A head that is driven by hand, and one peer of a trio: beta."""
+    """Drive a head by hand beside one peer of a trio: beta."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.members = make_local_members(["alpha", "beta", "gamma"])

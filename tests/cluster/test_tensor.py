@@ -14,6 +14,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from support.cases import cases
 from support.cluster import running_cluster
 from support.waiting import wait_until
 
@@ -33,7 +34,7 @@ NUM_TOKENS, FEW_TOKENS = 24, 8
 
 
 def texts(cluster: RunningCluster, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """Greedy and seeded, eight at once, so that rows of many share steps."""
+    """Return greedy and seeded texts, eight at once, so that rows of many share steps."""
     heard: list[queue.SimpleQueue[Output]] = []
     for prompt in PROMPTS:
         ids = tuple(cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
@@ -68,7 +69,7 @@ def beginning(told: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[RunningCluster]:
-    """Two ranks of every layer."""
+    """Run two ranks of every layer."""
     with running_cluster(SOURCE, 2, parallel="tensor", prefill_chunk=32) as cluster:
         yield cluster
 
@@ -103,7 +104,7 @@ def test_status_shows_each_rank_and_why(two: RunningCluster) -> None:
     assert status.ready
 
 
-@pytest.mark.parametrize("num_members", [3, 4])
+@pytest.mark.parametrize("num_members", cases([3, 4], (4).__eq__))
 def test_several_stages_of_which_some_have_two_ranks(num_members: int, expected: list[list[int]]) -> None:
     with running_cluster(SOURCE, num_members, parallel="tensor", ranks=2) as cluster:
         wanted = {3: [["alpha", "beta"], []], 4: [["alpha", "beta"], ["gamma", "delta"]]}
@@ -128,6 +129,7 @@ def test_peers_are_ranks_of_a_stage_without_the_head(
         assert texts(cluster, FEW_TOKENS) == beginning(expected)
 
 
+@pytest.mark.long
 def test_four_ranks_stand_in_a_ring() -> None:
     source = ModelSource.resolve("demo")  # four can share its heads
     with running_cluster(source, 1) as alone, running_cluster(source, 4, parallel="tensor") as four:

@@ -35,7 +35,7 @@ def test_ranks_that_are_predicted_faster_are_taken() -> None:
 
 
 def hang_up(group: RankPeers) -> None:
-    """The link that sums would go over fails, and the member is there all the same."""
+    """Fail the link that sums would go over; the member is there all the same."""
     for link in group.links:
         link.revoke("the cable is broken")
     raise StepError("its link failed")

@@ -49,7 +49,7 @@ TIMES = (": mean ms", ": p95 ms")  # of this machine, whatever else it does
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FleetUnderTest, str]]:
-    """A fleet of two, and its engine's URL."""
+    """Yield a fleet of two, and its engine's URL."""
     options = CoordinatorOptions(models={MODEL: ModelOptions(PRICE)})
     made = FleetUnderTest(tmp_path_factory.mktemp("fleet"), options)
     with engine_server(FakeEngine()) as url:
@@ -62,7 +62,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FleetUnder
 
 
 def keys_of(fleet: FleetUnderTest, scenario: Scenario) -> dict[str, str]:
-    """Of accounts that are opened for it."""
+    """Return the keys of accounts that are opened for it."""
     keys = {}
     for number in range(scenario.users):
         name = account_name(number)
@@ -93,7 +93,7 @@ def test_a_fleet_that_serves_all_holds_in_every_check(
 
 
 def whole(number: int) -> LoadResult:
-    """A good answer, as if it had come."""
+    """Make a good answer, as if it had come."""
     asked = SMALL.asked(number)
     timing = {f"{segment}_us": 100 for segment in SEGMENTS}
     return LoadResult(

@@ -17,7 +17,7 @@ BODIES = Bodies("made up", 50, 2)
 
 
 class MadeUp:
-    """Grows by a megabyte with every request; beta does nothing."""
+    """Grow by a megabyte with every request; beta does nothing."""
 
     names = ("alpha", "beta")
 

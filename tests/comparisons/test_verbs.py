@@ -18,7 +18,7 @@ from support.synthetic import write_config
 
 @pytest.fixture
 def compare(capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
-    """compare(verb, ...): the report of `bench/compare.py verb ... --json`, typed in this process."""
+    """Give compare(verb, ...): the report of `bench/compare.py verb ... --json`, typed in this process."""
     threads = torch.get_num_threads()
 
     def say(verb: str, *arguments: str) -> dict[str, Any]:

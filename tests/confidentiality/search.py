@@ -1,6 +1,6 @@
 """Look for what must not be seen in recorded bytes: text, token ids however packed, activations.
 
-Reused wherever something crosses: give what was recorded and what was secret, get every find.
+Reused wherever something crosses: give the recording and the secrets, get every find.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What must not be found; ``activations`` as raw bytes, looked for in pieces of 16 at every offset."""
+    """Hold the secrets: ``activations`` as raw bytes, looked for in pieces of 16 at every offset."""
 
     texts: Sequence[str] = ()
     token_ids: Sequence[Sequence[int]] = ()
@@ -23,7 +23,7 @@ class Secrets:
 
 
 def find_secrets(recorded: bytes | bytearray, secrets: Secrets) -> list[str]:
-    """What was found, in words; empty is what everybody hopes for.
+    """Return the finds in words; an empty list means that nothing leaked.
 
     Texts as UTF-8 and UTF-16, whole and each word of eight letters or more; every run of eight token ids as
     integers of 8, 16, 32 and 64 bits (where they fit) of both byte orders, and as msgpack; every 16 bytes of
@@ -73,7 +73,7 @@ def _msgpack(value: int) -> bytes:
 
 
 def _shared_pieces(haystack: bytes, activation: bytes) -> list[int]:
-    """Offsets in the activation of pieces that also stand in the haystack, at any offset there."""
+    """Return offsets in the activation of pieces that also stand in the haystack, at any offset there."""
     pieces = {
         activation[offset : offset + PIECE_BYTES]: offset
         for offset in range(len(activation) - PIECE_BYTES + 1)

@@ -41,7 +41,7 @@ LAYOUTS = {
 
 @dataclass
 class Recording:
-    """Everything that crossed, and everything that must not be found in it."""
+    """Hold everything that crossed, and everything that must not be found in it."""
 
     outside: bytes = b""
     between: bytes = b""
@@ -109,7 +109,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
 
 
 def _members_behind(relay: Relay, directory: Path) -> tuple[LocalMember, LocalMember]:
-    """alpha and beta, whose roster says that beta is where the relay listens."""
+    """Return alpha and beta. Their roster has the relay's address in place of beta's."""
     alpha, beta = make_local_members(["alpha", "beta"], directory)
     members = [
         member_of("alpha", alpha.identity, ("127.0.0.1", 7000), head=True),

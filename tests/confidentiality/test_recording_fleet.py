@@ -49,7 +49,7 @@ KEY_FILES = {"admin.key", "ann.key", "engine.key", IDENTITY_KEY}
 
 
 class Fleet:
-    """``private``: what must be nowhere, by what it is."""
+    """Hold a fleet and ``private``: the texts and tokens that must be nowhere, by their name."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Fleet:
             self.start("provider", "provide", *dial, *upstream).until("registered as provider")
         (folder / "ann.key").touch(mode=0o600)
         (folder / "ann.key").write_text(self.key + "\n")
-        trust = ("--trust-provider", keys["provider"].public_key.hex())  # what is blind goes through all four
+        trust = ("--trust-provider", keys["provider"].public_key.hex())  # blind requests go through all four
         listen = ("--api-key-file", "ann.key", "--port", "0", "--json")
         self.proxy = self.start("proxy", "proxy", self.url, *listen, *trust).ready()["url"]
         self.private |= {"api key": self.key, "administrator's key": admin_key, "revoked key": self.revoked}
@@ -106,7 +106,7 @@ class Fleet:
         )
 
     def answered(self, url: str, text: str, **more: Any) -> str:
-        """Whole, and what of it is private from here on."""
+        """Return a whole answer, and make its text private from here on."""
         answer = self.ask(url, text, **more)
         assert answer.status_code == 200, answer.text
         said = (
@@ -119,7 +119,7 @@ class Fleet:
         return told
 
     def responded(self, url: str, text: str) -> None:
-        """A streamed answer of the Responses API, of which the prompt is private from here on."""
+        """Read a streamed answer of the Responses API, of which the prompt is private from here on."""
         headers = {"authorization": f"Bearer {self.key}"}
         body = {"model": MODEL, "input": text, "max_output_tokens": 32, "temperature": 1, "stream": True}
         answer = httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=60, trust_env=False)
@@ -129,7 +129,7 @@ class Fleet:
         self.private |= {f"prompt {text[-8:]}": text}
 
     def left(self, url: str, text: str, meanwhile: Callable[[], None]) -> None:
-        """A stream that its reader leaves."""
+        """Leave a stream before its end."""
         headers = {"authorization": f"Bearer {self.key}"}
         body = _body(text, stream=True, max_tokens=1200)
         post = ("POST", f"{url}/v1/chat/completions")
@@ -142,7 +142,7 @@ class Fleet:
             meanwhile()
 
     def everything(self) -> dict[str, bytes]:
-        """Every file that they wrote, but for those that hold a key to be kept."""
+        """Return every file that they wrote, but for those that hold a key to be kept."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in KEY_FILES]
         written = {str(file.relative_to(self.folder)): file.read_bytes() for file in files}
         return written | {"traces": b"".join(data for _, data in self.collector.posted)}
@@ -155,7 +155,7 @@ def _body(text: str, **more: Any) -> dict[str, Any]:
 
 
 def leaks(capture: bytes, private: dict[str, str], token_ids: list[list[int]]) -> list[str]:
-    """What of it is there: in which disguise, and as which list of token ids."""
+    """Return the finds: in which disguise, and as which list of token ids."""
     found = [f"{what} as {how}" for what, text in private.items() for how in found_in(capture, text)]
     for text in private.values():
         found += [f"{word} of a prompt" for word in re.findall(r"\w+-\w+", text) if word.encode() in capture]
@@ -168,7 +168,7 @@ def leaks(capture: bytes, private: dict[str, str], token_ids: list[list[int]]) -
 
 
 def in_memory(memory: bytes, text: str, ids: list[int]) -> list[str]:
-    """As `leaks`, in the shapes that a program has texts and ids in: there is much of it to read."""
+    """Search as `leaks`, in the shapes that a program has texts and ids in: there is much of it to read."""
     shapes = {name: text.encode(name) for name in ("utf-8", "utf-16-le", "utf-32-le")}
     shapes["base64"] = base64.b64encode(text.encode())[:-4]
     shapes["JSON"] = json.dumps(text).encode()

@@ -30,7 +30,7 @@ SECRETS = Hidden(texts=[TEXT], token_ids=[WIDE_IDS, SMALL_IDS], activations=[HID
 
 
 class NullSealer:
-    """Seals nothing. It lives in this test alone; the product has no such thing."""
+    """Seal nothing. It lives in this test alone; the product has no such thing."""
 
     def __init__(self) -> None:
         self.sequence = 0

@@ -37,7 +37,7 @@ def work(one: SealedCollective) -> None:
 
 
 def record(tmp_path: Path) -> tuple[bytes, bytes]:
-    """(what crossed outside TLS, what TLS was given)."""
+    """Return (the bytes that crossed outside TLS, the bytes that TLS was given)."""
     alpha, beta = make_local_members(["alpha", "beta"], tmp_path)
     between: list[bytearray] = []
     relays: list[Relay] = []

@@ -10,6 +10,7 @@ from convoy.config.kernels import (
     AUTO,
     CUDA_KERNELS,
     EXACT,
+    EXACT_KERNELS,
     HOST_KERNELS,
     KERNELS,
     KV_FORMS,
@@ -28,12 +29,12 @@ from convoy.errors import ModelError
 
 def test_the_settings_name_the_kernels_of_hosts() -> None:
     assert get_args(RequestedKernel) == (AUTO, *HOST_KERNELS)
-    assert host_kernels_text() == "auto, exact-f32, plain-f32, w8a8 or w4a16"
+    assert host_kernels_text() == "auto, exact-f32, plain-f32, exact-q8, exact-q4, w8a8 or w4a16"
 
 
 def test_a_kernel_runs_on_hosts_or_on_cuda() -> None:
     assert set(HOST_KERNELS) | set(CUDA_KERNELS) == set(KERNELS)
-    assert [on_device(name) for name in (*HOST_KERNELS, *CUDA_KERNELS)] == [False] * 4 + [True] * 3
+    assert [on_device(name) for name in (*HOST_KERNELS, *CUDA_KERNELS)] == [False] * 6 + [True] * 3
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -56,14 +57,18 @@ def test_a_dtype_of_kv_is_a_setting_and_a_kernels_own_is_the_first_that_it_holds
 
 
 def test_a_word_of_quantize_asks_for_a_rounded_kernel() -> None:
-    assert QUANTIZED == {"int8": "w8a8", "int4": "w4a16"}
-    assert set(QUANTIZED.values()) == set(ROUNDED)
+    assert QUANTIZED == {"q8": "exact-q8", "q4": "exact-q4"}
+    assert {form_of(name).bits for name in QUANTIZED.values()} == {4, 8}
+    assert {*QUANTIZED.values(), EXACT} == set(EXACT_KERNELS)
+    assert set(ROUNDED).isdisjoint(EXACT_KERNELS)
 
 
 def test_a_member_that_unpacks_holds_exact_weights_in_another_form_with_the_same_kv() -> None:
-    unpacked = held_form(EXACT, unpacks=True)
-    assert form_of(EXACT).keeps
-    assert not form_of(unpacked).keeps
-    assert kv_form(unpacked, "q8") == kv_form(EXACT, "q8")
-    assert {held_form(name, unpacks=True) for name in KERNELS} == {*KERNELS, unpacked} - {EXACT}
+    unpacked = {held_form(name, unpacks=True) for name in EXACT_KERNELS}
+    for name in EXACT_KERNELS:
+        other = held_form(name, unpacks=True)
+        assert form_of(name).keeps
+        assert form_of(other) == form_of(held_form(EXACT, unpacks=True))
+        assert kv_form(other, "q8") == kv_form(name, "q8")
+    assert {held_form(name, unpacks=True) for name in KERNELS} == {*KERNELS, *unpacked} - {*EXACT_KERNELS}
     assert {held_form(name, unpacks=False) for name in KERNELS} == set(KERNELS)

@@ -1,4 +1,4 @@
-"""``convoy.toml``: what is there is read, what is wrong is named with its file, table and key."""
+"""``convoy.toml``: every setting is read, and an error names its file, table and key."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[serve]\ndrain_s = -1.0", "[serve] drain_s is -1.0: expected a number >= 0.0", None),
         (
             "[model]\nkernel = 'fast'",
-            "[model] kernel is 'fast': expected auto, exact-f32, plain-f32, w8a8",
+            "[model] kernel is 'fast': expected auto, exact-f32, plain-f32, exact-q8",
             None,
         ),
         ("[model]\nname = 'demo'\npath = 'x'", "[model] has both name and path", None),

@@ -60,7 +60,7 @@ def identity() -> Identity:
 
 
 def judge(proof: EnrolmentProof, card: bytes, terms: Terms = TERMS, commitment: bytes = COMMITMENT) -> None:
-    """All that an inviter checks, in its order."""
+    """Check all that an inviter checks, in its order."""
     spoken = transcript(terms, commitment, body("CHALLENGE"), proof.nonce, card)
     check_mac(terms.secret, spoken, proof)
     check_commitment(commitment, proof.nonce, card)
@@ -207,7 +207,7 @@ def mac(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def read_token(text: str) -> tuple[bytes, bytes, bytes]:
-    """Fingerprint, secret and the hash of the rest, by the page's table."""
+    """Return the fingerprint, the secret and the hash of the rest, by the page's table."""
     digits = "abcdefghijklmnopqrstuvwxyz234567"
     number = 0
     for letter in text.removeprefix("convoy1"):

@@ -59,7 +59,7 @@ class Session:
         self.secrets: dict[str, Secrets] = {}
 
     def deliver(self, number: int, message: bytes) -> None:
-        """Message 1 or 3 to the responder, 2 to the initiator; a refusal is an end, not a failure."""
+        """Deliver message 1 or 3 to the responder, 2 to the initiator; a refusal is an end, not a failure."""
         try:
             if number == 1:
                 self.responder.consume_1(message)
@@ -74,7 +74,7 @@ class Session:
 
 
 def agreed(sessions: list[Session]) -> None:
-    """Every end with secrets has one counterpart at most, and both name each other alike."""
+    """Check that every end with secrets has one counterpart at most, and that both name each other alike."""
     ends = [
         (end, session.dialler if end == "dialler" else session.listener, secrets)
         for session in sessions
@@ -152,7 +152,7 @@ def two(pair: str) -> list[Session]:
 
 
 def routes() -> Iterator[tuple[tuple[int, ...], ...]]:
-    """For each of the three messages, which session's goes to which: straight, crossed, doubled."""
+    """Yield, for each of the three messages, the sessions' targets: straight, crossed, doubled."""
     return itertools.product(itertools.product((0, 1), repeat=2), repeat=3)
 
 

@@ -123,7 +123,7 @@ def test_private_keys_do_not_show_in_a_repr(tmp_path: Path) -> None:
 def odd_certificate(
     key: Ed25519PrivateKey, like: bytes, odd: tuple[str, ...] = (), signer: Ed25519PrivateKey | None = None
 ) -> bytes:
-    """A certificate of ``key`` that takes what ``odd`` names from another member's certificate."""
+    """Make a certificate of ``key`` that takes the parts in ``odd`` from another member's certificate."""
     own = x509.load_der_x509_certificate(make_certificate(key))
     other = x509.load_der_x509_certificate(like)
     builder = (

@@ -33,7 +33,7 @@ HEADER = bytes(48)
 
 @pytest.fixture
 def nonces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
-    """(key, nonce) of everything that is sealed while the test runs."""
+    """Return (key, nonce) of everything that is sealed while the test runs."""
     used: list[tuple[bytes, bytes]] = []
 
     class Noting:
@@ -58,7 +58,7 @@ def links_that_talk(
     options: LinkOptions | None = None,
     goes_on: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Requests one after the other over one link, as head and peer speak: both ways, several steps each.
+    """Run requests one after the other over one link, as head and peer speak: both ways, several steps each.
 
     More than ``num_requests`` as long as it ``goes_on``: what happens beside takes the time it takes.
     """
@@ -224,7 +224,7 @@ def test_a_new_secret_does_not_give_the_old_one() -> None:
 
 @pytest.fixture
 def cipher_keys(monkeypatch: pytest.MonkeyPatch) -> list[bytearray]:
-    """Every buffer that held an AEAD key."""
+    """Return every buffer that held an AEAD key."""
     held: list[bytearray] = []
     derive = keys.traffic_key
 

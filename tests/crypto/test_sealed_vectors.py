@@ -119,7 +119,7 @@ def test_a_second_computation_agrees(vector: dict[str, Any]) -> None:
 
 
 def hpke_open(vector: dict[str, Any], info: bytes, sealed: bytes) -> bytes:
-    """RFC 9180 in base mode: X-Wing (0x647a), HKDF-SHA256 (1), AES-256-GCM (2)."""
+    """Open by RFC 9180 in base mode: X-Wing (0x647a), HKDF-SHA256 (1), AES-256-GCM (2)."""
     suite = b"HPKE" + (0x647A).to_bytes(2, "big") + (1).to_bytes(2, "big") + (2).to_bytes(2, "big")
 
     def extract(salt: bytes, name: bytes, key: bytes) -> bytes:
@@ -135,7 +135,7 @@ def hpke_open(vector: dict[str, Any], info: bytes, sealed: bytes) -> bytes:
 
 
 def xwing(vector: dict[str, Any], enc: bytes) -> bytes:
-    """draft-connolly-cfrg-xwing-kem: SHA3-256 of both secrets, X25519's ciphertext and key, and a label."""
+    """Combine as draft-connolly-cfrg-xwing-kem: SHA3-256 of secrets, X25519's ciphertext and key, a label."""
     lattice = MLKEM768PrivateKey.from_seed_bytes(raw(vector, "mlkem_seed"))
     curve = X25519PrivateKey.from_private_bytes(raw(vector, "x25519"))
     of_lattice = lattice.decapsulate(enc[:1088])

@@ -15,7 +15,7 @@ from e2e.bench_verb import REPORT, Bench
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
-    """bench(verb, ...): what `convoy bench verb ... --json` says, typed in this process."""
+    """Give bench(verb, ...): the output of `convoy bench verb ... --json`, typed in this process."""
     threads = torch.get_num_threads()
 
     def say(verb: str, *arguments: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def convoy_json(*arguments: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """``process`` is the head; ``url`` has no /v1."""
+    """Hold a served model: ``process`` is the head; ``url`` has no /v1."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -53,7 +53,7 @@ class Served:
 
 @contextmanager
 def served(directory: Path, *arguments: str) -> Iterator[Served]:
-    """`convoy run ...` until the block ends; then SIGTERM, and nothing may be left."""
+    """Run `convoy run ...` until the block ends; then send SIGTERM, and check that nothing is left."""
     log = directory / "head.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -71,6 +71,34 @@ def test_loop_tells_the_engine_and_the_hops_apart_from_the_stages(bench: Bench, 
     assert ratios["hop_us"] == pytest.approx((ms["ring"] - ms["stages"]) / 2 * 1000, abs=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_formats_has_a_rate_of_two_members_for_each_form(bench: Bench, tmp_path: Path) -> None:
+    plot = tmp_path / "rows.svg"
+    model = f"synthetic:{write_config(tmp_path, hidden_size=64, intermediate_size=64, head_dim=16)}"
+    sizes = (
+        "--forms",
+        "Q8_0,mlx-4",
+        "--concurrent",
+        "1,2",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+    )
+    shown = bench("formats", model, "--members", "2", *sizes, "--plot", str(plot))
+    rows = shown["rows"]
+    assert [(row["form"], row["through"], row["members"], row["number"]) for row in rows] == [
+        (form, "engine", 2, count) for form in ("Q8_0", "mlx-4") for count in (1, 2)
+    ]
+    assert [row["over"] for row in rows] == ["", "", *["Q8_0 through engine"] * 2]
+    assert shown["settings"]["kernel"] == "exact-f32"
+    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+
+
 def test_comms_has_a_row_for_each_size_and_sealing(bench: Bench, tmp_path: Path) -> None:
     table, plot = tmp_path / "rows.csv", tmp_path / "rows.svg"
     files = ("--csv", str(table), "--plot", str(plot))

@@ -1,4 +1,4 @@
-"""Two machines whose roster has wrong addresses: they find each other on the local network, or not at all."""
+"""Two machines with wrong addresses in their roster find each other on the local network, or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src"),
 }
 WAIT_S = 60.0
-NOBODY = "192.0.2.78"  # of the machines' own network, and nobody has it
+NOBODY = "192.0.2.78"  # of the machines' own network, and unused
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def write_members(folder: Path, listen: str) -> dict[str, Path]:
-    """A convoy.toml for alpha (the head) and beta, whose address in the roster is nobody's."""
+    """Write a convoy.toml for alpha (the head) and beta. No machine has beta's address in the roster."""
     identities = {name: Identity.generate() for name in ("alpha", "beta")}
     listed = [
         member_of(name, identity, (NOBODY, 7777), head=name == "alpha")
@@ -63,7 +63,7 @@ def write_members(folder: Path, listen: str) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def running(machine: Machine, *arguments: str) -> Iterator[IO[str]]:
-    """A convoy command there; its standard output."""
+    """Run a convoy command there, and yield its standard output."""
     process = subprocess.Popen(
         machine.run_in(sys.executable, "-m", "convoy", *arguments),
         env=ENVIRONMENT,
@@ -104,7 +104,7 @@ def serve(files: dict[str, Path], *flags: str) -> list[str]:
 
 
 def first_value(printed: IO[str]) -> dict[str, Any]:
-    """The first JSON value, over however many lines."""
+    """Return the first JSON value, over however many lines."""
     text = ""
     for line in printed:
         text += line
@@ -115,7 +115,7 @@ def first_value(printed: IO[str]) -> dict[str, Any]:
 
 
 def wait_for_event(said: IO[str], kind: str) -> None:
-    """What comes before it is passed over."""
+    """Wait for an event, and pass over all before it."""
     assert any(json.loads(line)["kind"] == kind for line in said)
 
 

@@ -1,4 +1,4 @@
-"""An examination beside a running cluster: it reaches the peers for real, and nobody notices."""
+"""An examination beside a running cluster: it reaches the peers for real, and disturbs none."""
 
 from __future__ import annotations
 

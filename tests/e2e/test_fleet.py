@@ -45,7 +45,7 @@ def fleet() -> Iterator[LocalFleet]:
 
 
 def until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
-    """A process has no event to wait on."""
+    """Poll until it holds: a process has no event to wait on."""
     end_s = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < end_s, "it did not come about in time"
@@ -58,7 +58,7 @@ def client_of(url: str, key: str | None = None) -> httpx.Client:
 
 
 def told(client: httpx.Client, body: dict[str, Any], on_text: Callable[[], None] | None = None) -> str:
-    """The text of a streamed answer, see `streamed`; ``on_text`` is called once some of it is here."""
+    """Return the text of a streamed answer, see `streamed`; call ``on_text`` once some of it is here."""
     lines = []
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, response.read()
@@ -106,7 +106,7 @@ def test_a_coordinator_that_is_killed_loses_nothing_that_was_settled(fleet: Loca
     assert (books.charged["ann"], books.cost_micro["ann"]) == (3, cost)
     assert books.balance_micro["ann"] == CREDIT - cost
     assert not books.torn
-    fleet.wait_registered(2)  # nobody told them
+    fleet.wait_registered(2)  # no one told them
     with client_of(fleet.url, key) as client:
         assert client.post("/v1/chat/completions", json=question).status_code == 200
 
@@ -161,7 +161,7 @@ def test_a_provider_that_is_killed_under_load_loses_no_request_that_had_not_begu
     assert len(answers) == 120
     assert {answer.provider for answer in answers if answer.is_served} >= {fleet.names[1]}
     lost = [answer for answer in answers if not answer.is_served]
-    # whoever has a token has a 200 too, and then an error in place of an end
+    # a client with a token has a 200 too, and then an error in place of an end
     assert [answer.status for answer in lost if answer.status != 200 or not answer.error] == []
     assert len(lost) <= 4, "no more than ran there"
     books = fleet.books()

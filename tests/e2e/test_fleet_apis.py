@@ -42,7 +42,7 @@ WAYS = ("coordinator", "proxy")
 
 @dataclass(frozen=True)
 class Judged:
-    """One API: its request for a call, and the call's arguments in a stream and in a whole answer."""
+    """Describe one API: its request for a call, and the arguments in a stream and in a whole answer."""
 
     path: str
     body: dict[str, Any]
@@ -114,7 +114,7 @@ JUDGED = {
 
 
 class Fleet:
-    """A fleet of real processes, with a proxy that trusts its provider."""
+    """Run a fleet of real processes, with a proxy that trusts its provider."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.fleet = stack.enter_context(LocalFleet(FleetOptions({MODEL: 1}, members=2)))

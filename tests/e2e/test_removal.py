@@ -1,4 +1,4 @@
-"""A member is taken out of a running cluster of real processes: one command, and who notices when."""
+"""A member is taken out of a running cluster of real processes: one command, and when each member notices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(slots=True)
 class Running:
-    """A member's process; ``lines`` are those of its standard output, each with its time of arrival."""
+    """Hold a member's process; ``lines`` are those of its standard output, each with its time of arrival."""
 
     process: subprocess.Popen[str]
     lines: queue.SimpleQueue[tuple[float, str]] = field(default_factory=queue.SimpleQueue)
@@ -52,7 +52,7 @@ class Running:
 
 
 class Homes:
-    """Three machines, as far as files go: each has keys, a convoy.toml and a roster file of its own."""
+    """Hold the files of three machines: each has keys, a convoy.toml and a roster file of its own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -171,7 +171,7 @@ def test_a_removed_member_is_out_everywhere_and_cannot_come_back(
     assert set(before) == set(NAMES), "each holds a stage, so the ring links beta and gamma too"
     members["beta"].wait_for("active")
     assert members["gamma"].num_connections() == 4  # two connections each, from the head and from beta
-    roster = homes.directory / "alpha" / "roster.toml"  # the head's file, and nobody else's
+    roster = homes.directory / "alpha" / "roster.toml"  # the head's file, and no other
     done = convoy("roster", "remove", "gamma", "--operator", str(homes.operator), "--roster", str(roster))
     ended_s = time.monotonic()
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ STORY = ("--prompt", "Once upon a time", "--raw", "--temperature", "1.2", "--max
 
 
 def whole_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What one member answers, and the same command line; here, because its processes are not the point."""
+    """Return one member's answer to the same command line, in this process: processes are not the point."""
     assert main.run(["run", *arguments, "--members", "1", "--threads", "1", "--json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer

@@ -21,13 +21,13 @@ Say = Callable[..., dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where a clone's own .convoy may be, which a session would take."""
+    """Move to a folder without a clone's own .convoy, which a session would take."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def session(capsys: pytest.CaptureFixture[str]) -> Iterator[Say]:
-    """session(...): what `convoy session demo-mini ... --json` says, typed in this process."""
+    """Give session(...): the output of `convoy session demo-mini ... --json`, typed in this process."""
     threads = torch.get_num_threads()
 
     def say(*arguments: str) -> dict[str, Any]:

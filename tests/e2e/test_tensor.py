@@ -43,7 +43,7 @@ def streams(cluster: RunningCluster) -> list[list[int]]:
 
 
 def run(num_members: int, sharing: dict[str, object]) -> tuple[list[list[int]], list[tuple[str, int]]]:
-    """What they say twice over, the same both times; and who holds which rank."""
+    """Return their texts, the same twice over, and the member of each rank."""
     options = LocalOptions(num_members, kernel="exact-f32", num_threads=1, sharing=sharing)
     with LocalCluster(options) as local:
         local.start_peers("demo")

@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 
 class Running:
-    """A command on one machine, in a folder of its own, with its output in files."""
+    """Hold a command on one machine, in a folder of its own, with its output in files."""
 
     def __init__(self, machine: Machine, folder: Path, *arguments: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ class Running:
         return (self.folder / f"{self._verb}.{name}").read_text()
 
     def wait_for(self, name: str, pattern: str) -> str:
-        """The first group of the pattern, once the output has it."""
+        """Return the first group of the pattern, once the output has it."""
         found: re.Match[str] = until(lambda: re.search(pattern, self.text(name)), self)
         return found.group(1)
 
@@ -85,7 +85,7 @@ def running(machine: Machine, folder: Path, *arguments: str) -> Iterator[Running
 
 
 def ask(machine: Machine, url: str, question: str) -> str:
-    """A chat completion over HTTP, from a process on that machine."""
+    """Ask for a chat completion over HTTP, from a process on that machine."""
     body = {
         "model": "demo-mini",
         "messages": [{"role": "user", "content": question}],
@@ -163,7 +163,7 @@ def test_the_operator_compares_the_codes_and_says_yes(tmp_path: Path) -> None:
 
 
 def _third_comes_in(first: Machine, second: Machine, tmp_path: Path) -> None:
-    """Into the cluster that runs, whose members take the new roster and keep their links."""
+    """Add a third member to the running cluster: members take the new roster and keep their links."""
     invite = ("invite", "--auto-approve", "--address", first.address)
     with running(first, tmp_path / "a", *invite) as operator:
         token = operator.wait_for("out", r"(convoy1[a-z2-7]+)\n")

@@ -24,7 +24,7 @@ POLL_S = 0.1
 
 
 def url_of(local: LocalCluster) -> str:
-    """The head prints one JSON value with its address once it answers."""
+    """Return the head's address from the JSON value that it prints once it answers."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         local.check_alive()

@@ -32,7 +32,7 @@ STEEP = TokenCost(((0.05, None),))  # chunks of 24 tokens shrink to 16 early
 
 
 def serial(sequence: Sequence) -> list[int]:
-    """What one request alone would be told, token by token."""
+    """Return the tokens that one request alone would get, one by one."""
     tokens = list(sequence.prompt_ids)
     for _ in range(sequence.max_tokens):
         tokens.append(next_token(tokens))
@@ -40,7 +40,7 @@ def serial(sequence: Sequence) -> list[int]:
 
 
 class Guesser:
-    """Right now and then."""
+    """Guess right now and then."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -67,7 +67,7 @@ def tables_of(limits: SchedulerLimits) -> BlockTables:
 
 @dataclass
 class World:
-    """A scheduler, a first stage that takes a step when it is sent, and a last one that lags behind."""
+    """Hold a scheduler, a first stage that takes a step when it is sent, and a last one that lags behind."""
 
     limits: SchedulerLimits
     random: Random

@@ -19,6 +19,7 @@ from convoy.engine.requests.request import GenerationRequest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
+from support.cases import cases
 from support.cluster import MEMBER, PeerThread, running_cluster
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama
@@ -71,7 +72,9 @@ def tokens_of(outputs: queue.SimpleQueue[Output]) -> Iterator[int]:
         yield output.token_id
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_blocks": 7}, {"prefill_chunk": 16, "micro_batches": 2}])
+@pytest.mark.parametrize(
+    "changes", cases([{}, {"num_blocks": 7}, {"prefill_chunk": 16, "micro_batches": 2}], bool)
+)
 def test_two_members_say_what_one_says_whoever_is_beside_or_preempted(
     source: ModelSource, said: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:

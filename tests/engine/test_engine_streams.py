@@ -51,7 +51,7 @@ def whole(source: ModelSource) -> list[tuple[int, ...]]:
 
 
 def together(engine: Engine) -> list[tuple[int, ...]]:
-    """What all requests answer when they run beside each other."""
+    """Return the answers of all requests that run beside each other."""
     waiting = [queue.SimpleQueue[Output]() for _ in REQUESTS]
     for request, outputs in zip(REQUESTS, waiting, strict=True):
         engine.submit(request, outputs.put)
@@ -68,7 +68,9 @@ def tokens_of(outputs: queue.SimpleQueue[Output]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-@pytest.mark.parametrize("spans", [SPANS, {"alpha": "1:output", "beta": "0:0"}])
+@pytest.mark.parametrize(
+    "spans", [SPANS, pytest.param({"alpha": "1:output", "beta": "0:0"}, marks=pytest.mark.long)]
+)
 def test_a_split_model_says_what_the_whole_says_and_guesses_change_nothing(
     source: ModelSource, whole: list[tuple[int, ...]], spans: dict[str, str]
 ) -> None:

@@ -40,7 +40,7 @@ WAIT_S = 20.0
 
 @dataclass
 class FakeRecovery:
-    """Answers each loss with the next of ``answers``; ``gate`` is waited for first."""
+    """Answer each loss with the next of ``answers``, once ``gate`` is open."""
 
     answers: list[NewStages | ConvoyError | None]
     gate: threading.Event = field(default_factory=threading.Event)
@@ -71,7 +71,7 @@ class FakeRecovery:
 
 
 class LateExecutor(FakeExecutor):
-    """Says once that a step is late, and brings it when asked again."""
+    """Report once that a step is late, and bring it when asked again."""
 
     def __init__(self, late_at: int, depth: int = 1) -> None:
         super().__init__(depth)
@@ -185,7 +185,7 @@ def test_closing_ends_a_recovery_that_waits() -> None:
 
 
 class TooLateRecovery(FakeRecovery):
-    """Finds other stages just when the engine is closed."""
+    """Find other stages just when the engine is closed."""
 
     def recover(self, error: StageLost) -> NewStages | None:
         return self._answer(error)
@@ -211,7 +211,7 @@ def test_stages_that_come_while_the_engine_is_closed_run_nothing(caplog: pytest.
 
 
 class FullRing(FakeExecutor):
-    """Holds a step until it is closed; then the ring says that it is broken, whenever it is asked."""
+    """Hold a step until it is closed; then report that the ring is broken, whenever asked."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
@@ -381,7 +381,7 @@ def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
 
 
 class PoisonedExecutor(FakeExecutor):
-    """Fails at every step that has the token 1, which this model never says."""
+    """Fail at every step that has the token 1, which this model never says."""
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         super().submit(step, jobs)

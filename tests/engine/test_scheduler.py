@@ -28,7 +28,7 @@ def make_sequence(num_prompt: int, max_tokens: int = 8, first: int = 0) -> Seque
 
 
 def collect(scheduler: Scheduler, scheduled: Scheduled, token: int = 99) -> None:
-    """What the engine does with a step that came back: each row with an output yields a token."""
+    """Collect a step as the engine does: each row with an output yields a token."""
     scheduler.collected(scheduled)
     for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
         if row.num_outputs and sequence.state is not SequenceState.FINISHED:

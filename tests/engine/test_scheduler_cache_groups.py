@@ -47,7 +47,7 @@ def limits_of(groups: list[CacheGroup], counts: list[int], **changes: int) -> Sc
 
 
 class Stages:
-    """A stage's tables, and in every slot of every block the tokens up to the last one written there."""
+    """Hold a stage's tables, and in every slot of every block the tokens up to the last one written there."""
 
     def __init__(self, groups: list[CacheGroup], limits: SchedulerLimits) -> None:
         self._groups = groups
@@ -100,7 +100,7 @@ class Stages:
 
 
 class World:
-    """A scheduler, and stages that lag behind."""
+    """Hold a scheduler, and stages that lag behind."""
 
     def __init__(self, groups: list[CacheGroup], limits: SchedulerLimits, random: Random) -> None:
         guesser = None if STATE in groups else Guesser(random)
@@ -110,7 +110,7 @@ class World:
         self.in_flight: deque[tuple[Scheduled, list[int]]] = deque()
 
     def lose_every_stage(self) -> None:
-        """New stages have no K/V, and no block that an earlier prefix lay in."""
+        """Replace every stage: new ones have no K/V, and no block that an earlier prefix lay in."""
         self.in_flight.clear()
         self.scheduler.reset(self._limits)
         self.stages = Stages(self._groups, self._limits)
@@ -210,7 +210,7 @@ def test_every_row_finds_its_own_past_and_outputs_are_those_of_the_serial_run(
 
 
 def _begun(random: Random, known: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """A prompt that begins as ``known`` does, often wholly, and goes on by chance."""
+    """Make a prompt that begins as ``known`` does, often wholly, and goes on by chance."""
     common = num_tokens if random.random() < 0.3 else random.randrange(num_tokens + 1)
     return (*known[:common], *(random.randrange(9) for _ in range(num_tokens - common)))
 

@@ -24,7 +24,7 @@ NUM_STREAMS = 8
 
 @dataclass
 class Pass:
-    """A step on its way: when each stage is done with it, and what it takes without anyone ahead."""
+    """Describe a step on its way: when each stage is done with it, and its time with an empty ring."""
 
     scheduled: Scheduled
     done_s: list[float]
@@ -38,7 +38,7 @@ def scheduled_now(scheduler: Scheduler) -> Scheduled:
 
 
 class Ring:
-    """Runs a scheduler as the engine does, and tells the time."""
+    """Run a scheduler as the engine does, and tell the time."""
 
     def __init__(self, limits: SchedulerLimits, num_stages: int) -> None:
         self.scheduler = Scheduler(limits)
@@ -157,7 +157,7 @@ def test_chunks_get_shorter_as_attention_grows_and_steps_stay_level() -> None:
 
 
 def chunks_of(limits: SchedulerLimits, num_stages: int, num_tokens: int) -> tuple[list[int], float]:
-    """The chunks of a prompt that runs alone, and when its first token is told."""
+    """Return the chunks of a prompt that runs alone, and when its first token is told."""
     ring = Ring(limits, num_stages)
     prompt = Sequence(tuple(i % 97 for i in range(num_tokens)), 1)
     ring.scheduler.add([prompt])

@@ -18,7 +18,7 @@ def run_once(scheduler: Scheduler) -> Scheduled | None:
 
 
 def idle_sequence(scheduler: Scheduler, num_tokens: int, first: int = 0) -> Sequence:
-    """One that ran all it has, and rests."""
+    """Make a sequence that ran all it has, and rests."""
     sequence = Sequence(tuple(range(first, first + num_tokens)), 0)
     scheduler.add([sequence])
     run_once(scheduler)

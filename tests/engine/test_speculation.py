@@ -38,7 +38,7 @@ CONTEXT = 160
 
 
 class CheckingExecutor(FakeExecutor):
-    """Takes a step only if a stage would: the tags of rewound rows included."""
+    """Take a step only if a stage would: the tags of rewound rows included."""
 
     def __init__(self, num_blocks: int, depth: int = 1) -> None:
         super().__init__(depth)
@@ -50,7 +50,7 @@ class CheckingExecutor(FakeExecutor):
 
 
 class Fortune:
-    """Guesses with luck: right for a while, then garbage. ``answers`` are whole sequences to come."""
+    """Guess with luck: right for a while, then garbage. ``answers`` are whole sequences to come."""
 
     def __init__(self, random: Random, answers: SequenceOf[SequenceOf[int]]) -> None:
         self._random = random
@@ -89,7 +89,7 @@ def engine_of(
 
 
 def answer(engine: Engine, requests: SequenceOf[GenerationRequest]) -> list[list[Output]]:
-    """The outputs of requests that run at once, in the order in which each request and choice got them."""
+    """Return the outputs of requests that run at once, in the order of each request and choice."""
     heard: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in requests]
     for request, outputs in zip(requests, heard, strict=True):
         engine.submit(request, outputs.put)
@@ -150,7 +150,7 @@ params = st.builds(
 
 
 def with_rules(request: GenerationRequest, **rules: Any) -> GenerationRequest:
-    """Of rules that leave nothing to sample, or ask for more than fits, none."""
+    """Add rules that leave nothing to sample or ask for more than fits, or none."""
     ruled = replace(request, **{**rules, "min_tokens": min(rules["min_tokens"], request.max_tokens)})
     try:
         check_restrictions(ruled, FakeTokenizer.eos_ids, VOCAB)
@@ -265,7 +265,7 @@ def scheduled_rows(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 
 class Eager:
-    """Guesses as much as it may."""
+    """Guess as much as it may."""
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         return [1] * max_tokens
@@ -276,7 +276,7 @@ class Eager:
 
 
 def decoding(limits: SchedulerLimits, count: int, **changes: Any) -> Scheduler:
-    """Sequences of three tokens each that decode from the next step on."""
+    """Make sequences of three tokens each that decode from the next step on."""
     scheduler = Scheduler(limits, drafter=Eager())
     sequences = [Sequence((1, 2, 3), **{"max_tokens": 100, **changes}) for _ in range(count)]
     scheduler.add(sequences)

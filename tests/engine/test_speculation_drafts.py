@@ -24,7 +24,7 @@ def said(*tokens: int) -> Sequence:
 
 
 def guess(drafter: LookupDrafter, sequence: Sequence, num_right: int | None = None) -> int:
-    """One guess and what became of it; how many tokens it had. None: all were right."""
+    """Make one guess, tell its outcome (None: all right), and return how many tokens it had."""
     drafts = drafter.propose(sequence, 100)
     if drafts:
         drafter.learn(sequence, len(drafts), len(drafts) if num_right is None else num_right)
@@ -117,7 +117,7 @@ def test_a_sequence_that_was_cut_back_is_guessed_at_from_what_is_left() -> None:
 
 
 class _Counted(list[int]):
-    """Tokens that count how often one of them is read."""
+    """Count how often one of these tokens is read."""
 
     num_reads = 0
 

@@ -33,7 +33,7 @@ def request(prompt: list[int], max_tokens: int, **changes: Any) -> GenerationReq
 
 
 def answer(engine: Engine, asked: GenerationRequest) -> None:
-    """Until every choice is finished."""
+    """Run until every choice is finished."""
     outputs: list[Output] = []
     engine.submit(asked, outputs.append)
     wait_until(lambda: sum(isinstance(one, FinishOutput) for one in list(outputs)) == asked.num_choices)
@@ -120,7 +120,7 @@ def test_an_aborted_request_is_counted_as_one() -> None:
 
 
 class Held(FakeExecutor):
-    """Gives the third step's result once it may: a request of many tokens is not over before that."""
+    """Hold the third step's result back: a request of many tokens is not over before that."""
 
     def __init__(self) -> None:
         super().__init__()

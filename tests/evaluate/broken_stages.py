@@ -9,18 +9,18 @@ import msgspec
 import torch
 from torch import nn
 
-from convoy.evaluate.chain import load_stage
+from convoy.engine.ranks.load import load_member_stage
+from convoy.evaluate.chain import StageLoader
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
 from convoy.wire.messages.control import StageAssignment
 
 LAYER = 2
-Loader = Callable[[ModelSource, StageAssignment, StageOptions, LoadedStage | None], LoadedStage]
 
 
 class Loop(dict[int, nn.Module]):
-    """Layers that a stage goes through in another order than it says that it has them."""
+    """Order a stage's layers otherwise than it says that it has them."""
 
     def __init__(self, layers: dict[int, nn.Module], order: Sequence[int]) -> None:
         super().__init__(layers)
@@ -34,7 +34,7 @@ class Loop(dict[int, nn.Module]):
 
 
 class ShiftedRotations:
-    """Positions one too high."""
+    """Shift positions by one."""
 
     def __init__(self, rotations: Any) -> None:
         self._rotations = rotations
@@ -43,13 +43,17 @@ class ShiftedRotations:
         return self._rotations.look_up(ropes, positions + 1, last + 1)
 
 
-def split_only(change: Callable[[HostStage], None]) -> Loader:
-    """``change`` befalls stages that hold `LAYER` and are not the whole model."""
+def split_only(change: Callable[[HostStage], None]) -> StageLoader:
+    """Apply ``change`` to stages that hold `LAYER` and are not the whole model."""
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        before: LoadedStage | None = None,
     ) -> LoadedStage:
-        stage = load_stage(source, assignment, options, None)
+        stage = load_member_stage(source, assignment, options)
         whole = assignment.end - assignment.start == source.spec.num_layers
         if not whole and assignment.start <= LAYER < assignment.end:
             assert isinstance(stage, HostStage)
@@ -59,13 +63,17 @@ def split_only(change: Callable[[HostStage], None]) -> Loader:
     return load
 
 
-def everywhere(change: Callable[[HostStage], None]) -> Loader:
-    """``change`` befalls the whole model as well: only the library can tell."""
+def everywhere(change: Callable[[HostStage], None]) -> StageLoader:
+    """Apply ``change`` to the whole model as well: only the library can tell."""
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        before: LoadedStage | None = None,
     ) -> LoadedStage:
-        stage = load_stage(source, assignment, options, None)
+        stage = load_member_stage(source, assignment, options)
         if assignment.start <= LAYER < assignment.end:
             assert isinstance(stage, HostStage)
             change(stage)
@@ -90,15 +98,19 @@ def shift_positions(stage: HostStage) -> None:
 
 
 def perturb(stage: HostStage) -> None:
-    """One number of one norm, by a thousandth."""
+    """Change one number of one norm, by a thousandth."""
     with torch.no_grad():
         next(stage.layers[LAYER].parameters())[0] += 1e-3
 
 
 def drop_last_of_the_first(
-    source: ModelSource, assignment: StageAssignment, options: StageOptions, _: LoadedStage | None
+    source: ModelSource,
+    assignment: StageAssignment,
+    options: StageOptions,
+    *,
+    before: LoadedStage | None = None,
 ) -> LoadedStage:
-    """As a project does that gives each of two members half of 61 layers, rounded down."""
+    """Lose the last layer of the first half, as 61 layers over two members do if both are rounded down."""
     if assignment.start == 0 and assignment.end < source.spec.num_layers:
         assignment = msgspec.structs.replace(assignment, end=assignment.end - 1)
-    return load_stage(source, assignment, options, None)
+    return load_member_stage(source, assignment, options)

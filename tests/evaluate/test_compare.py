@@ -15,7 +15,7 @@ TRUE = torch.tensor([[REACH, 1.0, 0.0], [2.0, REACH, 0.0]], dtype=torch.float64)
 
 
 def expected_of(ours: float, library: float) -> tuple[Expected, Run]:
-    """One prompt of two tokens: our logits and the library's, each so far from the true ones."""
+    """Return one prompt of two tokens: our logits and the library's, each so far from the true ones."""
     run = Run("one piece", 0, 0, (TRUE + ours).float())
     expected = Expected([[7, 8]])
     expected.unsplit = [run.logits]

@@ -12,9 +12,9 @@ import torch
 
 from convoy.cli import main
 from convoy.config.kernels import PLAIN, W8A8
+from convoy.engine.ranks.load import load_member_stage
 from convoy.errors import InputError
 from convoy.evaluate.candidates import CachedPrefix, RepeatedPrefix, candidates_of
-from convoy.evaluate.chain import load_stage
 from convoy.evaluate.leak import AT_MOST, LeakOptions, check_depths, default_depths, leak, search
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import w8a8_available
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def first_layers(source: ModelSource, depth: int) -> CachedPrefix | RepeatedPrefix:
     options = StageOptions(kernel=PLAIN, block_size=1, num_threads=1, require_tags=False)
-    stage = load_stage(source, StageAssignment("x", 0, depth, embed=True, output=False), options, None)
+    stage = load_member_stage(source, StageAssignment("x", 0, depth, embed=True, output=False), options)
     found = candidates_of(source.spec, stage, len(PROMPT))
     assert isinstance(found, CachedPrefix | RepeatedPrefix)
     return found
@@ -78,7 +78,7 @@ def test_activations_of_no_prompt_give_none_away(models: Models) -> None:
 
 
 class Twins:
-    """Tokens 0 and 1 have the same activation."""
+    """Give tokens 0 and 1 the same activation."""
 
     def sent(self, prompt: Sequence[int]) -> torch.Tensor:
         return torch.tensor([[float(max(1, token))] for token in prompt])

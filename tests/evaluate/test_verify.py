@@ -16,9 +16,10 @@ import typer
 from convoy.cli import main
 from convoy.cli.verify import report
 from convoy.config.kernels import EXACT, PLAIN, W8A8
+from convoy.engine.ranks.load import load_member_stage
 from convoy.errors import InputError, SelfCheckError, StepError
 from convoy.evaluate.certificate import Certificate, limits_of
-from convoy.evaluate.chain import load_stage
+from convoy.evaluate.chain import StageLoader
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
@@ -53,11 +54,11 @@ def certify(
     source: ModelSource,
     max_cuts: int | None = None,
     *,
-    load: broken.Loader = load_stage,
+    load: StageLoader = load_member_stage,
     prompts: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Certificate:
-    """With prompts that reach over a block and a tiny model's window, and few steps."""
+    """Certify with prompts that reach over a block and a tiny model's window, and few steps."""
     few: dict[str, Any] = {"kernel": EXACT, "num_tokens": 3, "chunks": (7, 16), "num_threads": 1}
     options = VerifyOptions(**few | changes, max_cuts=max_cuts)
     drawn = draw_prompts(source.spec, 3, options.num_tokens)
@@ -102,6 +103,7 @@ def test_ranks_have_one_pattern_of_bits_over_cuts_and_are_near_the_library(model
         assert result.layers_once == 5
 
 
+@pytest.mark.long
 def test_plain_kernels_agree_to_rounding(models: Models) -> None:
     found = certify(models.source("odd"), 0, kernel=PLAIN)
     assert failures(found) == []
@@ -120,6 +122,16 @@ def test_8_bit_linears_change_the_logits_and_no_cut_changes_a_bit_of_them(models
         models.source("odd"), 0, kernel=W8A8, load=broken.split_only(broken.perturb)
     ).results[1:2]
     assert not broken_cut.passed
+
+
+def test_weights_rounded_at_load_have_the_librarys_logits_over_the_same_weights() -> None:
+    found = certify(ModelSource.resolve("demo-mini"), 1, kernel="exact-q4")
+    assert failures(found) == []
+    assert found.limits == limits_of("exact-f32", has_experts=False)
+    assert found.rounded is not None
+    assert found.rounded.format == "q4"
+    assert 0.01 < found.rounded.error < min(0.2, found.rounded.nearest_error)
+    assert all(set(result.from_unsplit.values()) == {0.0} for result in found.results)
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", pytest.param("q8", marks=pytest.mark.long)])
@@ -146,6 +158,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return ModelSource.resolve(str(make_odd_llama(directory, num_hidden_layers=61, initializer_range=0.1)))
 
 
+@pytest.mark.long
 def test_all_of_61_layers_run_once_on_two_members(deep: ModelSource) -> None:
     found = certify(deep, 0, prompts=[list(range(9))], chunks=(4,), num_tokens=2)
     assert failures(found) == []
@@ -177,7 +190,7 @@ BrokenSplit = Callable[[str], Certificate]
 
 @pytest.fixture(scope="module")
 def broken_split(models: Models) -> BrokenSplit:
-    """broken_split(what): the certificate of the odd model with this break, which is made once."""
+    """Give broken_split(what): the certificate of the odd model with this break, which is made once."""
 
     @functools.cache
     def make(what: str) -> Certificate:
@@ -220,7 +233,11 @@ def test_a_stage_that_refuses_a_step_fails_its_layout_and_the_next_is_still_chec
             raise StepError("no")
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, before: LoadedStage | None
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        before: LoadedStage | None = None,
     ) -> LoadedStage:
         kind = Refusing if assignment.start == 2 else HostStage
         return kind.load(source, assignment, options, before=before)
@@ -282,7 +299,7 @@ def test_texts_are_cut_to_the_context_and_repeated_beyond_a_window() -> None:
 
 
 class Mute(Tokenizer):
-    """Makes nothing of any text."""
+    """Make no token of any text."""
 
     def __init__(self) -> None: ...
 
@@ -341,6 +358,7 @@ def test_the_verb_prints_a_table_or_one_json_value(
     assert value["passed"] is True
     assert value["results"][0]["spans"] == "whole"
     assert value["limits"] == {"unsplit": 0.0, "library": 2e-5, "median": 2e-5}
+    assert f"bits of the whole: {value['bits'][:12]}, computed with " in text
 
 
 def test_the_verb_exits_with_1_where_anything_failed(

@@ -25,7 +25,7 @@ CREATED = (
 
 
 class Client:
-    """An exchange with a client that reads all."""
+    """Read all of an exchange as its client."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []

@@ -34,7 +34,7 @@ Events = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spoken:
-    """One API: its strict parser, its sign of life, and the text and error of its events."""
+    """Describe one API: its strict parser, its sign of life, and the text and error of its events."""
 
     parse: Callable[[str], Events]
     sign: str
@@ -77,7 +77,7 @@ EACH_API = pytest.mark.parametrize("api", SPOKEN)
 
 
 class Fleet:
-    """A coordinator with short heartbeats, a head that waits for its test, and a proxy."""
+    """Run a coordinator with short heartbeats, a head that waits for its test, and a proxy."""
 
     def __init__(self, folder: Path, stack: ExitStack, max_wait_s: float) -> None:
         self.engine = FakeEngine()

@@ -18,7 +18,7 @@ def no_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def device() -> torch.device:
-    """A CUDA device, or the host where Triton's interpreter stands in for one."""
+    """Return a CUDA device, or the host where Triton's interpreter stands in for one."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

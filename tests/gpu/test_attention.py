@@ -48,7 +48,7 @@ SPANS: Mapping[str, list[tuple[int, int]]] = {
 def compare(
     shape: DeviceHeadShape, spans: list[tuple[int, int]], device: torch.device, **options: Any
 ) -> float:
-    """The error of `attend`, over rows described as a stage describes them."""
+    """Return the error of `attend`, over rows described as a stage describes them."""
     sinks, ring = options.get("sinks"), options.get("ring")
     drawn = draw_rows(shape, spans, device, ring=ring)
     rows = [

@@ -33,7 +33,7 @@ NUM_TOKENS = 16
 
 
 class Loaded:
-    """Each model once, in weights that bfloat16 can hold, by kind and device."""
+    """Load each model once, in weights that bfloat16 can hold, by kind and device."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -60,7 +60,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def answer(stage: Any) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the logits of each of them."""
+    """Return greedy tokens, and the logits of each of them."""
     one = Chain([stage])
     rows = [one.run((0, PROMPT))[0][-1]]
     tokens = [int(rows[-1].argmax())]

@@ -39,7 +39,7 @@ LIBRARYS = ("biased", "gemma2", "gemma3", "gemma4", "gemma4 e", "gpt_oss", "phi3
 
 
 class Directories:
-    """Tiny models, each made when it is first asked for; weights that bfloat16 can hold."""
+    """Make tiny models, each when it is first asked for, with weights that bfloat16 can hold."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -63,7 +63,7 @@ def chain(
     kernel: str = KERNEL,
     devices: Sequence[str] = ("cuda",),
 ) -> Chain:
-    """Stages on the devices in turn, each with a kernel that runs there."""
+    """Load stages on the devices in turn, each with a kernel that runs there."""
     source = ModelSource.resolve(str(directory))
     limits = [0, *cuts, source.spec.num_layers]
     stages = []
@@ -80,7 +80,7 @@ def chain(
 
 
 def device_stage(stage: Any) -> CudaStage:
-    """What `load_stage` gave, as what it is."""
+    """Check that a loaded stage is one of CUDA, and return it."""
     assert isinstance(stage, CudaStage)
     return stage
 
@@ -90,7 +90,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def reference(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of transformers, eager attention, float32."""
+    """Return logits of transformers, eager attention, float32."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -100,7 +100,7 @@ def reference(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def near_ties(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The greatest margin of ``expected`` between its likeliest token and the one found, in its deviation."""
+    """Return the greatest margin between the likeliest token and the one found, in deviations of a row."""
     chosen = expected.gather(1, found.argmax(-1, keepdim=True))[:, 0]
     return float(((expected.amax(-1) - chosen) / expected.std(-1)).max())
 

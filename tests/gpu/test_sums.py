@@ -19,7 +19,7 @@ ROOM, NUMBER = 1024, 7
 def run(
     own: torch.Tensor, out: torch.Tensor, other: torch.Tensor | None, *, adds: bool
 ) -> list[torch.Tensor]:
-    """As rank 1 of two, in operation `NUMBER`. Returns both mailboxes, and what it counts by."""
+    """Run as rank 1 of two, in operation `NUMBER`. Return both mailboxes, and its counters."""
     boxes = [torch.zeros(4 * ROOM, dtype=torch.int64, device=own.device) for _ in range(2)]
     count = torch.tensor([NUMBER - 2, 0], dtype=torch.int32, device=own.device)
     packed = own.dtype == torch.bfloat16

@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture
 def prompt() -> Prompt:
-    """prompt(n, seed): n token ids below 105."""
+    """Give prompt(n, seed): n token ids below 105."""
     import torch
 
     def make(num_tokens: int, seed: int = 0) -> list[int]:
@@ -37,7 +37,7 @@ def prompt() -> Prompt:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[Threads]:
-    """threads(n) sets torch's thread count; it is put back after the test."""
+    """Give threads(n), which sets torch's thread count; it is put back after the test."""
     import torch
 
     before = torch.get_num_threads()

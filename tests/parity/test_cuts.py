@@ -46,7 +46,7 @@ FEW_LENGTHS, FEW_TOKENS = (1, 16, 17, 65), 4
 
 
 def prompts_for(source: ModelSource, lengths: Sequence[int] = LENGTHS) -> Prompts:
-    """Greedy and seeded in turn."""
+    """Make prompts, greedy and seeded in turn."""
     random = np.random.default_rng(5)
     return [
         (tuple(random.integers(0, source.spec.vocab_size, length).tolist()), seeded(i) if i % 2 else GREEDY)
@@ -64,7 +64,7 @@ def whole(source: ModelSource, kv_dtype: str = "auto") -> Executor:
 def alone(
     source: ModelSource, lengths: Sequence[int] = LENGTHS, num_tokens: int = NUM_TOKENS
 ) -> tuple[Run, ...]:
-    """The reference: one stage, each prompt by itself, in one piece."""
+    """Run the reference: one stage, each prompt by itself, in one piece."""
     driver = Driver(whole(source), replace(LIMITS, max_step_tokens=1024, prefill_chunk=1024))
     prompts = prompts_for(source, lengths)
     return tuple(run for prompt in prompts for run in driver.run([prompt], num_tokens))
@@ -72,26 +72,26 @@ def alone(
 
 @pytest.fixture(scope="module")
 def expected(demo: ModelSource) -> tuple[Run, ...]:
-    """What `alone` makes of the demo model."""
+    """Return the runs of `alone` for the demo model."""
     return alone(demo)
 
 
 @pytest.fixture(scope="module")
 def turns(expected: tuple[Run, ...]) -> Prompts:
-    """What an earlier prompt began, what an answer went on with, and a cut within a block."""
+    """Return prompts that go on from an earlier prompt, from its answer, and from a cut within a block."""
     asked = [(*run.prompt, *run.tokens, 5, 6, 7) for run in expected] + [expected[-1].prompt[:100]]
     return [(turn, seeded(3)) for turn in asked]
 
 
 @pytest.fixture(scope="module")
 def cold(demo: ModelSource, turns: Prompts) -> list[Run]:
-    """The answers to them where no prefix is shared."""
+    """Return the answers to them where no prefix is shared."""
     return Driver(whole(demo), replace(LIMITS, prefix_cache=False)).run(turns, NUM_TOKENS)
 
 
 @contextmanager
 def split(source: ModelSource, spans: Mapping[str, str], kv_dtype: str = "auto") -> Iterator[Executor]:
-    """A head and its peers over in-memory streams, sealed as ever."""
+    """Run a head and its peers over in-memory streams, sealed as ever."""
     network = MemoryNetwork()
     members = make_local_members(NAMES[: len(spans)])
     peers = [PeerThread(me, PeerOptions(MEMBER, model_path=source.path), network) for me in members[1:]]
@@ -177,7 +177,7 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[
     ("layout", "chunk"),
     cases(
         itertools.product(("whole", "default", "reverse", "forward"), (7, 256)),
-        [("default", 7), ("reverse", 256), ("forward", 7)].__contains__,
+        [("default", 7), ("reverse", 256)].__contains__,
     ),
 )
 def test_a_shared_prefix_changes_no_bit(
@@ -209,12 +209,12 @@ def test_a_shared_prefix_changes_no_bit(
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSource, tuple[Run, ...]]:
-    """A model of odd dimensions, and what `alone` makes of it."""
+    """Make a model of odd dimensions, and return it with the runs of `alone`."""
     source = ModelSource.resolve(str(make_odd_llama(tmp_path_factory.mktemp("odd"))))
     return source, alone(source)
 
 
-@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("members", cases([2, 3], (3).__eq__))
 def test_a_model_of_odd_dimensions_equals_the_whole(
     odd: tuple[ModelSource, tuple[Run, ...]], members: int
 ) -> None:

@@ -86,7 +86,7 @@ def expected(source: ModelSource) -> list[npt.NDArray[np.float32]]:
 
 @pytest.fixture(scope="module")
 def alone(source: ModelSource) -> list[npt.NDArray[np.float32]]:
-    """The states of one member."""
+    """Return the states of one member."""
     with running_cluster(source, 1) as running:
         return embed(running, prompts(source.spec.vocab_size))
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from convoy.engine.outputs import FinishOutput, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import RequestError
@@ -75,6 +77,7 @@ def _compiled(compiler: GrammarCompiler, schema: Any) -> CompiledGrammar | None:
         return None
 
 
+@pytest.mark.long
 def test_answers_by_many_schemas_are_the_same_on_the_forward_layout_with_guesses(demo: ModelSource) -> None:
     schemas = list(SCHEMAS.values())
     alone = draws(demo, schemas, len(schemas), "one member", "off")

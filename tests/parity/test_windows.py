@@ -1,4 +1,4 @@
-"""A model whose layers look back differently far: split and in rings, its logits are those of the whole."""
+"""A model of layers that look back differently far: split and in rings, its logits are those of the whole."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def driver(source: ModelSource, chosen: SchedulerLimits) -> Driver:
 
 @pytest.fixture(scope="module")
 def whole(source: ModelSource) -> list[Run]:
-    """Each prompt by itself and in one piece, over tables that keep everything."""
+    """Run each prompt by itself and in one piece, over tables that keep everything."""
     driven = driver(source, limits(None, None, max_step_tokens=512, prefill_chunk=512))
     return [run for one in PROMPTS for run in driven.run([one], 20)]
 
@@ -115,6 +115,7 @@ def test_requests_and_sessions_over_a_split_say_what_the_whole_says(
         assert stats.drafted_tokens > 0
 
 
+@pytest.mark.long
 def test_a_guess_changes_no_text_where_windows_are_rings(source: ModelSource) -> None:
     asked = GenerationRequest(
         prompt(9, 3) * 12, SamplingParams(temperature=0.0), max_tokens=60, ignore_eos=True

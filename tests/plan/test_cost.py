@@ -23,7 +23,7 @@ LLAMA = ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m")
 
 
 def spread(costs: Sequence[int], extras: Sequence[int], counts: Sequence[int]) -> tuple[int, int]:
-    """The dearest stage, and the sum of squares."""
+    """Return the dearest stage, and the sum of squares."""
     ends = list(itertools.accumulate(counts))
     stages = [
         sum(costs[end - count : end]) + extra for count, end, extra in zip(counts, ends, extras, strict=True)
@@ -32,7 +32,7 @@ def spread(costs: Sequence[int], extras: Sequence[int], counts: Sequence[int]) -
 
 
 def best(costs: Sequence[int], extras: Sequence[int]) -> tuple[int, int]:
-    """By trying every cut."""
+    """Find the best by trying every cut."""
     num_layers = len(costs)
     cuts = itertools.combinations(range(1, num_layers), len(extras) - 1)
     return min(

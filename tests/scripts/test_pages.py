@@ -12,6 +12,8 @@ import commands
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GUIDES = ("README.md", "docs/getting-started.md", "docs/index.md", "docs/glossary.md", "docs/performance.md")
+# Words that are plain English, or the standard of the field, need no row.
+MAX_TERMS = 75
 COMMAND = re.compile(r"(?:^(?:\w+)?\$ +|`)(convoy (?:[^`\n#]|\\\n)*)", re.MULTILINE)
 
 
@@ -79,3 +81,20 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     assert problem_of(["serve", "demo", "--fast"], reference) == "convoy serve --fast"
     assert problem_of(["roster", "sign", "--new-operator", "DIR"], reference) is None
     assert problem_of(["fly"], reference) == "convoy fly"
+
+
+def test_the_glossary_is_short_and_each_term_is_used() -> None:
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!term |---)([^|]+) \|", page, re.MULTILINE)
+    terms = [term.lower() for row in rows for term in row.split(", ")]
+    assert len(terms) <= MAX_TERMS
+    others = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+    text = "\n".join(one.read_text(encoding="utf-8") for one in others if one.name != "glossary.md").lower()
+    sources = "\n".join(one.read_text(encoding="utf-8") for one in (ROOT / "src").rglob("*.py"))
+    classes = " ".join(re.findall(r"^class (\w+)", sources, re.MULTILINE)).lower()
+    unused = [
+        term
+        for term in terms
+        if not re.search(rf"\b{re.escape(term)}", text) and re.sub(r"[ -]", "", term) not in classes
+    ]
+    assert unused == []

@@ -1,4 +1,4 @@
-"""A server that Python starts: what is refused, and that its processes end with it."""
+"""A server that Python starts: its refusals, and that its processes end with it."""
 
 from __future__ import annotations
 

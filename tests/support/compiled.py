@@ -1,15 +1,45 @@
-"""Make this process like one on a machine where nothing can be compiled."""
+"""Offer compiled code with a fault, and make this process like one where nothing can be compiled."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 
-from convoy.model.kernels.int8 import native_holds
+from convoy.model.kernels.int8 import int8_library
 from convoy.model.kernels.native import build, library
-from convoy.model.kernels.native.norm import norm_holds
+from convoy.model.kernels.native.activation import exp_library
+from convoy.model.kernels.native.linears import f32_library
+from convoy.model.kernels.native.norm import norm_library
+from convoy.model.kernels.stored.packed import onednn_holds
+
+
+class _Faulty:
+    def __init__(self, right: library.NativeLibrary, name: str, output: int) -> None:
+        self._right, self._name, self._output = right, name, output
+
+    def __getattr__(self, name: str) -> Any:
+        right = getattr(self._right, name)
+        if name != self._name:
+            return right
+
+        def wrong(*given: Any) -> Any:
+            done = right(*given)
+            ctypes.c_uint32.from_address(given[self._output]).value ^= 1
+            return done
+
+        return wrong
+
+
+def faulty(right: library.NativeLibrary, name: str, output: int) -> library.NativeLibrary:
+    """Return a library whose function ``name`` flips the lowest bit of the first number of its output.
+
+    ``output`` is the place of the output among the function's arguments.
+    """
+    return cast("library.NativeLibrary", _Faulty(right, name, output))
 
 
 @contextmanager
@@ -25,5 +55,6 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def _forget() -> None:
-    for known in (build.built_library, library.native_library, native_holds, norm_holds):
+    found = (build.built_library, library.find_library, library.native_library)
+    for known in (*found, exp_library, int8_library, norm_library, f32_library, onednn_holds):
         known.cache_clear()

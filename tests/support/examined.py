@@ -36,7 +36,7 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, whose results are kept for equal arguments and PyTorch's number of threads."""
+    """Return ``function`` with its results kept for equal arguments and PyTorch's number of threads."""
     import torch
 
     @functools.cache
@@ -47,7 +47,7 @@ def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _of_new_layers(prove: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return ``prove``, which skips a stage whose layers were all proved with its kernel and threads.
+    """Return ``prove``, which skips a stage if all its layers were proved with its kernel and threads.
 
     The trial of a single row, which finds layers that do not run, is not skipped.
     """

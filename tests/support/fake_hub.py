@@ -9,6 +9,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 COMMIT = "5f" * 20
 REPO = "somebody/odd"
@@ -36,6 +37,8 @@ class FakeHub:
         self.unsized = ""
         # This file's last byte differs from the listed digest's.
         self.lies = ""
+        # Every range begins so many bytes late.
+        self.shift = 0
         # While true, no request is answered.
         self.down = False
         # The status of every answer, unless it is 0.
@@ -74,16 +77,16 @@ class FakeHub:
         if path.startswith(f"/api/models/{REPO}/revision/"):
             self._say(request, 200, self.info(), {"content-type": "application/json"})
         elif path.startswith(f"/{REPO}/resolve/{self.commit}/"):
-            self._file(request, self.directory / path.rpartition("/")[2], body=body)
+            self._file(request, self.directory / unquote(path.partition(f"/{self.commit}/")[2]), body=body)
         else:
             self._say(request, 404, b"{}", {"x-error-code": "RepoNotFound"})
 
     def info(self) -> bytes:
         siblings: list[dict[str, object]] = []
-        for path in sorted(self.directory.iterdir()):
-            data = path.read_bytes()
-            sibling: dict[str, object] = {"rfilename": path.name, "size": len(data), "blobId": "b" * 40}
-            if path.suffix == ".safetensors":
+        for path in sorted(one for one in self.directory.rglob("*") if one.is_file()):
+            data, name = path.read_bytes(), path.relative_to(self.directory).as_posix()
+            sibling: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": "b" * 40}
+            if path.suffix in {".safetensors", ".gguf"}:
                 sha = hashlib.sha256(data).hexdigest()
                 sibling["lfs"] = {"sha256": sha, "size": len(data), "pointerSize": 134}
             if path.name == self.unsized:
@@ -107,7 +110,7 @@ class FakeHub:
         if path.name == self.lies:
             data = data[:-1] + bytes([data[-1] ^ 1])
         first, _, last = (request.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")
-        start, end = int(first), min(len(data), int(last or len(data)) + 1)
+        start, end = int(first) + self.shift, min(len(data), int(last or len(data)) + 1)
         headers = {"x-repo-commit": self.commit, "etag": f'"{hashlib.sha256(data).hexdigest()}"'}
         headers["content-range"] = f"bytes {start}-{end - 1}/{len(data)}"
         cut, total = None, end - start

@@ -59,7 +59,7 @@ class ByteTokenizer:
     reply_format = ReplyFormat(find_format("<tool_call>"), {})
 
     def encode_chat(self, chat: Conversation, *, max_tokens: int | None = None) -> list[int]:
-        """Spell the turns out, and the tools and variables if there are any."""
+        """Write out the turns, and the tools and variables if there are any."""
         tools = [f"{tool.name}:{json.dumps(tool.parameters)}" for tool in chat.tools]
         text = f"<tools>{tools}" if tools else ""
         text += f"<variables>{json.dumps(chat.variables)}" if chat.variables else ""

@@ -525,7 +525,7 @@ CASES: dict[str, GgufCase] = {
 
 
 def build_model(case: GgufCase, *, mxfp4: bool = False) -> Any:
-    """Make the library's model, whose matrices Q8_0 holds without rounding, or experts MXFP4."""
+    """Make the library's model, with matrices that Q8_0 holds without rounding, or experts MXFP4."""
     torch.manual_seed(5)
     config = case.config(**case.sizes)
     library: Any = transformers.AutoModelForCausalLM

@@ -51,7 +51,8 @@ class ByteVocabulary:
 def compiled(
     kind: GrammarKind, text: Any = "", *, strict: bool = True, limits: GrammarLimits | None = None
 ) -> CompiledGrammar:
-    """Compile for `ByteVocabulary`."""
+    """Compile for `ByteVocabulary`, within a minute unless ``limits`` say otherwise."""
+    limits = limits or GrammarLimits(deadline_s=60)
     return GrammarCompiler(ByteVocabulary(), limits).compile(grammar(kind, text, strict=strict), "grammar")
 
 

@@ -330,18 +330,18 @@ _CONFIGS = {
 }
 
 
-def build_config(kind: str) -> Any:
-    """Return the library's configuration of a kind."""
+def build_config(kind: str, **more: Any) -> Any:
+    """Return the library's configuration of a kind, with some options set otherwise."""
     family, options = KINDS[kind]
-    return getattr(transformers, f"{family}Config")(**options)
+    return getattr(transformers, f"{family}Config")(**(options | more))
 
 
-def build_model(kind: str) -> Any:
+def build_model(kind: str, **more: Any) -> Any:
     """Return the whole model of transformers, random but lively: initial weights make attention near
-    uniform.
+    uniform. ``more`` sets some options of the kind otherwise.
     """
     family, options = KINDS[kind]
-    config = build_config(kind)
+    config = build_config(kind, **more)
     torch.manual_seed(7)
     head = "ConditionalGeneration" if "text_config" in options else "CausalLM"
     model = getattr(transformers, f"{_CONFIGS.get(family, family)}For{head}")(config).eval()

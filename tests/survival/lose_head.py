@@ -38,7 +38,7 @@ def ask(url: str, num_tokens: int) -> urllib.request.Request:
 
 
 class Reader:
-    """A client of a stream, on a thread: what came, and how it ended."""
+    """Read a stream on a thread: keep its text, and how it ended."""
 
     def __init__(self, url: str, num_tokens: int) -> None:
         self.lines: list[bytes] = []

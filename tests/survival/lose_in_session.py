@@ -1,4 +1,4 @@
-"""A session whose stages are lost under it, on real processes: it knows its tokens, and goes on."""
+"""A session that loses its stages, on real processes: it knows its tokens, and goes on."""
 
 from __future__ import annotations
 

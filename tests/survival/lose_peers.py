@@ -24,7 +24,7 @@ def told(what: str, pause_s: float) -> None:
 
 
 def bytes_for(first_layers: int) -> int:
-    """What a head needs for so many layers, the ends and some K/V, and not for one layer more."""
+    """Return the bytes for so many layers, the ends and some K/V, but not for one layer more."""
     spec = ModelSource.resolve("demo").spec
     return stage_bytes(spec, Span(0, first_layers, True), own_form("exact-f32")) + 1_000_000
 

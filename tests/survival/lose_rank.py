@@ -63,7 +63,7 @@ def test_any_rank_of_two_stages_of_two(way: str, lost: str) -> None:
 
 
 def at_joining(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """``act`` once, when the head is about to say to the other ranks what it is there for."""
+    """Call ``act`` once, when the head is about to tell the other ranks their parts."""
     real, done = RankPeers.begin, threading.Event()
 
     def begin(self: RankPeers) -> SealedCollective:

@@ -33,7 +33,7 @@ PARAMS = {
 
 @dataclass
 class Stream:
-    """The tokens of one request and when each came."""
+    """Hold the tokens of one request and when each came."""
 
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Stream:
             self.ended.set()
 
     def pause_s(self, after_s: float) -> float:
-        """From this moment to the next token."""
+        """Return the time from this moment to the next token."""
         return min(at_s for at_s in self.times_s if at_s > after_s) - after_s
 
 
 @dataclass
 class Survival:
-    """A head in this process, peers in their own, and a relay in front of those that ``wires`` names."""
+    """Run a head in this process, peers in their own, and a relay in front of those that ``wires`` names."""
 
     local: LocalCluster
     cluster: RunningCluster
@@ -101,7 +101,7 @@ class Survival:
         prompt: str = "Tell me a story about a dog.",
         salt: bytes = b"",
     ) -> dict[str, Stream]:
-        """A greedy and a seeded stream at once; ``act`` once both have ``after`` tokens.
+        """Run a greedy and a seeded stream at once; call ``act`` once both have ``after`` tokens.
 
         No K/V of runs with another ``salt`` is used again.
         """
@@ -115,7 +115,7 @@ class Survival:
         return streams
 
     def check(self, act: Callable[[], None], *, after: int = 10) -> float:
-        """The same text with the loss as without; seconds from the loss to the next token of both."""
+        """Check for the same text with the loss as without. Return seconds to the next token of both."""
         expected = self.run()
         at_s: list[float] = []
 
@@ -130,7 +130,7 @@ class Survival:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Other processes and threads say this by no event."""
+    """Poll until it holds: other processes and threads have no event for it."""
     until_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < until_s, "what was waited for never came"
@@ -181,7 +181,7 @@ def survival(
 
 
 def _wire(local: LocalCluster, name: str) -> BadWire:
-    """The member listens elsewhere, and a relay where the roster says."""
+    """Put a relay at the roster's address, and let the member listen elsewhere."""
     file = local.config_file(name)
     text = file.read_text()
     found = re.search(r"^port = (\d+)$", text[text.index("[listen]") :], re.MULTILINE)

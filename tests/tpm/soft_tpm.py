@@ -16,7 +16,7 @@ _ENVIRONMENT = {**os.environ, "LC_ALL": "C"}
 
 
 class TestAuthority:
-    """swtpm's own local authority, in a folder of its own: a root and an issuer below it."""
+    """Run swtpm's own local authority, in a folder of its own: a root and an issuer below it."""
 
     __test__ = False
 
@@ -38,11 +38,11 @@ class TestAuthority:
 
     @property
     def certificates(self) -> Path:
-        """PEM of the issuer, which signs endorsement certificates."""
+        """Return the PEM file of the issuer, which signs endorsement certificates."""
         return self.folder / "issuercert.pem"
 
     def make_tpm_state(self, state: Path) -> None:
-        """Manufacture: seeds, an endorsement key, its certificate in the TPM's memory."""
+        """Make a TPM: seeds, an endorsement key, its certificate in the TPM's memory."""
         state.mkdir()
         call(
             *("swtpm_setup", "--tpm2", "--tpmstate", f"dir://{state}", "--create-ek-cert"),
@@ -52,7 +52,7 @@ class TestAuthority:
 
 
 class SoftTpm:
-    """A running TPM behind a socket. ``tcti`` is its address for tpm2-tools."""
+    """Run a TPM behind a socket. ``tcti`` is its address for tpm2-tools."""
 
     def __init__(self, authority: TestAuthority) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tpm-"))  # short: a socket's path has 107 characters
@@ -92,7 +92,7 @@ class SoftTpm:
         self.tool("pcrextend", f"{register}:sha256={'ab' * 32}")
 
     def register(self, index: int) -> str:
-        """The value of a register of the SHA-256 bank, in hex."""
+        """Return the value of a register of the SHA-256 bank, in hex."""
         self.tool("pcrread", f"sha256:{index}", "-o", "register.bin")
         return (self.folder / "register.bin").read_bytes().hex()
 

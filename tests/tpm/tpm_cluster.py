@@ -1,4 +1,4 @@
-"""Real `convoy` processes whose policy demands hardware, over TPMs in software: `make test-tpm`."""
+"""Real `convoy` processes under a policy that demands hardware, over TPMs in software: `make test-tpm`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Two machines: alpha is the head and has a policy, beta is a peer with an enrolled TPM."""
+    """Hold two machines: alpha is the head and has a policy, beta is a peer with an enrolled TPM."""
 
     folder: Path
     tpm: SoftTpm
@@ -80,7 +80,7 @@ def authority(tmp_path: Path) -> TestAuthority:
 
 @pytest.fixture
 def site(tmp_path: Path, authority: TestAuthority) -> Iterator[Site]:
-    """Keys, roster and configuration; nothing is enrolled yet."""
+    """Write keys, roster and configuration; nothing is enrolled yet."""
     with SoftTpm(authority) as tpm:
         site = Site(tmp_path, tpm)
         ports = dict(zip(("alpha", "beta"), free_ports(2), strict=True))
@@ -109,7 +109,7 @@ def site(tmp_path: Path, authority: TestAuthority) -> Iterator[Site]:
 
 
 def enrol(site: Site, *, algorithm: str = "ecc") -> None:
-    """The four steps, as the two people would type them."""
+    """Enrol in the four steps, as the two people would type them."""
     beta = ("--config", str(site.file("beta.toml")))
     operator = ("--operator", str(site.file("operator")), "--roster", str(site.file("roster.toml")))
     request, challenge, answer = (
@@ -128,7 +128,7 @@ def enrol(site: Site, *, algorithm: str = "ecc") -> None:
 
 @contextmanager
 def running(site: Site, *flags: str, serve: bool = True) -> Iterator[str]:
-    """`convoy join` on beta and `convoy serve` on alpha, with these flags; yields the URL."""
+    """Run `convoy join` on beta and `convoy serve` on alpha, with these flags; yield the URL."""
     with ExitStack() as stack:
         _start(stack, site, "beta", "join", "--config", str(site.file("beta.toml")))
         arguments = (
@@ -178,7 +178,7 @@ def _levels(url: str) -> dict[str, str]:
 
 
 def _wait_until_out(url: str, name: str) -> None:
-    """Until no stage is held by the member: the others go on without it."""
+    """Wait until no stage is held by the member: the others go on without it."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         status = httpx.get(f"{url}/status", timeout=20).json()

@@ -28,24 +28,24 @@ TO_SMALLEST = {
 
 
 def numbers(text: str) -> list[int]:
-    """Every whole number in the text, in order."""
+    """Return every whole number in the text, in order."""
     return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def addition(text: str) -> str:
-    """The sum of the two numbers."""
+    """Return the sum of the two numbers."""
     first, second = numbers(text)
     return str(first + second)
 
 
 def subtraction(text: str) -> str:
-    """How far apart the two numbers are: the generator never asks for less than zero."""
+    """Return the distance of the two numbers: the generator never asks for less than zero."""
     first, second = numbers(text)
     return str(abs(first - second))
 
 
 def comparison(text: str) -> str:
-    """The extreme number, or yes or no."""
+    """Return the extreme number, or yes or no."""
     values = numbers(text)
     wants_large = re.search(r"larg|great|bigg", text) is not None
     if text.startswith("Is "):
@@ -55,14 +55,14 @@ def comparison(text: str) -> str:
 
 
 def sorting(text: str) -> str:
-    """The words after the last colon or 'Z:', sorted."""
+    """Sort the words after the last colon or 'Z:'."""
     listed = re.search(r": ((?:[a-z]+, )+[a-z]+)", text)
     assert listed, text
     return ", ".join(sorted(listed.group(1).split(", ")))
 
 
 def spelling(text: str) -> str:
-    """The word that is no part of the wordings, reversed."""
+    """Return the word that is no part of the wordings, reversed."""
     bare = re.sub(
         r"\b(Spell|Write|Reverse|What|How|do you|write|is|the letters of|the word|spelled|backwards"
         r"|Answer with one word|Give only the answer)\b",
@@ -78,7 +78,7 @@ def spelling(text: str) -> str:
 
 
 def counting(text: str) -> str:
-    """Letters of a word, occurrences of a word, or words of a list."""
+    """Count letters of a word, occurrences of a word, or words of a list."""
     letters = re.search(r'letters (?:are in|does|in|of)(?: the word)? "?([a-z]+)', text)
     if letters:
         return str(len(letters.group(1)))
@@ -110,7 +110,7 @@ FORWARD = (
 
 
 def recall(text: str) -> str:
-    """The gap in the one statement that the question is about."""
+    """Fill the gap in the one statement that the question is about."""
     for question, statement in FORWARD:
         asked = re.search(question, text)
         if asked:
@@ -120,7 +120,7 @@ def recall(text: str) -> str:
 
 
 def conversion(text: str) -> str:
-    """By way of the smallest unit of the measure."""
+    """Convert by way of the smallest unit of the measure."""
     (amount,) = numbers(text)
     source, target = re.search(rf"{amount} (\w+)", text), None
     assert source

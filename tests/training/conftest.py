@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    """The folder of the bundled models."""
+    """Return the folder of the bundled models."""
     return ROOT / "src" / "convoy" / "models"
 
 
 @pytest.fixture(scope="session")
 def shipped(models: Path) -> list[dict[str, Any]]:
-    """The lines of questions.jsonl."""
+    """Return the lines of questions.jsonl."""
     return [
         json.loads(line) for line in (models / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     ]

@@ -16,7 +16,7 @@ NUM_DOCUMENTS = 12_000
 
 @pytest.fixture(scope="module")
 def sample() -> tuple[list[str], str]:
-    """(every user's turn, the whole text in normal form) of a large sample of the training text."""
+    """Return (every user's turn, the whole text in normal form) of a large sample of the training text."""
     rng = random.Random(20_261_121)
     documents = [document(rng, long=index % 12 == 0) for index in range(NUM_DOCUMENTS)]
     documents += [practice_document(rng, ("recall", "counting")) for _ in range(4_000)]
@@ -52,6 +52,7 @@ def test_every_held_out_question_is_in_the_reserved_bucket(shipped: list[dict[st
     assert all(is_reserved(item["question"]) for item in shipped)
 
 
+@pytest.mark.long
 def test_no_question_of_a_large_training_sample_is_in_the_reserved_bucket(
     sample: tuple[list[str], str],
 ) -> None:
@@ -73,6 +74,7 @@ def test_no_question_of_a_large_training_sample_is_in_the_reserved_bucket(
     assert not reserved
 
 
+@pytest.mark.long
 def test_no_held_out_question_stands_in_the_training_text(
     shipped: list[dict[str, Any]], sample: tuple[list[str], str]
 ) -> None:

@@ -27,7 +27,7 @@ class Clock:
 
 
 class AdmissionUnderTest:
-    """An admission, and the connections that had to give way."""
+    """Hold an admission, and the connections that had to give way."""
 
     def __init__(self, limits: AdmissionLimits = LIMITS, max_half_open: int = 64) -> None:
         self.clock = Clock()
@@ -43,7 +43,7 @@ class AdmissionUnderTest:
         return ticket
 
     def pass_by(self, host: str) -> bool:
-        """In and out at once: only rates count."""
+        """Go in and out at once: only rates count."""
         ticket = self.knock(host)
         if isinstance(ticket, LinkRefusal):
             return False

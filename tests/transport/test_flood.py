@@ -29,7 +29,7 @@ def listener(tmp_path: Path) -> Iterator[ListenerProcess]:
 
 
 def settle(listener: ListenerProcess) -> int:
-    """Memory once everything that a link imports and allocates for good is there."""
+    """Return the memory once everything that a link imports and allocates for good is there."""
     for _ in range(3):
         link_within(listener.members[1], "beta", listener.address, 20)[0].close()
     return listener.rss_bytes()

@@ -42,7 +42,7 @@ DAY = datetime.timedelta(days=1)
 
 
 class Town:
-    """Members that all listen, on one network; ``links`` are the listening ends, in order of arrival."""
+    """Hold members that all listen, on one network; ``links`` are the listening ends, in order of arrival."""
 
     def __init__(self, members: tuple[LocalMember, ...], network: Network, bind: bool) -> None:
         self.network = network
@@ -282,7 +282,7 @@ def test_s9_an_expired_roster_is_not_adopted() -> None:
 
 
 class Clock:
-    """A clock that the test moves."""
+    """Hold a clock that the test moves."""
 
     def __init__(self) -> None:
         self.at = datetime.datetime.now(datetime.UTC)
@@ -325,7 +325,7 @@ def test_s9_nobody_dials_or_is_let_in_with_an_expired_roster(tmp_path: Path) -> 
     late = membership_of(beta, now=clock.now)
     listener = Listener(("127.0.0.1", 0), late, lambda _link: None, on_refused=refused.put)
     with pytest.raises(ConvoyError):
-        TcpNetwork().dial(membership_of(alpha), replace(beta.member, address=listener.address), WAIT_S)
+        TcpNetwork().dial(membership_of(alpha), replace(beta.member, address=listener.address), 1.0)
     assert "expired" in refused.get(timeout=WAIT_S).message
     listener.close()
 

@@ -50,7 +50,7 @@ def large_tensor() -> WireTensor:
 
 
 class Valve:
-    """A stream that passes so many more bytes once it is turned down, and takes the rest as if they left."""
+    """Pass so many more bytes once it is turned down, and take the rest as if they left."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -75,7 +75,7 @@ class Valve:
 
 
 def valve_on(link: Link) -> Valve:
-    """On the sending connection of ``link``."""
+    """Put a valve on the sending connection of ``link``."""
     valve = Valve(sending_stream(link))
     replace_sending_stream(link, valve)
     return valve

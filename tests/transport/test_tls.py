@@ -62,7 +62,7 @@ def members(tmp_path: Path) -> tuple[LocalMember, ...]:
 
 
 class ListeningMember:
-    """A listener and everything it has to say."""
+    """Hold a listener and all its reports."""
 
     def __init__(self, me: LocalMember, options: LinkOptions | None = None) -> None:
         self.links: queue.SimpleQueue[Link] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ def opened(me: LocalMember, options: LinkOptions | None = None) -> Iterator[List
 
 
 def half(me: LocalMember, server: ListeningMember, direction: int, link_id: bytes) -> TlsStream:
-    """One connection of a link, opened by hand."""
+    """Open one connection of a link by hand."""
     sock = socket.create_connection(server.address)
     deadline_s = time.monotonic() + WAIT_S
     stream = TlsStream(start_tls_client(sock, client_context(me), deadline_s), 60)
@@ -94,7 +94,7 @@ def half(me: LocalMember, server: ListeningMember, direction: int, link_id: byte
 
 
 def proved_halves(me: LocalMember, server: ListeningMember, num_halves: int) -> list[TlsStream]:
-    """Connections that hold their place: the listener has judged their certificate."""
+    """Open connections that hold their place: the listener has judged their certificate."""
     held = [half(me, server, TO_LISTENER, os.urandom(16)) for _ in range(num_halves)]
     while server.listener.admission.num_proved < num_halves:
         time.sleep(0.001)
@@ -164,7 +164,7 @@ def test_a_certificate_outside_the_roster_is_refused_at_both_ends(
 
 
 def _with_anchor(stranger: LocalMember, known: LocalMember) -> LocalMember:
-    """A stranger that knows the listener's certificate, so that only the listener can refuse."""
+    """Return a stranger that knows the listener's certificate, so that only the listener can refuse."""
     listed = stranger.roster.member(stranger.name)
     roster = replace(stranger.roster, members=(listed, known.roster.member(known.name)))
     return with_roster(stranger, roster)

@@ -53,7 +53,7 @@ NEGATIVE = [
 
 
 def seed(name: str, size: int = 32) -> bytes:
-    """Fixed bytes for a name."""
+    """Make fixed bytes for a name."""
     return hashlib.shake_256(b"convoy enrolment vectors v1 " + name.encode()).digest(size)
 
 

@@ -25,12 +25,12 @@ BOTH = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
 
 
 def seed(name: str, size: int = 32) -> bytes:
-    """Fixed bytes for a name."""
+    """Make fixed bytes for a name."""
     return hashlib.shake_256(b"convoy vectors v1 " + name.encode()).digest(size)
 
 
 def context() -> HandshakeContext:
-    """The two members of the vectors."""
+    """Return the two members of the vectors."""
     keys = [Ed25519PrivateKey.from_private_bytes(seed(name)) for name in ("alpha", "beta")]
     parties = [
         Party(name, key.public_key().public_bytes_raw(), seed(f"{name} certificate"))

@@ -17,7 +17,7 @@ PASSPHRASES = ["correct horse battery staple", "Zu\u0308rich \u96e8"]
 
 
 def seed(name: str, size: int) -> bytes:
-    """Fixed bytes for a name."""
+    """Make fixed bytes for a name."""
     return hashlib.shake_256(b"convoy key envelope vectors v1 " + name.encode()).digest(size)
 
 

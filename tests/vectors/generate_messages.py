@@ -1,7 +1,7 @@
 """Write messages_v1.json: the bytes of a message of every kind, with all fields and with the required ones.
 
-`support.sample_values` makes the messages from their field types. The file is keyed by what is on the wire: a
-frame's type number, or a tag. Class names may change; these bytes may not.
+`support.sample_values` makes the messages from their field types. The file's keys are names on the wire: the
+type number of a frame, or a tag. Class names may change; these bytes may not.
 Provenance: `python tests/vectors/generate_messages.py`, with src and tests on PYTHONPATH.
 """
 

@@ -95,7 +95,7 @@ def message_3_cases() -> list[Case]:
 
 
 def frame_cases() -> list[Case]:
-    """Of the first sealed frame to the responder; the vectors' headers are any 48 bytes."""
+    """Return cases of the first sealed frame to the responder; the vectors' headers are any 48 bytes."""
     fields = [
         case("frame", f"another {name}", SEAL, header_edits=[[start // 8, "ff"]])
         for name, (start, _) in FRAME_FIELDS.items()

@@ -22,7 +22,7 @@ CLAIMS = Claims("ab" * 32, {"convoy": "0.1.0", "torch": "2.13.0"}, "Linux test",
 
 
 def make() -> dict[str, object]:
-    """All values in hex, texts and numbers as they are."""
+    """Make all values in hex, texts and numbers as they are."""
     keys = {name: Ed25519PrivateKey.from_private_bytes(seed) for name, seed in SEEDS.items()}
     public = {name: key.public_key().public_bytes_raw() for name, key in keys.items()}
     purpose = provider_purpose(COORDINATOR, NONCE, REQUEST_KEY, EXPIRES_S)

@@ -19,7 +19,7 @@ LAST = b'{"prompt_tokens":14,"completion_tokens":2}'
 
 
 def make() -> dict[str, object]:
-    """All values in hex, texts as they are."""
+    """Make all values in hex, texts as they are."""
     key = RequestKey(MLKEM_SEED, X25519)
     facts = RequestFacts(
         provider="one",

@@ -68,7 +68,7 @@ def _others(other: TestAuthority, tpm: SoftTpm, second: SoftTpm) -> dict[str, ob
 
 
 def _quote_unrestricted(tpm: SoftTpm, qualifying: bytes) -> list[bytes]:
-    """The same quote by a key that would sign anything else as well."""
+    """Make the same quote by a key that would sign anything else as well."""
     tpm.tool("createprimary", "-C", "e", "-G", "ecc256:ecdsa-sha256:null", "-a", UNRESTRICTED, "-c", "un.ctx")
     tpm.tool("readpublic", "-c", "un.ctx", "-o", "un.pub", "-f", "tss")
     selection = "sha256:" + ",".join(map(str, REGISTERS))

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lock
+from convoy.model.kernels.native.build import INSTRUCTION_SETS, missing_features
 from support.page_examples import examples_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ OF_CONTRIBUTORS = {"pytest", "mypy", "ruff", "openai", "hypothesis"}
 
 
 def closure_of(requirements: Sequence[str]) -> set[str]:
-    """Return the names of all packages that ``requirements`` bring, from what is installed here."""
+    """Return the names of all packages that ``requirements`` bring, from the packages installed here."""
     found: set[tuple[str, str]] = set()
     todo = [(Requirement(line), "") for line in requirements]
     while todo:
@@ -42,7 +43,7 @@ def closure_of(requirements: Sequence[str]) -> set[str]:
 
 
 class Installed:
-    """An environment with the wheel and its base requirements alone."""
+    """Hold an environment with the wheel and its base requirements alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,6 +113,17 @@ def test_the_wheel_has_its_types_and_neither_tests_nor_comparisons(installed: In
         "convoy",
         f"{wheel.name.split('-py3')[0]}.dist-info",
     }
+
+
+@pytest.mark.skipif(bool(missing_features(INSTRUCTION_SETS[-1])), reason="no kernels for this machine")
+def test_the_wheel_has_kernels_for_each_instruction_set_and_uses_them(installed: Installed) -> None:
+    (wheel,) = (installed.folder / "dist").glob("*-linux_x86_64.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    kernels = {Path(name).name for name in names if name.endswith(".so")}
+    assert kernels == {one.prebuilt.name for one in INSTRUCTION_SETS}
+    program = "from convoy.model.kernels.native.library import native_library as a; print(a().description)"
+    done = installed.python(program)
+    assert done.stdout.endswith(", prebuilt\n"), done.stderr
 
 
 def test_a_program_uses_the_python_api_of_the_wheel(installed: Installed) -> None:

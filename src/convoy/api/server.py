@@ -92,7 +92,10 @@ def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> soc
             options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror or error}",
+            hint="the host is an address or a name of this machine, such as 127.0.0.1",
+        ) from error
     family, kind, protocol, _, address = sorted(infos, key=lambda info: info[0] != socket.AF_INET)[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -7,6 +7,7 @@ every step has a read of its own beside it, and is compared with that one.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -100,42 +101,59 @@ class MemoryRead:
 
 
 class Decodes:
-    """Decode sequences side by side, greedily, on a stage that holds the whole model."""
+    """Decode ``most`` sequences of ``max_tokens`` side by side, greedily, on a stage with the whole model.
 
-    def __init__(self, stage: HostStage, options: FloorOptions) -> None:
+    One more sequence, the last, has room for a prompt of ``prompt_tokens``.
+    """
+
+    def __init__(self, stage: HostStage, most: int, max_tokens: int, prompt_tokens: int = 0) -> None:
         self._stage, self._number = stage, 0
-        per_sequence, most = num_blocks(options.max_tokens), max(options.concurrent)
-        stage.make_pools(per_sequence * most)
+        sizes = [num_blocks(max_tokens)] * most + [num_blocks(prompt_tokens)] * (prompt_tokens > 0)
+        ends = list(itertools.accumulate(sizes))
+        stage.make_pools(ends[-1])
         self._grants = [
-            BlockGrant.append(
-                sequence, group, list(range(sequence * per_sequence, (sequence + 1) * per_sequence))
-            )
-            for sequence in range(most)
+            BlockGrant.append(sequence, group, list(range(end - size, end)))
+            for sequence, (end, size) in enumerate(zip(ends, sizes, strict=True))
             for group in range(len(stage.block_bytes))
         ]
-        self._tokens = [0] * most
-        self.lengths = [0] * most
+        self._most = most
+        self._tokens = [0] * len(sizes)
+        self.lengths = [0] * len(sizes)
 
     def read(self, num_tokens: int) -> None:
         """Run a random prompt for every sequence, one after the other."""
         rng = torch.Generator().manual_seed(1)
-        for sequence in range(len(self._tokens)):
+        for sequence in range(self._most):
             prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=rng)
             self._run([sequence], prompt, num_tokens)
+
+    def prefill(self, num_tokens: int, chunk: int) -> None:
+        """Run a random prompt in chunks as the last sequence, from its first position on."""
+        rng = torch.Generator().manual_seed(2)
+        last = len(self.lengths) - 1
+        self.lengths[last] = 0
+        prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=rng)
+        for start in range(0, num_tokens, chunk):
+            part = prompt[start : start + chunk]
+            self._run([last], part, len(part), num_outputs=int(start + chunk >= num_tokens))
 
     def step(self, count: int) -> None:
         """Decode one token of the first ``count`` sequences."""
         self._run(range(count), torch.tensor(self._tokens[:count]), 1)
 
-    def _run(self, sequences: Sequence[int], tokens: torch.Tensor, each: int) -> None:
-        rows = [Row(sequence, self.lengths[sequence], each, 1) for sequence in sequences]
+    def _run(
+        self, sequences: Sequence[int], tokens: torch.Tensor, each: int, *, num_outputs: int = 1
+    ) -> None:
+        rows = [Row(sequence, self.lengths[sequence], each, num_outputs) for sequence in sequences]
         encoded = tokens.numpy().astype("<u4").tobytes()
         step = Step(self._number, [], self._grants, rows, encoded)
         hidden = self._stage.run(step, hidden=None, tokens=tokens)
-        logits = self._stage.output(self._stage.select(step, hidden))
-        outcomes = sample_all(logits.numpy().astype(np.float32, copy=False), [GREEDY] * len(rows))
-        for sequence, outcome in zip(sequences, outcomes, strict=True):
-            self._tokens[sequence] = outcome.sampled.token_id
+        if num_outputs:
+            logits = self._stage.output(self._stage.select(step, hidden))
+            outcomes = sample_all(logits.numpy().astype(np.float32, copy=False), [GREEDY] * len(rows))
+            for sequence, outcome in zip(sequences, outcomes, strict=True):
+                self._tokens[sequence] = outcome.sampled.token_id
+        for sequence in sequences:
             self.lengths[sequence] += each
         self._number, self._grants = self._number + 1, []
 
@@ -158,7 +176,7 @@ def measure_floor(
     stage: HostStage, options: FloorOptions, read: MemoryRead, say: Callable[[str], None]
 ) -> tuple[list[FloorRow], list[LinearRow]]:
     """Measure steps of each count, then the linears of every shape. Raises ConvoyError at the deadline."""
-    decodes = Decodes(stage, options)
+    decodes = Decodes(stage, max(options.concurrent), options.max_tokens)
     decodes.read(options.context)
     rows = []
     for count in options.concurrent:

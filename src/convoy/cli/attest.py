@@ -116,7 +116,10 @@ def answer(
     me = load_member(settings).current
     asked = challenge_from_text(read_text(challenge_file, max_bytes=MAX_FILE_BYTES))
     if asked.member != me.name:
-        raise AttestationError(f"the challenge is for {asked.member[:63]!r}, and this is {me.name}")
+        raise AttestationError(
+            f"the challenge is for {asked.member[:63]!r}, and this is {me.name}",
+            hint="answer it on that machine, or name its convoy.toml with --config",
+        )
     tpm = _tpm(settings)
     secret = tpm.activate(asked.algorithm, asked.id_object, asked.encrypted_secret)
     given = answer_for(me.name, me.identity.public_key, tpm.attestation_public(asked.algorithm), secret)

@@ -9,6 +9,7 @@ import typer
 
 from convoy.cli.benches import device as bench_device
 from convoy.cli.benches import floor as bench_floor
+from convoy.cli.benches import formats as bench_formats
 from convoy.cli.benches import hop as bench_hop
 from convoy.cli.benches import recover as bench_recover
 from convoy.cli.benches import spec as bench_spec
@@ -26,6 +27,7 @@ def bench() -> None:
 for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.prefill, bench_floor.floor):
     app.command()(verb)
 for verb in (
+    bench_formats.formats,
     bench_device.device,
     bench_hop.hop,
     bench_hop.comms,

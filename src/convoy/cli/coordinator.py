@@ -55,6 +55,7 @@ AdminKeyFlag = Annotated[
     Path | None,
     typer.Option("--admin-key-file", help="File with an administrator's key.  [default: in --dir]"),
 ]
+_VERSION = "use the coordinator's own version of convoy, and check --admin-url"
 LimitFlag = Annotated[int | None, typer.Option(min=1, help="A limit of the new key.")]
 
 
@@ -341,13 +342,13 @@ def usage(
 
 def _object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError("the coordinator answers something else than this version's does")
+        raise ConfigError("the coordinator answers something else than this version's does", hint=_VERSION)
     return value
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise ConfigError("the coordinator answers something else than this version's does")
+        raise ConfigError("the coordinator answers something else than this version's does", hint=_VERSION)
     return value
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.source import ModelSource
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="demo, demo-mini, a directory, org/name on the hub or synthetic:NAME.")
+    str, typer.Argument(help="demo, demo-mini, a directory, org/name[:QUANT] on the hub or synthetic:NAME.")
 ]
 
 

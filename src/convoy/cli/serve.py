@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="demo, a directory, org/name of the hub, synthetic:NAME.  [default: from --config]"),
+    typer.Argument(
+        help="demo, a directory, org/name[:QUANT] of the hub, synthetic:NAME.  [default: from --config]"
+    ),
 ]
 ConfigFlag = Annotated[
     Path | None,

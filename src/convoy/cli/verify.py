@@ -172,12 +172,13 @@ def _limits(found: Certificate) -> list[str]:
         f"transformers: from the whole model of {found.library} in float32, at most {library:g} for each ten "
         f"units of logit; the median over positions at most {found.limits.median:g}",
         "once: layers that ran exactly once in every step",
+        f"bits of the whole: {found.bits[:12]}, computed with {found.compiled_for or 'torch alone'}",
     ]
     if found.rounded is not None:
         record = found.rounded
         lines.append(
-            f"weights: rounded to {record.format} by `convoy quantize`, with a weighted error of "
-            f"{100 * record.error:.3g} % that its folder states; transformers has the same weights"
+            f"weights: rounded to {record.format}, with a weighted error of {100 * record.error:.3g} %; "
+            "transformers has the same weights"
         )
     of_whole = found.results[0].library
     if of_whole is not None:

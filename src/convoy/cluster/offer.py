@@ -10,7 +10,15 @@ import psutil
 
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
-from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, EXACT, KERNELS, ROUNDED
+from convoy.config.kernels import (
+    AUTO,
+    CUDA_KERNEL,
+    CUDA_KERNELS,
+    EXACT,
+    EXACT_KERNELS,
+    KERNELS,
+    form_of,
+)
 from convoy.errors import Incompatible
 from convoy.model.backends.host.checks.bits import bits_digest
 from convoy.model.backends.host.checks.selfcheck import available_kernels
@@ -42,6 +50,7 @@ def make_hello(options: MemberOptions) -> Hello:
     on_host = devices == (HOST,)
     kernels = [] if on_host else kernels_on_cuda(options.kernel)
     kernels = kernels or available_kernels(options.kernel, num_threads=options.num_threads)
+    exact = next((kernel for kernel in kernels if kernel in EXACT_KERNELS), None)
     return Hello(
         software=__version__,
         dtypes=sorted(_DTYPES, key=lambda dtype: dtype != options.activation_dtype),
@@ -49,9 +58,9 @@ def make_hello(options: MemberOptions) -> Hello:
         memory_bytes=min(_memory_bytes(options.memory_bytes, devices), MAX_OFFER_BYTES),
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
-        bits=bits_digest() if EXACT in kernels else "",
+        bits="" if exact is None else bits_digest(),
         device=options.device if RANKS in options.device else describe_devices(devices),
-        unpacks=EXACT in kernels and own_form(EXACT) != EXACT,
+        unpacks=exact is not None and own_form(exact) != exact,
     )
 
 
@@ -61,7 +70,7 @@ def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]
     A text may change when layers move to or from them. Empty if ``kernel`` is not exact, because then
     equal bits are not promised.
     """
-    if kernel != EXACT or head not in hellos:
+    if kernel not in EXACT_KERNELS or head not in hellos:
         return []
     return sorted(name for name, hello in hellos.items() if hello.bits != hellos[head].bits)
 
@@ -105,7 +114,8 @@ def agree_kernels(
 def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
     """Return the kernel of each member on CUDA: rounded like the head's weights, if it offers that."""
     led = hellos[head].kernels[0] if head in hellos else CUDA_KERNEL
-    wanted = kernel_on_cuda(led) if led in ROUNDED or on_device(led) else CUDA_KERNEL
+    is_rounded = led in KERNELS and form_of(led).bits > 0
+    wanted = kernel_on_cuda(led) if is_rounded or on_device(led) else CUDA_KERNEL
     offered = {
         name: hello.kernels for name, hello in hellos.items() if any(map(on_device, hello.kernels[:1]))
     }

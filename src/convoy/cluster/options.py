@@ -18,6 +18,7 @@ from convoy.plan.placement.parallel import ASKED, Asked
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
 from convoy.wire.messages.control import MAX_BATCH, MAX_IN_FLIGHT, MAX_RANKS, MAX_STEP_TOKENS
+from convoy.wire.messages.fetch import PIECE_BYTES
 
 _WHERE = "docs/configuration.md has every key of convoy.toml with its flag"
 
@@ -61,6 +62,8 @@ class MemberOptions:
     # How long a peer that sends a part of the weights to the head may be silent. Four of them may be so
     # before the member that waits for the head gives up.
     part_stall_s: float = 12.0
+    # Of the weights, as this member asks others for them.
+    piece_bytes: int = PIECE_BYTES
     # How long the ranks of a stage may take from the activation until all of them have computed one sum.
     ranks_join_s: float = 15.0
     signed: str | None = None

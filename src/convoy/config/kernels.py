@@ -8,7 +8,7 @@ the kernel's, or a dtype's if everything is simply held in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from convoy.errors import ModelError
 
@@ -26,7 +26,8 @@ class KernelForm:
     without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
     multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
     ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
-    Where it ``keeps`` the file's form, a linear takes the bytes of its file.
+    Where it ``keeps`` the file's form, a linear takes the bytes of its file. With both, a matrix is rounded
+    if its inputs fill groups, and kept if they do not.
     """
 
     dtype: str
@@ -45,15 +46,18 @@ class KernelForm:
         ``head`` marks `lm_head`. ``kept_bytes`` are those of a form of the file that stays as it is; 0 for
         none.
         """
-        if self.keeps and kept_bytes:
-            # Outputs lie in panels.
-            return kept_bytes * (-(-outputs // _PANEL) * _PANEL) // outputs
-        if not self.bits:
+        is_rounded = self.bits and not (self.keeps and inputs % self.group)
+        # Outputs lie in panels.
+        in_panels = -(-outputs // _PANEL) * _PANEL
+        if self.keeps and kept_bytes and not is_rounded:
+            return kept_bytes * in_panels // outputs
+        if not is_rounded:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
         if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
             return form_of(self.otherwise).linear_bytes(outputs, inputs)
         groups = -(-inputs // self.group) if self.group else 1
-        return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
+        of_output = -(-inputs * self.bits // 8) + groups * self.scale_bytes
+        return (in_panels if self.keeps else outputs) * of_output
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,14 @@ class Kernel:
     quantize: str = ""
     # The kernel that stages on CUDA run if this one is asked for.
     cuda_name: str = ""
-    # The module with its `KERNEL`, for rounded linears on hosts.
+    # The module with its `KERNEL`, for linears on hosts that round activations too.
     module: str = ""
 
 
 # Exact mode's layers: linears in the form of their file, and float32 linears packed for oneDNN.
 EXACT = "exact-f32"
+# The same with linears rounded as they are loaded, as `convoy quantize` rounds them.
+EXACT_Q8, EXACT_Q4 = "exact-q8", "exact-q4"
 # The library's layers in float32.
 PLAIN = "plain-f32"
 # Exact mode's layers with linears of 8-bit weights, and of 4-bit weights.
@@ -129,12 +135,14 @@ W8A8, W4A16 = "w8a8", "w4a16"
 CUDA_KERNEL = "cuda-bf16"
 # The same with rounded weights; see `model.backends.cuda.kernels.rounded`.
 CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
-# The setting that lets each member choose, and those that name a kernel of hosts.
+# The setting that lets each member choose a kernel, and leaves K/V in the kernel's own dtype.
 AUTO: Final = "auto"
-RequestedKernel = Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"]
-# The setting of K/V's dtype; "auto" is each kernel's own. No kernel holds fp8 yet.
-RequestedKvDtype = Literal["auto", "f32", "bf16", "f16", "q8", "fp8"]
+# The words of --quantize, and of the formats of `convoy quantize`.
+QuantizeFormat = Literal["q4", "q8"]
 _CUDA_KV = ("bf16",)
+_EXACT_BOUNDS = ErrorBounds(0.0, 2e-5, 2e-5)
+# Codes of groups of 32, each with a scale in bfloat16.
+_Q8_FORM = KernelForm("float32", packed=True, bits=8, group=32, scale_bytes=2, keeps=True)
 
 # By name. The form of q8 is that of Q8_0 in GGUF: 32 codes of 8 bits with a float16 scale.
 KV_FORMS: dict[str, KvForm] = {
@@ -146,6 +154,7 @@ KV_FORMS: dict[str, KvForm] = {
         KvForm("bf16", 2, error=0.3, median=0.2),
         KvForm("f16", 2, error=0.05, median=0.03),
         KvForm("q8", 34, num_values=32, error=0.5, median=0.5),
+        # No kernel holds it yet.
         KvForm("fp8", 1),
     )
 }
@@ -161,7 +170,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             EXACT,
             KernelForm("float32", packed=True, keeps=True),
-            ErrorBounds(0.0, 2e-5, 2e-5),
+            _EXACT_BOUNDS,
             # Ranks add their float32 sums in another order than one process does.
             ranks_library=4e-5,
             steady=True,
@@ -172,13 +181,31 @@ KERNELS: dict[str, Kernel] = {
             ErrorBounds(2e-5, 2e-5, 2e-5),
             ranks_library=4e-5,
         ),
+        # The library's model is given the rounded weights.
+        Kernel(
+            EXACT_Q8,
+            _Q8_FORM,
+            _EXACT_BOUNDS,
+            ranks_library=4e-5,
+            steady=True,
+            quantize="q8",
+            cuda_name=CUDA_INT8,
+        ),
+        Kernel(
+            EXACT_Q4,
+            replace(_Q8_FORM, bits=4, otherwise=EXACT_Q8),
+            _EXACT_BOUNDS,
+            ranks_library=4e-5,
+            steady=True,
+            quantize="q4",
+            cuda_name=CUDA_INT4,
+        ),
         Kernel(
             W8A8,
             KernelForm("float32", packed=True, bits=8),
             # If a rounded row goes to another expert, one position may be far off.
             ErrorBounds(0.0, 5.0, 1.0),
             steady=True,
-            quantize="int8",
             cuda_name=CUDA_INT8,
             module="convoy.model.kernels.int8",
         ),
@@ -188,7 +215,6 @@ KERNELS: dict[str, Kernel] = {
             KernelForm("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise=W8A8),
             ErrorBounds(0.0, 20.0, 5.0),
             steady=True,
-            quantize="int4",
             cuda_name=CUDA_INT4,
             module="convoy.model.kernels.int4",
         ),
@@ -220,30 +246,43 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
-# The forms of files that kernels with ``keeps`` have compiled code for; all others are unpacked. The names
-# are those of `model.kernels.stored`; "zeros" are whole numbers that are subtracted.
+# The forms of files that kernels with ``keeps`` have compiled code for. The names are those of
+# `model.kernels.stored`; behind them stand parts that a matrix may have: "zeros", which are subtracted, and
+# "places", the group of each input.
 KEPT_FORMS = frozenset(
     (
-        *("BF16", "F16", "I8", "F8_E4M3", "MXFP4", "affine4", "affine8"),
-        *("centred4", "centred4 zeros", "centred8"),
-        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")),
-        *(f"gguf:{name}" for name in ("Q4_K", "Q5_K", "Q6_K")),
+        *("BF16", "F16", "I8", "I8 zeros", "F8_E4M3", "F8_E5M2", "MXFP4", "NVFP4", "NF4"),
+        *(f"affine{bits}" for bits in (2, 3, 4, 5, 6, 8)),
+        *(f"centred{bits}{zeros}" for bits in (2, 4, 8) for zeros in ("", " zeros", " zeros places")),
+        *(f"gguf:{name}" for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")),
+        *(f"gguf:{name}" for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0")),
+        *(f"gguf:{name}" for name in ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S")),
+        *(f"gguf:{name}" for name in ("IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")),
     )
 )
 HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
-# Kernels of hosts with rounded linears.
-ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].form.bits)
+# Kernels of hosts with linears of their own, which round activations too.
+ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].module)
+# Kernels of exact mode: they multiply by linears in the form of the file, or in that of `convoy quantize`.
+EXACT_KERNELS = tuple(name for name in HOST_KERNELS if KERNELS[name].form.keeps)
 STEADY = frozenset(name for name, kernel in KERNELS.items() if kernel.steady)
 # The kernel for each word of --quantize.
 QUANTIZED = {kernel.quantize: name for name, kernel in KERNELS.items() if kernel.quantize}
+# The settings of a kernel and of K/V's dtype. Their words are the rows above; a checker sees plain text.
+if TYPE_CHECKING:
+    RequestedKernel = str
+    RequestedKvDtype = str
+else:
+    RequestedKernel = Literal[(AUTO, *HOST_KERNELS)]
+    RequestedKvDtype = Literal[(AUTO, *KV_FORMS)]
 # Behind the name of a kernel that keeps the forms of files, where a member has no compiled code for them.
 _UNPACKED = " unpacked"
 FORMS: dict[str, KernelForm] = {
     **{dtype: KernelForm(dtype) for dtype in DTYPE_BYTES},
     **{name: kernel.form for name, kernel in KERNELS.items()},
     **{
-        name + _UNPACKED: replace(kernel.form, keeps=False)
+        name + _UNPACKED: KernelForm(kernel.form.dtype, packed=kernel.form.packed)
         for name, kernel in KERNELS.items()
         if kernel.form.keeps
     },
@@ -266,6 +305,11 @@ def form_of(word: str) -> KernelForm:
     if word not in FORMS:
         raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")
     return FORMS[word]
+
+
+def exact_bits(kernel: str) -> int:
+    """Return the bits to which a kernel of exact mode rounds weights as they are loaded, or 0."""
+    return KERNELS[kernel].form.bits if kernel in EXACT_KERNELS else 0
 
 
 def held_form(kernel: str, *, unpacks: bool) -> str:

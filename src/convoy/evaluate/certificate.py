@@ -91,10 +91,14 @@ class Certificate:
     forbidden_cuts: dict[int, str]
     # Attention windows that are at least as long as every prompt here.
     unreached_windows: tuple[int, ...]
+    # A hex SHA-256 of the whole model's tokens and logits, for these prompts and this number of decodes.
+    bits: str
+    # The instruction set of compiled code, and where it was made; empty where torch computes all.
+    compiled_for: str
     # Of each stage.
     ranks: int = 1
     kv_dtype: str = AUTO
-    # Of a model that `convoy quantize` wrote, as its folder says.
+    # Of a model that `convoy quantize` wrote, as its folder says, or of a kernel that rounds at load.
     rounded: QuantizeRecord | None = None
     # By prompt for which the library's float32 was no judge: its distance from the library's own float64.
     doubted: dict[int, float] = field(default_factory=dict)

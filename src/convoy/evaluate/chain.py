@@ -6,24 +6,28 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from convoy.engine.ranks.load import load_member_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
-StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, LoadedStage | None], LoadedStage]
 
+class StageLoader(Protocol):
+    """Return a stage as `load_member_stage` does, reusing the layers of ``before``."""
 
-def load_stage(
-    source: ModelSource, assignment: StageAssignment, options: StageOptions, before: LoadedStage | None
-) -> LoadedStage:
-    """Return a stage as a member loads it, reusing the layers of ``before``; several ranks for cpu+cpu."""
-    return load_member_stage(source, assignment, options, before=before)
+    def __call__(
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        before: LoadedStage | None = None,
+    ) -> LoadedStage: ...
 
 
 class StageChain:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from convoy.config.kernels import ErrorBounds
@@ -59,6 +61,15 @@ class Expected:
             index: _greatest(_distances(self.library[index], logits))
             for index, logits in self.float64.items()
         }
+
+    @property
+    def bits(self) -> str:
+        """Return a hex SHA-256 of the unsplit stage's tokens and logits. Equal runs have the same bits."""
+        digest = hashlib.sha256()
+        for text, logits in zip(self.texts, self.unsplit, strict=True):
+            digest.update(np.array([len(text), *text], "<i8").tobytes())
+            digest.update(logits.numpy(force=True).astype("<f4", copy=False).tobytes())
+        return digest.hexdigest()
 
     @property
     def texts(self) -> list[list[int]]:

@@ -14,9 +14,10 @@ from functools import partial
 
 import torch
 
+from convoy.engine.ranks.load import load_member_stage
 from convoy.errors import InputError
 from convoy.evaluate.candidates import Candidates, candidates_of
-from convoy.evaluate.chain import StageLoader, load_stage
+from convoy.evaluate.chain import StageLoader
 from convoy.evaluate.cuts import allowed_cuts, spread
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
@@ -103,7 +104,7 @@ def leak(
     options: LeakOptions,
     progress: Progress = lambda *_: None,
     *,
-    load: StageLoader = load_stage,
+    load: StageLoader = load_member_stage,
     now: Callable[[], float] = time.monotonic,
 ) -> LeakReport:
     """Search for ``prompt`` at every depth of ``options``. Raises InputError, ModelError, SelfCheckError."""
@@ -178,7 +179,7 @@ def _load(
         num_threads=options.num_threads,
         require_tags=False,
     )
-    return load(source, assignment, stage_options, before)
+    return load(source, assignment, stage_options, before=before)
 
 
 def _report(progress: Progress, done: int, total: int, depth: int, index: int) -> None:

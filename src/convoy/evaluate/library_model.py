@@ -11,7 +11,10 @@ from convoy.errors import ModelError
 from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.stored.weights import dense_of
 from convoy.model.library import FAILURES, LIBRARY, quiet, reason
+from convoy.model.quantize.load import LoadRounding
+from convoy.plan.spec.registry import FAMILIES
 
 LIBRARY_DTYPE = torch.float32
 
@@ -29,15 +32,17 @@ def library_logits(
     texts: Sequence[Sequence[int]],
     on_text: Callable[[int], None] = lambda _: None,
     dtype: torch.dtype = LIBRARY_DTYPE,
+    rounding: LoadRounding | None = None,
 ) -> list[torch.Tensor]:
     """Return logits [T, vocabulary] of each text in ``dtype``. Each text runs alone, whole, without a cache.
 
     The model runs the library's own modules and eager attention; in float64 its norms and rotations stay
     float32. The model is in memory once, while this runs. Quantised weights are unpacked here, not by the
     library, which for most formats needs a GPU and a third-party package. Tests compare the unpacked weights
-    with the formats' own descriptions and tools. Raises ModelError if the library cannot load the model.
+    with the formats' own descriptions and tools. ``rounding`` rounds weights first, as
+    ``--quantize`` does. Raises ModelError if the library cannot load the model.
     """
-    model = _load(source, dtype)
+    model = _load(source, dtype, rounding)
     found = []
     for index, text in enumerate(texts):
         on_text(index)
@@ -47,7 +52,7 @@ def library_logits(
     return found
 
 
-def _load(source: ModelSource, dtype: torch.dtype) -> Any:
+def _load(source: ModelSource, dtype: torch.dtype, rounding: LoadRounding | None) -> Any:
     with LIBRARY:
         import transformers
 
@@ -58,8 +63,8 @@ def _load(source: ModelSource, dtype: torch.dtype) -> Any:
         }
         try:
             with quiet():
-                if source.seed is not None or source.layout.made or source.is_one_file:
-                    return _from_ours(source, options)
+                if source.seed is not None or source.layout.made or source.is_one_file or rounding:
+                    return _from_ours(source, options, rounding)
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     str(source.path), trust_remote_code=False, **options
                 )
@@ -68,8 +73,8 @@ def _load(source: ModelSource, dtype: torch.dtype) -> Any:
         return model.to(dtype).eval()
 
 
-def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
-    """Return the library's model with tensors that we draw or unpack."""
+def _from_ours(source: ModelSource, options: dict[str, Any], rounding: LoadRounding | None) -> Any:
+    """Return the library's model with tensors that we draw, unpack or round."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -82,6 +87,11 @@ def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     names = source.layout.shapes(source.tensors)
-    state = {decoder_name(name): read_tensor(source, name) for name in names}
+    turned = FAMILIES[source.spec.family].transposed_experts
+    state = {}
+    for name in names:
+        rounded = None if rounding is None else rounding.read(name)
+        plain = read_tensor(source, name) if rounded is None else dense_of(rounded, turned=turned)
+        state[decoder_name(name)] = plain
     whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return whole.from_pretrained(None, config=config, state_dict=state, **options).to(options["dtype"]).eval()

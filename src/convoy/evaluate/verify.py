@@ -12,22 +12,36 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain as joined
+from typing import get_args
 
 import psutil
 import torch
 
-from convoy.config.kernels import AUTO, EXACT, PLAIN, ErrorBounds, kv_form
+from convoy.config.kernels import (
+    AUTO,
+    EXACT_KERNELS,
+    PLAIN,
+    QUANTIZED,
+    ErrorBounds,
+    QuantizeFormat,
+    exact_bits,
+    kv_form,
+)
 from convoy.engine.ranks.host_ranks import JOIN
+from convoy.engine.ranks.load import load_member_stage
 from convoy.errors import ConvoyError
 from convoy.evaluate.certificate import Certificate, LayoutResult, limits_of
-from convoy.evaluate.chain import StageChain, StageLoader, load_stage
+from convoy.evaluate.chain import StageChain, StageLoader
 from convoy.evaluate.compare import Comparison, Expected
 from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
 from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.quantize.record import read_record
+from convoy.model.device import HOST
+from convoy.model.kernels.native.library import native_library
+from convoy.model.quantize.load import LoadRounding
+from convoy.model.quantize.record import ErrorSums, QuantizeRecord, read_record
 from convoy.model.stage import LoadedStage, StageOptions
 
 # Below, at and above the size of a block.
@@ -64,7 +78,7 @@ def verify(
     prompts: Prompts,
     options: VerifyOptions,
     progress: Progress = lambda *_: None,
-    load: StageLoader = load_stage,
+    load: StageLoader = load_member_stage,
 ) -> Certificate:
     """Check the whole model and the cuts of ``source``. The certificate lists failures; none of them ends the
     check.
@@ -73,13 +87,17 @@ def verify(
     or its record of rounded weights. Raises SelfCheckError if the kernel does not hold on this machine.
     """
     started = time.monotonic()
-    rounded = read_record(source.path)
+    rounded, errors, library = read_record(source.path), ErrorSums(), native_library()
+    bits = exact_bits(options.kernel)
     bench = _Bench(source, prompts, options, load)
     every = [whole(source.spec), *layouts(source.spec, options.max_cuts)]
     progress(0, len(every), "the unsplit stage")
     expected = bench.expect(every[0])
     progress(0, len(every), library_version())
-    expected.add_library(library_logits(source, expected.texts))
+    rounding = LoadRounding(source, bits, errors) if bits else None
+    expected.add_library(library_logits(source, expected.texts, rounding=rounding))
+    if bits:
+        rounded = _record_of(source, options.kernel, errors)
     _ask_float64(source, options, expected)
     found = Certificate(
         model=source.name,
@@ -87,6 +105,8 @@ def verify(
         kernel=options.kernel,
         kv_dtype=kv_form(options.kernel, options.kv_dtype).name,
         ranks=options.ranks,
+        bits=expected.bits,
+        compiled_for=library.description if library is not None and options.device == HOST else "",
         rounded=rounded,
         library=library_version(),
         limits=_limits_of(source, options),
@@ -181,7 +201,9 @@ class _Bench:
         old, self._stages = dict(enumerate(self._stages[: len(layout)])), []
         ready: dict[int, LoadedStage] = {}
         for index in sorted(range(len(layout)), key=lambda index: _num_new(layout, old, index)):
-            ready[index] = self._load(self._source, layout[index], self._stage_options, old.pop(index, None))
+            ready[index] = self._load(
+                self._source, layout[index], self._stage_options, before=old.pop(index, None)
+            )
         self._stages = [ready[index] for index in range(len(layout))]
         lengths = [len(prompt) + self._options.num_tokens for prompt in self._prompts]
         return StageChain(self._source.spec, self._stages, lengths)
@@ -200,7 +222,10 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
 
     On these the library's float32 may be wrong. Only for the kernels of float32, with K/V of float32.
     """
-    if options.kernel not in {EXACT, PLAIN} or kv_form(options.kernel, options.kv_dtype).name != "f32":
+    if (
+        options.kernel not in {*EXACT_KERNELS, PLAIN}
+        or kv_form(options.kernel, options.kv_dtype).name != "f32"
+    ):
         return
     doubtful = expected.doubtful(_limits_of(source, options))
     shapes = source.layout.shapes(source.tensors).values()
@@ -208,11 +233,22 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
     if doubtful and needed < psutil.virtual_memory().available * _SHARE_OF_MEMORY:
         texts = [expected.texts[index] for index in doubtful]
         try:
-            logits = library_logits(source, texts, dtype=torch.float64)
+            bits = exact_bits(options.kernel)
+            rounding = LoadRounding(source, bits) if bits else None
+            logits = library_logits(source, texts, dtype=torch.float64, rounding=rounding)
         except RuntimeError:
             # Modules that make float32 of their own do not run in float64. Then float32 stays the judge.
             return
         expected.float64 = dict(zip(doubtful, logits, strict=True))
+
+
+def _record_of(source: ModelSource, kernel: str, errors: ErrorSums) -> QuantizeRecord:
+    """Return the record of weights that a kernel rounds at load, with their bytes as stored and in memory."""
+    spec = source.spec
+    held = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
+    stored = sum(tensor.num_bytes for tensor in source.tensors.values())
+    form = next(word for word in get_args(QuantizeFormat) if QUANTIZED[word] == kernel)
+    return errors.record((source.name, source.digest), form, (stored, held))
 
 
 def _limits_of(source: ModelSource, options: VerifyOptions) -> ErrorBounds:

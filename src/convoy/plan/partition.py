@@ -9,7 +9,7 @@ from fractions import Fraction
 from convoy.errors import PlanError
 
 
-def shares(num_layers: int, weights: Sequence[float]) -> list[int]:
+def shares(num_layers: int, weights: Sequence[float | Fraction]) -> list[int]:
     """Return how many of ``num_layers`` each weight gets, at least one; ties go to the lowest index.
 
     The arithmetic uses exact rationals, so that the same weights give the same plan on every machine. Raises
@@ -38,7 +38,7 @@ def shares(num_layers: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def partition(num_layers: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+def partition(num_layers: int, weights: Sequence[float | Fraction]) -> list[tuple[int, int]]:
     """Return `shares` as consecutive [start, end), in order. Raises PlanError as `shares` does."""
     return consecutive(shares(num_layers, weights))
 

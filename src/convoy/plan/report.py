@@ -252,7 +252,7 @@ def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
     if not choice.most:
         raise PlanError(
             f"{choice.tightest} has no memory for one K/V block of each group beside its weights",
-            hint="give that member fewer layers or more memory, or serve with --quantize int8 or int4",
+            hint="give that member fewer layers or more memory, or serve with --quantize q8 or q4",
         )
     sizes = [sum(room.block_bytes[index] for room in rooms.values()) for index in range(len(groups))]
     return BlocksReport(

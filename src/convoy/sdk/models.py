@@ -32,6 +32,8 @@ def local_model(
 ) -> str:
     """Return ``named`` itself, or the directory with all files of ``org/name[@revision]``.
 
+    Of a GGUF model, ``org/name[@revision]:FILE``, it is the file.
+
     ``on_load`` hears how much is downloaded. Raises ModelError if the files are not available.
     """
     from convoy.model.checkpoints.hub.files import FOLDER, Hub
@@ -59,7 +61,7 @@ def open_model(
     if name is None or signed is None or not _is_of(name, signed):
         return OpenedModel(ModelSource.resolve(local_model(settings, named, on_load, note)))
     opened = _open_signed(settings, name, signed)
-    commit = signed.hub.rpartition("@")[2]
+    commit = _signed_name(signed).revision
     note(f"model: {name.repo} at commit {commit}, signed by the operator; members fetch their own layers")
     return opened
 
@@ -72,7 +74,8 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
     from convoy.model.checkpoints.store.parts import PartFile, is_whole
     from convoy.model.checkpoints.store.received import ReceivedModel
 
-    commit = HubCommit(name.repo, signed.hub.rpartition("@")[2], settings.model.hub)
+    on_hub = _signed_name(signed)
+    hub = HubWeights(HubCommit(name.repo, on_hub.revision, settings.model.hub), on_hub.file)
     received = ReceivedModel(_cache(settings), Manifest.decode(signed.manifest, signed.digest))
     with received.open(lambda: None):
         for part in map(received.file, received.manifest.files):
@@ -80,7 +83,7 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
                 continue
             with PartFile(part) as file:
                 file.begin_anew()
-                for chunk in commit.stream(part.name, 0, part.num_bytes):
+                for chunk in hub.stream_file(part):
                     file.write(chunk)
                 if not file.finish():
                     raise ModelError(
@@ -88,13 +91,28 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
                         hint="ask the operator to sign the hub's present files, or name another hub",
                     )
     source = received.source(name.repo, received.file("config.json"))
-    return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))
+    return OpenedModel(source, HeadWeights(received, source, hub))
 
 
 def _is_of(name: HubName, signed: SignedModel) -> bool:
-    """Return whether the signed manifest is for that name, and for the requested revision if there is one."""
-    repo, _, commit = signed.hub.rpartition("@")
-    return repo == name.repo and name.revision in {"main", commit}
+    """Return whether the signed manifest is for that name, and for the requested revision and file."""
+    from convoy.model.checkpoints.hub.gguf import fits_gguf
+
+    if not signed.hub:
+        return False
+    on_hub = _signed_name(signed)
+    is_file = not name.file or (bool(on_hub.file) and fits_gguf(name.file, on_hub.file))
+    return on_hub.repo == name.repo and name.revision in {"main", on_hub.revision} and is_file
+
+
+def _signed_name(signed: SignedModel) -> HubName:
+    """Return the commit that the operator signed. Raises ModelError for a text that is none."""
+    from convoy.model.checkpoints.hub.files import HubName
+
+    found = HubName.read(signed.hub)
+    if found is None:
+        raise ModelError(f"the signed model names {signed.hub[:80]!r}, which is no commit of a hub")
+    return found
 
 
 def _hub_name(named: str) -> HubName | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from convoy.config.files import default_cache, read_bytes
 from convoy.config.kernels import EXACT, PLAIN, held_form, kv_form
 from convoy.config.settings import Config, load_config, override
-from convoy.errors import ConfigError, ModelError, PlanError, SelfCheckError, SpanError, UsageError
+from convoy.errors import ConfigError, ModelError, PlanError, SpanError, UsageError
 from convoy.sdk.names import local_names, spans_by_name
 from convoy.sdk.options import Note, head_options, load_policy, unheard
 from convoy.sdk.speeds import Here, links_of, speeds_of
@@ -178,10 +178,13 @@ def _read_spec(named: str) -> ModelSpec:
     from convoy.model.checkpoints.hub.files import HubName
     from convoy.model.checkpoints.source import ModelSource, needs_no_files
 
-    if HubName.parse(named) and not needs_no_files(named):
+    name = HubName.parse(named)
+    if name and not needs_no_files(named):
+        place = named.partition(":")[0].replace("@", " --revision ")
+        only = f" --include '*{name.file}*'" if name.file else ""
         raise ModelError(
             f"no model at {named}: a plan reads no hub",
-            hint=f"`hf download {named.replace('@', ' --revision ')} --local-dir DIR`, then name DIR",
+            hint=f"`hf download {place}{only} --local-dir DIR`, then name DIR",
         )
     return ModelSource.resolve(named).spec
 
@@ -262,13 +265,9 @@ def _unpacks(spec: ModelSpec, kernel: str) -> bool:
     if kept == unpacked:
         return False
     # It takes no torch, but a compiler where no member ran here before.
-    from convoy.model.kernels.native.build import built_library
+    from convoy.model.kernels.native.build import best_built
 
-    try:
-        built_library()
-    except SelfCheckError:
-        return True
-    return False
+    return best_built() is None
 
 
 def _without_standbys(

@@ -127,7 +127,10 @@ def serve(
             settings = override(local.config(local.head), serve=ServeConfig(port=port or 0))
         else:
             if (members, layers, kernel, device, num_threads, engine) != _LOCAL_DEFAULTS:
-                raise UsageError("config came with options of local members, expected one or the other")
+                raise UsageError(
+                    "config came with options of local members, expected one or the other",
+                    hint="set them in the file, or leave config out",
+                )
             settings, opened = _open_configured(model, Path(config), port)
         try:
             options = serve_options(settings)

@@ -59,7 +59,10 @@ class Roster:
             if member.name == name:
                 return member
         names = ", ".join(member.name for member in self.members)
-        raise RosterError(f"{name} is not in the roster of {self.cluster_id}, which lists {names}")
+        raise RosterError(
+            f"{name} is not in the roster of {self.cluster_id}, which lists {names}",
+            hint="name one of these, or add the member with `convoy invite` or `convoy roster add`",
+        )
 
     def member_with_certificate(self, certificate_der: bytes) -> Member | None:
         """Return the member with exactly this certificate, or None."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from convoy.api.anthropic.bodies import InputMessage
-from convoy.api.anthropic.history import History, read_history
+from convoy.api.anthropic.history import MessageHistory, read_history
 from convoy.errors import RequestError
 from convoy.model.text.conversation import ToolCall, Turn
 
@@ -16,7 +16,7 @@ CALL = {"type": "tool_use", "id": "call_1", "name": "clock", "input": {"zone": "
 RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "noon"}
 
 
-def read(*messages: tuple[str, Any], system: Any = None, max_parts: int = 100) -> History:
+def read(*messages: tuple[str, Any], system: Any = None, max_parts: int = 100) -> MessageHistory:
     given = msgspec.convert(
         [{"role": role, "content": content} for role, content in messages], list[InputMessage]
     )

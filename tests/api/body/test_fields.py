@@ -37,7 +37,7 @@ UNUSUAL = ["something", {"of": "no kind"}]  # no field has this as the value tha
 
 
 def refusal(endpoint: Endpoint, **fields: object) -> RequestError | None:
-    """What `decode_body` says to these fields; None: it takes them."""
+    """Return the error of `decode_body` for these fields; None if it takes them."""
     try:
         decode_body(json.dumps({**LEAST[endpoint], **fields}).encode(), KINDS[endpoint])
     except RequestError as error:
@@ -176,7 +176,7 @@ def test_rules_for_tokens_reach_the_engine(server: Running, path: str) -> None:
 
 
 class SpacedTokenizer(ByteTokenizer):
-    """Where a word stands behind a space, both are one token, as in byte-level vocabularies."""
+    """Encode a word behind a space as one token, as byte-level vocabularies do."""
 
     def encode_word(self, text: str) -> list[int]:
         return [200 + ord(text[1]) % 50, *text[2:].encode()] if text.startswith(" ") else list(text.encode())
@@ -318,7 +318,7 @@ SERVICE = service_of(ByteTokenizer())
 
 
 def read(data: bytes) -> None:
-    """Both endpoints. Anything but a refusal fails the test."""
+    """Read at both endpoints. Anything but a refusal fails the test."""
     with suppress(RequestError, UnknownModel):
         read_chat(decode_body(data, ChatBody), SERVICE, ServeOptions(), b"", dropped=DroppedHistory())
     with suppress(RequestError, UnknownModel):

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Blocking:
-    """A call that ends when it is told to, and counts how many run at once."""
+    """Make a call that ends when a test lets it, and count how many run at once."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -194,7 +194,7 @@ def test_a_body_that_was_read_is_not_kept() -> None:
 
 
 class Decoded:
-    """Values that a body holds."""
+    """Hold values of a body."""
 
 
 def test_a_body_that_is_refused_is_freed_at_once_and_not_by_the_collector() -> None:

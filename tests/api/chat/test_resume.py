@@ -1,4 +1,4 @@
-"""Streams whose connection breaks, and that a client resumes with the id of the last event it got."""
+"""Streams with a broken connection, which a client resumes with the id of the last event it got."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAIT_S = 20.0
 
 @dataclass
 class Deadline:
-    """A deadline that a test lets pass."""
+    """Let a test pass a deadline by hand."""
 
     asked_s: list[float] = field(default_factory=list)
     begun: threading.Event = field(default_factory=threading.Event)
@@ -320,7 +320,7 @@ def test_a_drain_waits_for_a_detached_stream_and_lets_it_be_resumed() -> None:
 
 
 class Word(msgspec.Struct):
-    """An event of a known size."""
+    """Make an event of a known size."""
 
     text: str
 

@@ -29,7 +29,7 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def listening(folder: Path, limits: HttpLimits) -> Iterator[int]:
-    """Its port."""
+    """Yield its port."""
     Identity.generate().save(folder)
     made = threading.Event()
     servers: list[HttpServer] = []

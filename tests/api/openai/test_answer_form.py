@@ -36,7 +36,7 @@ def refused(server: Running, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def takes(request: GenerationRequest, text: str) -> bool:
-    """Whether the request's grammar takes all of ``text`` as a whole answer."""
+    """Return whether the request's grammar takes all of ``text`` as a whole answer."""
     assert request.grammar is not None
     matcher = request.grammar.matcher()
     tokens = [*text.encode(), EOS]
@@ -127,6 +127,10 @@ def test_only_a_strict_response_format_refuses_a_keyword_that_cannot_be_enforced
 
     error = refused(server, CHAT, response_format=form(strict=True))
     assert (error["code"], error["param"]) == ("unsupported_schema", "response_format.json_schema.schema")
+    assert 'leave it out, or set "strict" to false' in error["message"]
+    # This field has no flag to set.
+    error = refused(server, CHAT, guided_json=UNSUPPORTED)
+    assert error["message"].endswith("(leave it out)")
     assert takes(asked(server, CHAT, response_format=form()), "[1, 1]")
 
 

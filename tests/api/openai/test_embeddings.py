@@ -1,4 +1,4 @@
-"""Embeddings as OpenAI's client reads them, over an engine whose states are known."""
+"""Embeddings as OpenAI's client reads them, over an engine with known states."""
 
 from __future__ import annotations
 

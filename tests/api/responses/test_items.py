@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from convoy.api.refusals import UnknownResponse
-from convoy.api.responses.items import History, encode_reasoning, read_items
+from convoy.api.responses.items import ItemHistory, encode_reasoning, read_items
 from convoy.errors import RequestError
 from convoy.model.text.conversation import ToolCall, Turn
 
@@ -17,7 +17,7 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "rea
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "text of a file"}
 
 
-def read(*items: Any, earlier: tuple[Turn, ...] = ()) -> History:
+def read(*items: Any, earlier: tuple[Turn, ...] = ()) -> ItemHistory:
     return read_items(list(items), earlier, max_items=20)
 
 

@@ -57,7 +57,7 @@ TIDE = {
 
 
 def reply(request: GenerationRequest) -> str:
-    """Call the tool if there is one, and otherwise repeat the prompt, so that a test sees what was read."""
+    """Call the tool if there is one, and otherwise repeat the prompt, so that a test sees the read text."""
     prompt = bytes(request.prompt_ids).decode()
     if prompt.startswith("<tools>"):
         return f'<tool_call>\n{{"name": "read_tide", "arguments": {ARGUMENTS}}}\n</tool_call>'

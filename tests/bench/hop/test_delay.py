@@ -15,7 +15,7 @@ from convoy.bench.hop.delay import DelayRelay
 
 @contextmanager
 def wire(delay_s: float) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The two ends of a connection through a relay."""
+    """Yield the two ends of a connection through a relay."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         relay = DelayRelay(listening.getsockname()[:2], delay_s)
         with socket.create_connection(relay.address) as near:

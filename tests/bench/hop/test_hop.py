@@ -25,7 +25,7 @@ SOURCE = str(Path(__file__).resolve().parents[3] / "src")
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one run says."""
+    """Return the report of one run."""
     done = run_convoy(["bench", "hop", "--rounds", "1", "--json"], tmp_path_factory.mktemp("hop"))
     assert done.returncode == 0, done.stderr
     shown: dict[str, Any] = json.loads(done.stdout)
@@ -72,6 +72,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_second_process_ends_even_if_the_first_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path)}
     bench = subprocess.Popen(
@@ -115,7 +116,7 @@ def test_large_tensors_get_fewer_rounds_but_never_fewer_than_five() -> None:
 
 
 def _wait_for_children(bench: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The second process, once it is connected all three ways (two connections each)."""
+    """Return the second process, once it is connected all three ways (two connections each)."""
     process = psutil.Process(bench.pid)
     while bench.poll() is None:
         children = process.children()

@@ -11,6 +11,7 @@ from cli.transcript import run_here
 from convoy.bench.ranks.all_reduce import AllReduceOptions, AllReduceRow, all_reduce_ratios
 
 
+@pytest.mark.long
 def test_comms_measures_sums_by_size_and_way(tmp_path: Path) -> None:
     csv = tmp_path / "sums.csv"
     asked = ["--what", "all-reduce", "--sums", "2,1024", "--rounds", "1", "--json", "--csv", str(csv)]

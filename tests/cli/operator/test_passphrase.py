@@ -29,7 +29,7 @@ def word_file(folder: Path, text: str | bytes = "word\n", name: str = "word", mo
 
 
 class Terminal:
-    """Answers in order to what is asked; what was asked is kept."""
+    """Answer prompts in order, and keep the prompts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
         self.asked: list[str] = []

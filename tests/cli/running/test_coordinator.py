@@ -62,7 +62,7 @@ def test_a_key_with_a_passphrase_is_refused_before_anything_listens(tmp_path: Pa
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """For a name and an address; its key is in the same file."""
+    """Make a certificate for a name and an address; its key is in the same file."""
     key, now = Ed25519PrivateKey.generate(), datetime.datetime.now(datetime.UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
     names = [x509.DNSName("coordinator.example"), x509.IPAddress(ipaddress.ip_address("192.0.2.1"))]

@@ -1,4 +1,4 @@
-"""``convoy serve --provide``: what is refused before anything is loaded, and whose certificate it takes."""
+"""``convoy serve --provide``: refusals before anything is loaded, and the certificates that it takes."""
 
 from __future__ import annotations
 

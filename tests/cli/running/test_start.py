@@ -54,6 +54,7 @@ def test_nccl_listens_on_loopback_whatever_was_said(monkeypatch: pytest.MonkeyPa
     not _HUGE.is_file() or "[madvise]" not in _HUGE.read_text(),
     reason="only a Linux that gives huge pages to who asks, and to nobody else, shows whether one asked",
 )
+@pytest.mark.long
 def test_what_is_large_lies_in_huge_pages_once_they_were_asked_for() -> None:
     asked = [sys.executable, "-c", _ASKS]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=120)

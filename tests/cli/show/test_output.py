@@ -80,7 +80,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """Write to a stream that says it is a terminal."""
 
     def isatty(self) -> bool:
         return True

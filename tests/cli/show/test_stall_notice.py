@@ -11,7 +11,7 @@ SOON_S = 0.01
 
 
 class Cluster:
-    """Answers each question with the next of its reasons, and lets the test see that it was asked."""
+    """Answer each question with the next of its reasons, and let the test see that it was asked."""
 
     def __init__(self, *reasons: str | None) -> None:
         self._reasons = list(reasons)

@@ -40,7 +40,7 @@ def levels(found: Iterable[Finding]) -> list[str]:
 
 
 def only(found: Iterable[Finding], level: str) -> Finding:
-    """The one finding of that level."""
+    """Return the one finding of that level."""
     (finding,) = [finding for finding in found if finding.level == level]
     return finding
 
@@ -80,15 +80,17 @@ def test_this_machine_has_what_the_project_asks_for() -> None:
 
 def test_a_machine_that_cannot_compile_is_warned_where_exact_mode_unpacks_for_that_reason() -> None:
     finding = machine_check.compiled_finding
-    assert finding("", [], is_exact=True).level == "ok"
-    assert finding("this machine has no x86-64 Linux", ["x86-64 Linux"], is_exact=False).level == "ok"
-    found = finding("no C compiler was found", [], is_exact=True)
+    assert finding("AVX2, prebuilt", "", [], is_exact=True).what == (
+        "decodes run on code for AVX2, prebuilt, in the written order of sums"
+    )
+    assert finding("", "this machine has no x86-64 Linux", ["x86-64 Linux"], is_exact=False).level == "ok"
+    found = finding("", "no C compiler was found", [], is_exact=True)
     assert found.level == "warn"
     assert found.what.endswith(
         "no C compiler was found; exact mode unpacks the matrices of a file to float32"
     )
     assert found.mend == "install a C compiler (cc, gcc or clang), or mend that reason"
-    found = finding("this machine has no avx512f", ["avx512f"], is_exact=True)
+    found = finding("", "this machine has no avx2", ["avx2"], is_exact=True)
     assert found.mend is not None
     assert "fewer layers" in found.mend
 
@@ -317,7 +319,7 @@ def listening(member: LocalMember) -> Iterator[tuple[int, queue.SimpleQueue[Link
 
 
 def at_port(member: LocalMember, name: str, port: int) -> LocalMember:
-    """The same under a roster in which ``name`` is at another port."""
+    """Return the member under a roster in which ``name`` is at another port."""
     listed = [moved(m, "127.0.0.1", port) if m.name == name else m for m in member.roster.members]
     return with_roster(member, replace(member.roster, members=tuple(listed)))
 
@@ -370,7 +372,7 @@ def test_the_http_port_may_be_taken_by_a_head_alone() -> None:
 
 
 def look_at(me: LocalMember, name: str, port: int) -> list[Finding]:
-    """The roster's address is not the real one here: rosters at both ends must be the same."""
+    """Look at a member at a given port: the roster, equal at both ends, has another address."""
     network, membership = TcpNetwork(), membership_of(me)
     member = moved(me.roster.member(name), "127.0.0.1", port)
     return list(network_check.check_peer(member, lambda peer: network.dial(membership, peer, 5.0)))

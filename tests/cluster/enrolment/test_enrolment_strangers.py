@@ -44,7 +44,7 @@ def plain_tls(offer: Invitation) -> ssl.SSLSocket:
 
 
 def hangs_up(sock: socket.socket) -> bool:
-    """Whether the other end ends it; a TimeoutError is raised if it does not."""
+    """Return whether the other end hangs up. Raises TimeoutError if it does not."""
     try:
         while sock.recv(4096):
             pass

@@ -32,7 +32,7 @@ from support.waiting import wait_until
 
 
 def dies_once_while_it_loads(monkeypatch: pytest.MonkeyPatch, peers: dict[str, PeerThread]) -> None:
-    """As with beta's machine: its connections end without a word."""
+    """End once while it loads, as beta's machine does: its connections end without a word."""
     load, died = HostStage.load, list[str]()
 
     def load_or_die(source: object, mine: object, *args: object, **kept: object) -> HostStage:
@@ -120,13 +120,13 @@ def test_a_head_that_does_not_wait_uses_members_that_are_there() -> None:
 
 
 def tiny() -> MemberOptions:
-    """A peer that holds no more than one layer."""
+    """Return options of a peer that holds no more than one layer."""
     needed = stage_bytes(SOURCE.spec, Span(1, 2), own_form("exact-f32"))
     return replace(MEMBER, memory_bytes=needed + 500_000)
 
 
 class Starting:
-    """A head that starts on a thread of its own, because members that it needs are absent."""
+    """Start a head on a thread of its own, because members that it needs are absent."""
 
     def __init__(self, s: Scene, **options: object) -> None:
         self._found: queue.SimpleQueue[RunningCluster | ConvoyError] = queue.SimpleQueue()

@@ -53,7 +53,7 @@ def http(cluster: RunningCluster) -> Iterator[str]:
 
 
 class Served:
-    """A head over HTTP, and a peer with a port of its own to be scraped at."""
+    """Run a head over HTTP, and a peer with a port of its own to be scraped at."""
 
     def __init__(self, cluster: RunningCluster, url: str, peer: PeerThread, peer_url: str) -> None:
         self.cluster, self.url, self.peer, self._peer_url = cluster, url, peer, peer_url

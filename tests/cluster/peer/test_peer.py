@@ -63,7 +63,7 @@ def peer(members: tuple[LocalMember, ...], network: MemoryNetwork) -> Iterator[P
 
 
 class Conversation:
-    """A head's link driven by hand."""
+    """Drive a head's link by hand."""
 
     def __init__(self, me: LocalMember, peer: LocalMember, network: MemoryNetwork) -> None:
         self.link = network.dial(membership_of(me), peer.member, 5)

@@ -17,7 +17,7 @@ from convoy.wire.messages.control import Activate, Plan, StageAssignment
 
 
 def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
-    """Each stage's last word has ``e`` for the embedding and ``o`` for the output."""
+    """Make a plan. Each stage's last word has ``e`` for the embedding and ``o`` for the output."""
     assigned = [StageAssignment(n, a, b, "e" in owns, "o" in owns) for n, a, b, owns in stages]
     return Plan(1, "demo", "0" * 64, assigned, "exact-f32", "float32", 16, 128)
 

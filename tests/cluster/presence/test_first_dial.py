@@ -14,7 +14,7 @@ from support.members import make_local_members, membership_of
 
 
 class Failing(MemoryNetwork):
-    """The first dials come to an error."""
+    """Fail the first dials."""
 
     def __init__(self, error: Exception, times: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Failing(MemoryNetwork):
 
 
 def dial_all(network: Failing, wait_s: float) -> DialResults:
-    """Of beta, by alpha."""
+    """Dial beta as alpha."""
     alpha, beta = make_local_members(("alpha", "beta"))
     came: list[Link] = []
     network.listen(membership_of(beta), beta.member.address, came.append)

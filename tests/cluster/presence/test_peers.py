@@ -32,7 +32,7 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 def peers_of(
     me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
 ) -> Peers:
-    """``joined`` is set whenever somebody came."""
+    """Make peers. ``joined`` is set whenever a member came."""
 
     def receive(link: Link, received: Received) -> None:
         message = received.message if isinstance(received, ReceivedMessage) else None
@@ -113,7 +113,7 @@ def _on_thread(run: object, link: Link) -> None:
 
 
 class ShortOfThreads(MemoryNetwork):
-    """The first dial fails as on a machine that has no thread left."""
+    """Fail the first dial as a machine without a free thread does."""
 
     num_dials = 0
 

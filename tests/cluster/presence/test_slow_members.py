@@ -9,7 +9,7 @@ from convoy.cluster.presence.slow_members import TRUSTED_AFTER_S, SlowMembers
 
 
 class Clock:
-    """Goes when it is told to."""
+    """Go on when a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

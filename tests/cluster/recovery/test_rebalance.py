@@ -36,7 +36,7 @@ LOAD = GenerationRequest(tuple(range(5, 25)), SamplingParams(temperature=0.0), 6
 
 
 class Load:
-    """One request after the other, so that something always runs; ``texts`` are their tokens."""
+    """Ask one request after the other, so that one always runs; ``texts`` are their tokens."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
@@ -100,7 +100,7 @@ def test_one_that_came_back_is_used_although_something_always_runs() -> None:
 
 
 def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
-    """From now on peers read on for ever, until ``over``."""
+    """Make peers read on for ever from now on, until ``over``."""
     load: Callable[..., HostStage] = HostStage.load
 
     def slowly(
@@ -121,7 +121,7 @@ def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
 
 
 def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
-    """Names of members that came, each once the head has considered it."""
+    """Return names of members that came, each once the head has considered it."""
     considered: queue.SimpleQueue[str] = queue.SimpleQueue()
     consider = cluster.head.on_joined
 
@@ -136,7 +136,7 @@ def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
 def lose_gamma_and_let_it_come_back_too_soon(
     s: Scene, monkeypatch: pytest.MonkeyPatch, rebalance: RebalanceOptions
 ) -> RunningCluster:
-    """Gamma redials while the others still load for the plan without it, and is considered in vain."""
+    """Lose gamma. It redials while the others load for the plan without it, and is considered in vain."""
     loaded = threading.Event()
     s.stack.callback(loaded.set)
     for name in ("beta", "gamma"):
@@ -299,7 +299,7 @@ def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch
 
 
 class FakeCompany:
-    """Every member is here, and no time passes."""
+    """Report every member as here, while no time passes."""
 
     def __init__(self) -> None:
         self.slow = SlowMembers()
@@ -315,7 +315,7 @@ class FakeCompany:
 
 
 class FakeRecovery:
-    """Gamma would make a better plan than the one that runs, which has beta."""
+    """Plan with gamma, which is better than the plan that runs, with beta."""
 
     def without_stage(self) -> set[str]:
         return {"gamma"}
@@ -335,7 +335,7 @@ def renewals_over_fakes(
     between_steps: Callable[[object], None] = never,
     options: RebalanceOptions | None = None,
 ) -> Iterator[tuple[Rebalancer, FakeCompany, queue.SimpleQueue[str]]]:
-    """The first ``num_failures`` preparations fail."""
+    """Yield a rebalancer. Its first ``num_failures`` preparations fail."""
     peers, asked, prepared = peers or FakeCompany(), queue.SimpleQueue[str](), list[str]()
 
     def prepare(name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:

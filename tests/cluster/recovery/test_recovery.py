@@ -40,14 +40,14 @@ LONG = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8
 
 
 def small(num_layers: int = 2) -> MemberOptions:
-    """A head that cannot hold the whole model, which has four layers."""
+    """Return options of a head that cannot hold the whole model, which has four layers."""
     needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), own_form("exact-f32"))
     return replace(MEMBER, memory_bytes=needed + 600_000)
 
 
 @dataclass
 class Scene:
-    """Peers are started and stopped by name; the head is one of this process too."""
+    """Start and stop peers by name; the head is in this process too."""
 
     members: dict[str, LocalMember]
     network: MemoryNetwork
@@ -266,7 +266,7 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
 
 
 def refuse_long_rows(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
-    """From now on none of these peers' stages can run a row of more than 20 tokens."""
+    """Refuse rows of more than 20 tokens in these peers' stages from now on."""
     run = HostStage.run
 
     def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:

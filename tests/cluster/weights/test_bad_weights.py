@@ -51,7 +51,7 @@ def with_tensor(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage
 
 
 def with_an_output(directory: Path) -> None:
-    """Beside config.json, by which the embedding is the output."""
+    """Add an output beside config.json, by which the embedding is the output."""
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
     save_file(tensors, directory / "model.safetensors")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.weights.client import MAX_ASKED, PIECE_BYTES, PartClient, Want, pieces_of
+from convoy.cluster.weights.client import MAX_ASKED, PartClient, Want
 from convoy.cluster.weights.head_server import HeadWeightServer
 from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, StepError
@@ -22,7 +22,7 @@ from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import FrameType, Hello, Message, Plan, Refuse, Sender, StageAssignment
-from convoy.wire.messages.fetch import Fetch, Piece, Prepare, Prepared
+from convoy.wire.messages.fetch import PIECE_BYTES, Fetch, Piece, Prepare, Prepared
 from support.cluster import MEMBER, PeerThread
 from support.links import End
 from support.members import make_local_members, membership_of
@@ -31,7 +31,7 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
 class Ends:
-    """A head's end that answers from ``weights``, or by hand where there is none, and a peer's."""
+    """Hold a head's end that answers from ``weights``, or by hand without them, and a peer's."""
 
     def __init__(self, weights: HeadWeightServer | None) -> None:
         head, peer = make_local_members(("alpha", "beta"))
@@ -97,7 +97,8 @@ def test_parts_come_whole_and_in_order_and_of_any_size(served: Ends, manifest: M
     source = ModelSource.resolve("demo-mini")
     names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
     entries = [manifest.tensors[name] for name in names]
-    wants = [w for e, n in zip(entries, names, strict=True) for w in pieces_of(e.digest, n, 0, e.num_bytes)]
+    cut = served.part_client.pieces_of
+    wants = [w for e, n in zip(entries, names, strict=True) for w in cut(e.digest, n, 0, e.num_bytes)]
     assert len(wants) > 3, "one of them is larger than a piece"
     found = dict.fromkeys(names, b"")
     for want, piece in served.pull(manifest.digest, *wants):
@@ -140,7 +141,7 @@ def test_drawn_weights_are_handed_out_by_nobody() -> None:
 
 
 def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:
-    wants = pieces_of("b" * 64, "it", 0, 100 * PIECE_BYTES)
+    wants = by_hand.part_client.pieces_of("b" * 64, "it", 0, 100 * PIECE_BYTES)
     numbers: list[int] = []
 
     def answer_the_first() -> None:

@@ -49,7 +49,7 @@ Bend = Callable[[Link, Message, Message], Message]
 
 
 def opened(model: Path, manifest: Manifest, cache: Path, own: tuple[str, ...] = OF_ALPHA) -> HeadWeights:
-    """What a head has: every file but the weights, and of these the tensors that begin with ``own``."""
+    """Return a head's files without weights, and of these the tensors that begin with ``own``."""
     received = ReceivedModel(cache, manifest)
     source = ModelSource.resolve(str(model))
     with received.open(lambda: None):
@@ -67,8 +67,8 @@ def with_files(path: Path) -> PeerOptions:
     return PeerOptions(replace(MEMBER, hub=NOWHERE), model_path=path)
 
 
-def without(tmp_path: Path, name: str = "gamma") -> PeerOptions:
-    return PeerOptions(replace(MEMBER, cache=tmp_path / name, hub=NOWHERE))
+def without(tmp_path: Path, name: str = "gamma", **limits: int) -> PeerOptions:
+    return PeerOptions(replace(MEMBER, cache=tmp_path / name, hub=NOWHERE, **limits))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -78,14 +78,15 @@ def offline(
     bends: dict[str, Bend] | None = None,
     spans: dict[str, str] | None = None,
     change: Callable[[PeerThread], None] = lambda _thread: None,
-    **waits_s: float,
+    **limits: float,
 ) -> Iterator[tuple[RunningCluster, Heard]]:
-    """``bends``: what becomes of the answers of peers, by name. ``change`` is done to each peer.
+    """Run an offline cluster.
 
-    ``waits_s`` are deadlines of the head's `MemberOptions`.
+    ``bends`` change the answers of peers, by name. ``change`` is done to each peer. ``limits`` are of the
+    head's `MemberOptions`.
     """
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[: 1 + len(peers)]), Heard()
-    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE, **waits_s)  # type: ignore[arg-type]
+    head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE, **limits)  # type: ignore[arg-type]
     options = HeadOptions(head, spans=spans or SPANS, wait_s=60, num_blocks=64)
     with ExitStack() as stack:
         for me, peer in zip(members[1:], peers, strict=True):
@@ -118,7 +119,7 @@ def bend_answers(thread: PeerThread, bend: Bend) -> None:
 
 
 def digests(manifest: Manifest, begins: tuple[str, ...]) -> dict[str, int]:
-    """Bytes of each tensor that begins so, those that are equal once."""
+    """Return the bytes of each tensor that begins so; equal ones count once."""
     return {e.digest: e.num_bytes for name, e in manifest.tensors.items() if name.startswith(begins)}
 
 
@@ -127,7 +128,7 @@ def kept(tmp_path: Path, name: str, manifest: Manifest) -> set[str]:
 
 
 def lie(_link: Link, question: Message, answer: Message) -> Message:
-    """Other bytes of every tensor."""
+    """Replace the bytes of every tensor."""
     if isinstance(question, Fetch) and isinstance(answer, Piece) and answer.data:
         return replace_data(answer, bytes(len(answer.data)))
     return answer
@@ -232,10 +233,8 @@ def test_a_member_whose_files_are_others_is_found_out_where_they_differ(
 
 
 def test_a_member_that_goes_in_the_midst_of_a_tensor_is_taken_over_from_there(
-    model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
-    for module in ("client", "peer_source"):
-        monkeypatch.setattr(f"convoy.cluster.weights.{module}.PIECE_BYTES", 1000)
     starts: dict[str, list[tuple[str, int]]] = {"beta": [], "delta": []}
 
     def note(member: str) -> Bend:
@@ -250,9 +249,9 @@ def test_a_member_that_goes_in_the_midst_of_a_tensor_is_taken_over_from_there(
 
     own = opened(model, manifest, tmp_path / "alpha")
     spans = {"alpha": "0:1,output", "beta": "2:2", "delta": "3:3", "gamma": "4:4"}
-    peers = with_files(model), without(tmp_path), with_files(model)
+    peers = with_files(model), without(tmp_path, piece_bytes=1000), with_files(model)
     bends = {"beta": note("beta"), "delta": note("delta")}
-    with offline(own, *peers, spans=spans, bends=bends) as (cluster, _):
+    with offline(own, *peers, spans=spans, bends=bends, piece_bytes=1000) as (cluster, _):
         assert len(answer_of(cluster)) == 12
         assert got(cluster, "gamma")["beta"] >= 1000
     begun = {part for part, start in starts["beta"] if not start}
@@ -262,10 +261,8 @@ def test_a_member_that_goes_in_the_midst_of_a_tensor_is_taken_over_from_there(
 
 
 def test_after_a_loss_half_a_tensor_is_gone_on_with_from_somebody_else(
-    model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
-    for module in ("client", "peer_source"):
-        monkeypatch.setattr(f"convoy.cluster.weights.{module}.PIECE_BYTES", 1000)
     lost: list[str] = []
     starts: dict[str, int] = {}
 
@@ -282,8 +279,9 @@ def test_after_a_loss_half_a_tensor_is_gone_on_with_from_somebody_else(
 
     own = opened(model, manifest, tmp_path / "alpha")
     spans = {"alpha": "0:1,output", "beta": "2:2", "delta": "3:3", "gamma": "4:4"}
-    peers = with_files(model), without(tmp_path), with_files(model)
-    with offline(own, *peers, spans=spans, bends={"beta": go, "delta": note}) as (cluster, _):
+    peers = with_files(model), without(tmp_path, piece_bytes=1000), with_files(model)
+    bends: dict[str, Bend] = {"beta": go, "delta": note}
+    with offline(own, *peers, spans=spans, bends=bends, piece_bytes=1000) as (cluster, _):
         assert len(answer_of(cluster)) == 12
     assert starts[lost[0]] == 2000
 
@@ -354,7 +352,7 @@ def test_where_nobody_has_it_the_tensor_is_named_and_the_hub_too(
 
 
 def with_weights_of(directory: Path) -> Callable[[PeerThread], None]:
-    """beta hands out what lies in ``directory``, and runs what it loaded from its own."""
+    """Let beta hand out the files in ``directory``, and run those that it loaded from its own."""
 
     def change(thread: PeerThread) -> None:
         server = thread.peer.weights.server

@@ -24,26 +24,31 @@ from convoy.model.checkpoints.store.received import ReceivedModel
 from convoy.testing.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.fake_hub import COMMIT, REPO, FakeHub
+from support.gguf_models import CASES, build_model, write_case
 from support.members import make_local_members, membership_of
 
 Heard = list[tuple[str, int, int]]
 
 
-def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> HeadWeights:
+def opened(hub: FakeHub, manifest: Manifest, cache: Path, gguf: str = "") -> HeadWeights:
     """What a head has before a plan: every file but the weights."""
     received = ReceivedModel(cache, manifest)
+    weights = HubWeights(HubCommit(REPO, COMMIT, hub.url, 0.0), gguf)
     with received.open(lambda: None):
-        for name in manifest.files:
-            shutil.copy(hub.directory / name, received.folder / name)
+        for part in map(received.file, manifest.files):
+            here = hub.directory / part.name
+            part.place.write_bytes(b"".join(weights.stream_file(part)) if gguf else here.read_bytes())
     source = received.source(REPO, received.file("config.json"))
-    return HeadWeights(received, source, HubWeights(HubCommit(REPO, COMMIT, hub.url, 0.0)))
+    return HeadWeights(received, source, weights)
 
 
 @contextmanager
-def partly(own: HeadWeights, peer: PeerOptions) -> Iterator[tuple[RunningCluster, Heard]]:
+def partly(
+    own: HeadWeights, peer: PeerOptions, spans: dict[str, str] = SPANS
+) -> Iterator[tuple[RunningCluster, Heard]]:
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[:2]), Heard()
     thread = PeerThread(members[1], peer, network)
-    options = HeadOptions(replace(MEMBER, signed=own.manifest.digest), spans=SPANS, wait_s=60, num_blocks=64)
+    options = HeadOptions(replace(MEMBER, signed=own.manifest.digest), spans=spans, wait_s=60, num_blocks=64)
     try:
         cluster = RunningCluster.start(
             membership_of(members[0]),
@@ -85,6 +90,26 @@ def test_no_member_has_the_whole_model_and_all_answer_as_it_does(
         if not name.startswith(("model.layers.3", "model.layers.4"))
     }
     assert tensors_in(tmp_path / "alpha", manifest) == others
+
+
+def test_a_split_gguf_model_of_a_hub_runs_and_no_member_has_it_whole(tmp_path: Path) -> None:
+    first = write_case(
+        tmp_path / "served" / "tiny.gguf", CASES["llama"], build_model(CASES["llama"]), "Q8_0", shards=2
+    )
+    spans = {"alpha": "0:1,output", "beta": "2:2"}
+    with started(first, PeerOptions(MEMBER, model_path=first), spans) as (cluster, _):
+        expected = answer_of(cluster)
+    hub = FakeHub(first.parent)
+    try:
+        manifest = make_manifest(ModelSource.resolve(str(first)), Hashing())
+        peer = PeerOptions(replace(MEMBER, cache=tmp_path / "beta", hub=hub.url))
+        own = opened(hub, manifest, tmp_path / "alpha", first.name)
+        with partly(own, peer, spans) as (cluster, _):
+            assert answer_of(cluster) == expected
+    finally:
+        hub.close()
+    theirs = {entry.digest for name, entry in manifest.tensors.items() if ".layers.2." in name}
+    assert tensors_in(tmp_path / "beta", manifest) == theirs
 
 
 def test_a_member_that_cannot_reach_the_hub_gets_its_layers_through_the_head(

@@ -21,7 +21,7 @@ ONE_LAYER = {"alpha": "0:3,output", "beta": "4:4"}
 
 @pytest.fixture
 def fetched(hub: FakeHub, tmp_path: Path) -> Path:
-    """The directory of a head that has the model whole, from the hub."""
+    """Return the directory of a head that has the model whole, from the hub."""
     _, directory = Hub(tmp_path / "head", hub.url).download(HubName(REPO))
     hub.served.clear()
     return directory
@@ -34,7 +34,7 @@ def peer(hub: FakeHub, tmp_path: Path, weights_from: str = "auto") -> PeerOption
 
 
 def layer_bytes(model: Path, layer: int) -> int:
-    """Of its tensors' bytes, those that are equal once."""
+    """Return the bytes of its tensors; equal ones count once."""
     tensors = ModelSource.resolve(str(model)).tensors.values()
     sizes = {}
     for tensor in tensors:

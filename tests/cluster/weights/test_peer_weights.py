@@ -35,7 +35,7 @@ SPANS = {"alpha": "0:2,output", "beta": "3:4"}
 
 @pytest.fixture
 def own(model: Path, tmp_path: Path) -> Path:
-    """The same model once more, to be changed."""
+    """Copy the same model once more, to be changed."""
     return shutil.copytree(model, tmp_path / "own")
 
 
@@ -46,7 +46,7 @@ def started(
     spans: dict[str, str] | None = None,
     member: MemberOptions = MEMBER,
 ) -> Iterator[tuple[RunningCluster, list[tuple[str, int, int]]]]:
-    """A head with the files, and one peer; with what the head heard while it started."""
+    """Start a head with the files and one peer; yield it with the progress that the head heard of."""
     network = MemoryNetwork()
     members = make_local_members(NAMES[:2])
     thread = PeerThread(members[1], peer, network)
@@ -73,7 +73,7 @@ def answer_of(cluster: RunningCluster) -> list[int]:
 
 
 def change_a_byte(path: Path, tensor: str) -> None:
-    """The last byte of one tensor's values, and nothing of its name or shape."""
+    """Change the last byte of one tensor's values, and nothing of its name or shape."""
     stored = ModelSource.resolve(str(path)).tensors[tensor]
     data = bytearray(stored.path.read_bytes())
     data[stored.offset + stored.num_bytes - 1] ^= 1

@@ -39,7 +39,7 @@ def endorsement_area(
 
 
 def open_credential(key: rsa.RSAPrivateKey, name: bytes, id_object: bytes, encrypted_seed: bytes) -> bytes:
-    """What a TPM does (Part 3, 12.5 and Part 1, 24.4), written apart from the code under test."""
+    """Open a credential as a TPM does (Part 3, 12.5 and Part 1, 24.4), apart from the code under test."""
     seed = key.decrypt(
         encrypted_seed[2:], padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), b"IDENTITY\0")
     )

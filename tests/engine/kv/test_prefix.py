@@ -41,7 +41,7 @@ LIMITS = SchedulerLimits(
 
 
 class Watched:
-    """A scheduler and a stage's tables; for every slot of every block, the prefix written there."""
+    """Hold a scheduler and a stage's tables, and for every slot of every block the prefix written there."""
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(limits)
@@ -79,7 +79,7 @@ class Watched:
                     self.scheduler.finish(sequence)
 
     def run(self, sequence: Sequence) -> int:
-        """To its end. Returns how many tokens were run for it."""
+        """Run it to its end. Return how many tokens were run for it."""
         before = self.num_run
         self.scheduler.add([sequence])
         while (scheduled := self.schedule()) is not None:
@@ -186,7 +186,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
 
 
 def _two_steps() -> tuple[BlockTables, Step, Step]:
-    """A stage's tables that took the first of two steps: a sequence, then one that shares its prefix."""
+    """Return tables after the first of two steps: a sequence, then one that shares its prefix."""
     watched = Watched()
     watched.run(Sequence(prompt(10), 1))
     watched.scheduler.add([Sequence(prompt(12), 1)])

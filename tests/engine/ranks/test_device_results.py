@@ -14,7 +14,7 @@ from convoy.model.stage import Computed
 
 @dataclass
 class Devices:
-    """As a group of ranks: whether one gave up, and how often that was asked."""
+    """Stand for a group of ranks: whether one gave up, and how often that was asked."""
 
     gave_up: bool
     asked: int = 0

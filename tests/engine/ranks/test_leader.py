@@ -55,7 +55,7 @@ def alone() -> HostStage:
 
 
 def step(number: int = 1, start: int = 0, end: int = len(TOKENS)) -> Step:
-    """These tokens of one sequence, with an output behind the last; all blocks with the first."""
+    """Make a step of one sequence's tokens, with an output behind the last; all blocks with the first."""
     grants = [] if start else [BlockGrant.append(0, 0, list(range(-(-len(TOKENS) // 16))))]
     encoded = torch.tensor(TOKENS[start:end], dtype=torch.int32).numpy().tobytes()
     return Step(number, [], grants, [Row(0, start, end - start, 1)], encoded)
@@ -214,7 +214,7 @@ def test_a_rank_that_answers_no_ping_while_it_is_waited_for_is_given_up() -> Non
 
 @dataclass
 class Odd:
-    """An order or a hidden state, and the error that it causes."""
+    """Describe an order or a hidden state, and the error that it causes."""
 
     act: Callable[[RankPair, Link], None]
     error: type[ConvoyError]

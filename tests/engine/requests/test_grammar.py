@@ -41,7 +41,7 @@ ASKED = GenerationRequest(
 
 
 class Outcome:
-    """What the client got of each choice, and how the engine got there."""
+    """Hold the client's part of each choice, and how the engine got there."""
 
     def __init__(self, outputs: list[Output], executor: FakeExecutor, engine: Engine) -> None:
         self.tokens: dict[int, list[int]] = {}

@@ -30,7 +30,7 @@ CONTEXT = 200
 def answer(
     request: GenerationRequest, executor: FakeExecutor | None = None, recovery: FakeRecovery | None = None
 ) -> list[Output]:
-    """All outputs of choice 0."""
+    """Return all outputs of choice 0."""
     told: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine = Engine(
         executor or FakeExecutor(),

@@ -13,7 +13,7 @@ from convoy.wire.messages.control import Row, Step
 
 @dataclass
 class Hand:
-    """A clock that is moved by hand."""
+    """Hold a clock that is moved by hand."""
 
     at_s: float = 100.0
 
@@ -156,7 +156,7 @@ def test_another_thread_may_ask_while_a_new_size_of_step_comes_back(hand: Hand) 
     pass_steps(clock, hand, 0.002, count=2)
 
     class Meddling(int):
-        """A size that adds another one while it is compared."""
+        """Add another size while this one is compared."""
 
         def __lt__(self, other: int) -> bool:
             seen[100 + len(seen)] = seen[1]

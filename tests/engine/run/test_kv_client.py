@@ -53,7 +53,7 @@ def make_stage(source: ModelSource, assignment: StageAssignment) -> HostStage:
 
 
 class SlowStream:
-    """So many bytes a second get through, and no call returns before its bytes did."""
+    """Let so many bytes a second through; no call returns before its bytes did."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -68,7 +68,7 @@ class SlowStream:
 
 @contextmanager
 def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) -> Iterator[KvClient]:
-    """A head's carrier over real links. ``answers`` False: the peer is stopped, as by SIGSTOP."""
+    """Yield a head's carrier over real links. ``answers`` False: the peer is stopped, as by SIGSTOP."""
     # No send is too long by itself: the guard goes by the sign of life alone.
     guard = SendGuard(lambda: float("inf"))
     head = make_stage(source, STAGES[0])

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 
 class FakeLink:
-    """Answers a ping unless ``silent``, and then spends the time."""
+    """Answer a ping unless ``silent``, and then spend the time."""
 
     sent_sealed_bytes = 0
     received_sealed_bytes = 0
@@ -51,7 +51,7 @@ def probe_of(link: FakeLink, extra_s: float = 0.0) -> LivenessProbe:
 
 
 def first_gone_s(link: FakeLink, probe: LivenessProbe) -> float:
-    """Looked at as the carrier does."""
+    """Return when the link is first seen as gone, looked at as the carrier does."""
     while not probe.is_gone():
         link.at_s += 0.25
         assert link.at_s < 100, "never found gone"

@@ -26,7 +26,7 @@ HEAD_LAST = {"beta": "0:1", "alpha": "2:output"}
 
 
 def refuse_long_rows(cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """From now on the head's own stage, whatever its layers, can run no row of more than 20 tokens."""
+    """Refuse rows of more than 20 tokens in the head's own stage from now on, whatever its layers."""
     run = HostStage.run
 
     def refuse(stage: HostStage, step: Step, hidden: Any, tokens: Any) -> Any:

@@ -13,7 +13,7 @@ WAIT_S = 20.0
 
 
 class FakeLink:
-    """Notes that it was dismissed."""
+    """Note that it was dismissed."""
 
     peer = "beta"
 

@@ -20,7 +20,7 @@ ROW_BYTES = 4 * HIDDEN_SIZE
 
 
 class EchoStage:
-    """Gives back what came in."""
+    """Return its input."""
 
     hidden_size = HIDDEN_SIZE
 
@@ -33,7 +33,7 @@ class EchoStage:
 
 
 class Sink:
-    """A successor that takes everything."""
+    """Stand for a successor that takes everything."""
 
     def send_tensor(self, tensor: WireTensor, *, plan_id: int, step: int, boundary: int) -> None:
         pass

@@ -25,7 +25,7 @@ ROUTE = StageRoute(
 
 
 class CountingStage:
-    """Remembers which steps ran."""
+    """Remember which steps ran."""
 
     hidden_size = WIDTH
 

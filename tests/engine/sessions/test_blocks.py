@@ -46,7 +46,7 @@ TAGS = (b"a" * 16, b"b" * 16)
 
 
 class Wire:
-    """One direction of a link: frames arrive at ``to``, in the sender's thread."""
+    """Carry one direction of a link: frames arrive at ``to``, in the sender's thread."""
 
     def __init__(self, peer: str, to: Callable[[Received], None]) -> None:
         self.peer = peer
@@ -216,7 +216,7 @@ def test_a_tensor_that_was_not_announced_or_is_of_another_plan_does_nothing(
 
 
 class Pair:
-    """A head's carrier and a peer that answers what ``reply`` says."""
+    """Hold a head's carrier and a peer that answers as ``reply`` says."""
 
     def __init__(self, source: ModelSource) -> None:
         self.head = make_stage(source, STAGES[0])

@@ -59,7 +59,7 @@ def contents(state: SavedState = STATE, model: SessionModel = MODEL) -> bytes:
 
 
 def changed(change: Callable[[dict[str, Any]], None], data: bytes | None = None) -> bytes:
-    """The file with another header, and a digest that fits it."""
+    """Return the file with another header, and a digest that fits it."""
     whole = contents()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])

@@ -216,7 +216,7 @@ def test_a_wait_that_is_too_long_ends_and_leaves_the_session_as_it_was() -> None
 
 
 class Held(FakeExecutor):
-    """Steps come back while ``gate`` is open."""
+    """Hold steps back until ``gate`` opens."""
 
     def __init__(self, depth: int = 1) -> None:
         super().__init__(depth)
@@ -405,7 +405,7 @@ def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine
 
 
 class Counted(FakeExecutor):
-    """Notes how much is carried at once."""
+    """Count how much is carried at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -636,7 +636,7 @@ def test_an_error_between_steps_is_its_own_and_a_lost_stage_is_everybodys() -> N
 
 
 class HeldExecutor(FakeExecutor):
-    """From `hold` on its steps come back only once they are let go."""
+    """Hold steps back from `hold` on, until they are let go."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 class Wire:
-    """A clock that advances with the carried bytes."""
+    """Advance a clock with the carried bytes."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

@@ -38,7 +38,7 @@ def run(store: Store, ledger: Ledger, work: Callable[[Clerk], Coroutine[Any, Any
 
 @contextmanager
 def transactions(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many there were; and each wait for the disk."""
+    """Yield counts of transactions and of waits for the disk."""
     counts = [0, 0]
     write, fsync = store.write, os.fsync
 

@@ -79,7 +79,7 @@ def bob(blind: Blind) -> Iterator[Bob]:
 
 @pytest.fixture(autouse=True)
 def _bystanders(blind: Blind, bob: Bob) -> Iterator[None]:
-    """One stream in plain and one through a proxy run while the test does; both are right, and paid for."""
+    """Run one stream in plain and one through a proxy meanwhile; both are right, and paid for."""
     fleet, engine = blind.fleet, blind.engine
     blind.hostile.lease, blind.hostile.posted = (lambda lease: lease), []
     before = fleet.ledger.balance("bob")
@@ -237,7 +237,7 @@ def test_a_consumers_bad_input_is_refused_by_name(blind: Blind, line: str) -> No
 
 @contextmanager
 def eager(blind: Blind, name: str) -> Iterator[RawProvider]:
-    """One that says it is so fast that whatever comes next goes to it."""
+    """Yield a provider that claims such speed that every next request goes to it."""
     with RawProvider(blind.fleet) as raw:
         blind.fleet.directory.approve(raw.identity.public_key, name)
         raw.send(raw.registration(offers=[Offer(MODEL, 4, 1e6, 4e6, 1e6, 4096)]))
@@ -329,7 +329,7 @@ def lease_of(blind: Blind) -> Lease:
 
 
 def sealed_for(lease: Lease, other: Lease | None = None) -> bytes:
-    """As a proxy seals it; for ``other``'s provider, if there is one."""
+    """Seal as a proxy does; for ``other``'s provider, if there is one."""
     wanted, to = read_consumer_request(BODY, "chat", "", {}), other or lease
     facts = replace(facts_of(lease, wanted), provider=to.provider, key_id=key_id_of(to.request_key))
     return seal_request(to.request_key, facts, wanted.body)[0]
@@ -385,7 +385,7 @@ def _serve_of(registered: Register, request_id: str) -> Serve:
 
 
 class ReplayingCoordinator:
-    """Sends a request twice while it runs, another one beside it, and the first once more at the end."""
+    """Send a request twice while it runs, another one beside it, and the first once more at the end."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine

@@ -44,7 +44,7 @@ def fleet(tmp_path: Path) -> Iterator[FleetUnderTest]:
 
 
 def greedy(serve: Serve, sealer: AnswerSealer, said: BilledOutcome) -> list[FleetMessage]:
-    """An answer of one character, of which its provider says something else."""
+    """Answer with one character, and report the token counts of ``said`` for it."""
     return [
         Began(serve.request_id, sealer.nonce),
         Chunk(serve.request_id, sealer.seal(HEAD), 0, False),

@@ -50,7 +50,7 @@ SERVE = Serve("r", bytes(16), MODEL, b"", 1, 1, "chat", b"sealed")
 
 
 class Dialled:
-    """A provider's socket, as ASGI has it."""
+    """Stand for a provider's socket, as ASGI has it."""
 
     def __init__(self, coordinator: Coordinator, identity: Identity, address: str = "203.0.113.7") -> None:
         self.identity = identity

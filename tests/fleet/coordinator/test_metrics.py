@@ -38,7 +38,7 @@ class Scraped:
         return scrape(f"{self.fleet.admin_url}/metrics", self.key)
 
     def after(self, num_requests: int) -> Scrape:
-        """A request is counted a moment after its last byte."""
+        """Scrape after a request, which is counted a moment after its last byte."""
         wait_until(lambda: self()("convoy_fleet_segment_seconds_count", segment="parse") == num_requests)
         return self()
 

@@ -38,7 +38,7 @@ SECRET = "the heron flies at midnight"
 
 
 class CountingProcessor(SimpleSpanProcessor):
-    """``num_open``: spans that began and are not exported yet."""
+    """Count ``num_open``: spans that began and are not exported yet."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         super().__init__(exporter)
@@ -57,7 +57,7 @@ class CountingProcessor(SimpleSpanProcessor):
 
 
 class Collector:
-    """What each of a fleet's programs sent, by its service.name."""
+    """Collect the spans of each of a fleet's programs, by its service.name."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -81,7 +81,7 @@ class Collector:
         return [span for span in found if span.resource.attributes["service.name"] == service]
 
     def requests(self, service: str) -> list[ReadableSpan]:
-        """Without their parts, once they are there: a program ends them behind its last byte."""
+        """Return spans of requests without their parts, once there: they end behind a program's last byte."""
         wait_until(lambda: any(span.kind.name == "SERVER" for span in self.spans(service)))
         self.settle()
         return [span for span in self.spans(service) if span.kind.name == "SERVER"]

@@ -131,6 +131,13 @@ def test_what_an_answer_is_made_of_is_passed_on_as_it_is() -> None:
     assert passed_on(body) == {**body, "max_tokens": 8}
 
 
+def test_a_mark_of_a_prefix_to_keep_is_taken_as_a_head_takes_it_and_is_left_out() -> None:
+    marked = {"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}
+    assert passed_on({**CHAT, **of_user(marked)})["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "Add."}]}
+    ]
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -69,7 +69,7 @@ def own(identity: Identity, claims: Claims = CLAIMS) -> OwnProcess:
 
 @dataclass
 class Drifts:
-    """Says one thing, and another once it has drifted."""
+    """Say one thing, and another once it has drifted."""
 
     identity: Identity
     claims: Claims = CLAIMS
@@ -113,7 +113,7 @@ def answer(url: str) -> httpx.Response:
 
 
 def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., bytes]) -> str:
-    """Why it is refused with what ``evidence`` makes of identity, challenge, key and expiry."""
+    """Return the refusal for the result of ``evidence``, made of identity, challenge, key and expiry."""
     identity, key, expires_s = Identity.generate(), RequestKey(), int(time.time()) + 3600
     fleet.directory.approve(identity.public_key, name)
     url = fleet.url.replace("http", "ws", 1) + "/provider"

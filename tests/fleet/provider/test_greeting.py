@@ -124,7 +124,7 @@ def test_in_clear_a_pinned_provider_says_that_the_address_alone_is_signed(tmp_pa
 
 
 class Impostor:
-    """Answers a hello with what ``answer`` makes of it, and keeps what comes afterwards."""
+    """Answer a hello with the result of ``answer``, and keep all later messages."""
 
     def __init__(self, answer: Callable[[ProviderHello], FleetMessage]) -> None:
         self._answer = answer

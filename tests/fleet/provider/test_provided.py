@@ -114,7 +114,7 @@ def test_expired_requests_are_refused_and_forgotten() -> None:
 
 
 class OneAnswer(Upstream):
-    """An engine that answers with ``pieces``, and not before ``may_answer``."""
+    """Answer with ``pieces``, and not before ``may_answer``."""
 
     def __init__(self, status: int, pieces: list[bytes], may_answer: asyncio.Event | None = None) -> None:
         super().__init__("http://127.0.0.1:1")
@@ -143,7 +143,7 @@ def said(
     shares_cache: bool = False,
     still_here_s: float = 5.0,
 ) -> list[FleetMessage]:
-    """What a provider says of one request."""
+    """Return a provider's messages about one request."""
     heard: list[FleetMessage] = []
 
     async def send(message: FleetMessage) -> None:

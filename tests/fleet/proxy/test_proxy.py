@@ -30,7 +30,6 @@ from convoy.fleet.coordinator import server
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.lease import Lease, facts_of, least_prompt_tokens, read_lease
-from convoy.fleet.proxy import answer as proxy_answer
 from convoy.fleet.proxy.proxy import ProxyOptions
 from convoy.fleet.proxy.server import run_proxy
 from convoy.fleet.proxy.trust import Trust
@@ -53,7 +52,7 @@ BALANCE = 10**12
 
 
 class Blind:
-    """A fleet with two engines, a hostile coordinator before it, and a proxy that trusts its providers."""
+    """Run a fleet of two engines, a hostile coordinator before it, and a proxy that trusts its providers."""
 
     def __init__(self, folder: Path, stack: ExitStack, options: CoordinatorOptions = OPTIONS) -> None:
         self.fleet = FleetUnderTest(folder, options)
@@ -78,7 +77,7 @@ def _blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blind]:
 
 @pytest.fixture
 def blind(_blind: Blind) -> Blind:
-    """Honest again, and with nothing in its record."""
+    """Reset it: honest again, and with nothing in its record."""
     hostile = _blind.hostile
     hostile.lease, hostile.records = (lambda lease: lease), (lambda records: records)
     hostile.sealed_answer, hostile.headers, hostile.got, hostile.posted = None, {}, b"", []
@@ -92,7 +91,7 @@ def ask(url: str, one: int, two: int, headers: dict[str, str] | None = None, **m
 
 
 def at_rest(blind: Blind) -> int:
-    """The balance, once nothing is held for anybody."""
+    """Return the balance, once nothing is held for any account."""
     ledger = blind.fleet.ledger
     wait_until(lambda: ledger.balance("ann") + sum(one.cost_micro for one in ledger.usage("ann")) == BALANCE)
     return ledger.balance("ann")
@@ -121,9 +120,9 @@ def test_a_stream_cannot_be_resumed_at_a_proxy(blind: Blind) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-def test_a_whole_answer_without_end_is_no_answer(blind: Blind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_answer, "MAX_WHOLE_BYTES", 12)
-    answer = ask(blind.url, 20, 22)
+def test_a_whole_answer_without_end_is_no_answer(blind: Blind) -> None:
+    with proxy(blind.fleet.url, blind.fleet.key, blind.trust, max_whole_bytes=12) as url:
+        answer = ask(url, 20, 22)
     assert answer.status_code == 503
     assert "more than 12 bytes" in answer.json()["error"]["message"]
 
@@ -320,7 +319,7 @@ def test_a_sealed_body_that_opens_nowhere_harms_nobody_else(blind: Blind) -> Non
 
 
 def _changed(records: list[Record], index: int, **changes: Any) -> list[Record]:
-    """The chunk of that number, otherwise."""
+    """Change the chunk of that number."""
     chunks = [place for place, record in enumerate(records) if isinstance(record, Chunk)]
     place = chunks[index]
     return [*records[:place], msgspec.structs.replace(records[place], **changes), *records[place + 1 :]]
@@ -505,7 +504,7 @@ ANSWER = "71996127"
 
 
 class Tap:
-    """Around the coordinator's application: all that it is given, and all that it gives."""
+    """Wrap the coordinator's application, and keep all that it is given and gives."""
 
     def __init__(self) -> None:
         self.seen = bytearray()

@@ -1,4 +1,4 @@
-"""`synthetic:agent`: a model without weights' files whose template writes tools as agents' models do."""
+"""`synthetic:agent`: a model without files of weights. Its template writes tools as agents' models do."""
 
 from __future__ import annotations
 

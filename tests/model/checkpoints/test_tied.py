@@ -29,7 +29,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def with_output(models: Models, to: Path, change: Change) -> ModelSource:
-    """A tied model that has an output too: ``change`` makes it of the embedding."""
+    """Add an output to a tied model: ``change`` makes it of the embedding."""
     directory = shutil.copytree(models.directory("odd"), to / "odd")
     tensors = load_file(directory / "model.safetensors")
     assert OUTPUT not in tensors
@@ -89,7 +89,7 @@ def test_who_owns_no_output_reads_neither(
 
 
 def received(source: ModelSource, manifest: Manifest, cache: Path) -> ModelSource:
-    """The model as a peer has it that got its configuration and no tensor."""
+    """Return the model of a peer that got its configuration and no tensor."""
     model = ReceivedModel(cache, manifest)
     with model.open(lambda: None):
         config = model.file("config.json")

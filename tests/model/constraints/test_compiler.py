@@ -23,7 +23,7 @@ OBJECT = {
 
 
 def accepts(matcher: Matcher, text: str) -> bool:
-    """Whether the whole of ``text`` matches."""
+    """Return whether the whole of ``text`` matches."""
     data = list(text.encode())
     return matcher.allowed_start(data) == len(data) and all(map(matcher.consume, data)) and ended(matcher)
 
@@ -89,7 +89,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 def exponential(size: int) -> dict[str, Any]:
-    """Every choice of each part with every choice of the others: 4 ** size objects."""
+    """Combine every choice of each part with every choice of the others: 4 ** size objects."""
     choices = [
         [{"type": "object", "properties": {f"k{i}_{j}": {"type": "string"}}} for j in range(4)]
         for i in range(size)

@@ -22,7 +22,7 @@ SHAPES = ((64, 64), (32, 16), (96, 48), (1024, 80), (352, 128))
 
 
 def int4_weight(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `round_to_4_bits` made of a matrix, in float32 [out, in]."""
+    """Unpack the result of `round_to_4_bits`, in float32 [out, in]."""
     scale, middle = scales.float().permute(2, 1, 0).unsqueeze(-1)
     groups = (numbers.view(len(numbers), -1, GROUP) - 8) * scale
     weight: torch.Tensor = (groups + middle).flatten(1)

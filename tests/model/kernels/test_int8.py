@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from convoy.config.kernels import W8A8
+from convoy.config.kernels import W4A16, W8A8
 from convoy.errors import SelfCheckError
 from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
 from convoy.model.kernels.activation import ACTIVATIONS
 from convoy.model.kernels.int8 import MAX_INPUTS, Int8Linear, int8_linear, round_weight
 from convoy.model.kernels.linear import PackedLinear, w8a8_available
+from convoy.model.kernels.native.library import native_libraries
 from support.tiny_models import Models, Threads
 
 pytestmark = pytest.mark.skipif(not w8a8_available(), reason="this build of torch has no 8-bit linears")
@@ -34,11 +35,11 @@ def test_it_computes_what_the_slow_reference_does(width: int, outputs: int, rows
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_all_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, width: int, outputs: int) -> None:
     weight, x = numbers(outputs, width), numbers(17, width, seed=2)
-    found = Int8Linear(weight, None)(x)
-    monkeypatch.setattr("convoy.model.kernels.int8.native_holds", lambda: False)
-    assert torch.equal(Int8Linear(weight, None)(x), found)
+    found = Int8Linear(weight, None, offered=())(x)
+    for compiled in native_libraries():
+        assert torch.equal(Int8Linear(weight, None, offered=(compiled,))(x), found)
     monkeypatch.setattr("convoy.model.kernels.int8.fbgemm_holds", lambda: False)
-    assert torch.equal(Int8Linear(weight, None)(x), found)
+    assert torch.equal(Int8Linear(weight, None, offered=())(x), found)
 
 
 def test_rounding_costs_about_a_hundredth() -> None:
@@ -127,8 +128,8 @@ def test_a_packed_linear_unpacks_to_what_it_was_given() -> None:
 
 
 def test_w8a8_is_offered_last_and_only_asked_for_by_name() -> None:
-    assert available_kernels("auto", 1)[0] != W8A8
-    assert available_kernels("auto", 1)[2] == W8A8
+    assert choose_kernel("auto", 1) != W8A8
+    assert available_kernels("auto", 1)[-2:] == [W8A8, W4A16]
     assert available_kernels(W8A8, 1) == [W8A8]
 
 

@@ -25,7 +25,7 @@ TOLERANCE = 2e-5
 
 
 def fed(chain: Chain, sequence: int, tokens: list[int], size: int) -> torch.Tensor:
-    """Logits of a prompt in chunks of ``size``."""
+    """Return logits of a prompt in chunks of ``size``."""
     chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
     return torch.cat([chain.run((sequence, chunk))[0] for chunk in chunks])
 
@@ -100,7 +100,7 @@ def test_guesses_that_were_wrong_are_written_over_in_a_ring_too(
 
 
 def tables(**changes: object) -> BlockTables:
-    """A full group, one with a window of 10, one with a state; blocks of 4; sequence 1 is 22 tokens long."""
+    """Make a full group, a window of 10, and a state; blocks of 4; sequence 1 is 22 tokens long."""
     groups = [GroupBlocks(16), GroupBlocks(8, window=10), GroupBlocks(2, recurrent=True)]
     made = BlockTables(groups, block_size=4, max_context=64, require_tags=False)
     grants = [
@@ -180,7 +180,7 @@ def test_blocks_of_a_ring_or_of_several_groups_are_not_carried() -> None:
 
 
 def attended(shape: HeadShape, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, K and V as `attend` takes them, and what it gives for them in chunks."""
+    """Return queries, K and V as `attend` takes them, and its output for them in chunks."""
     generator = torch.Generator().manual_seed(5)
     length = sum(chunks)
     query = torch.randn(length, shape.num_heads, shape.head_dim, generator=generator)
@@ -196,7 +196,7 @@ def attended(shape: HeadShape, chunks: list[int]) -> tuple[torch.Tensor, torch.T
 
 
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention in one piece: [T, heads, value_dim]."""
+    """Compute causal attention in one piece: [T, heads, value_dim]."""
     group = query.shape[1] // key.shape[1]
     keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (key, value))
     mask = torch.ones(len(query), len(query), dtype=torch.bool).tril()

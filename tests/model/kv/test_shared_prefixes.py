@@ -17,7 +17,7 @@ def tag(position: int, prefix: str = "p") -> bytes:
 
 
 def ends(start: int, end: int, prefix: str = "p") -> bytes:
-    """The tags at the block ends in (start, end]."""
+    """Return the tags at the block ends in (start, end]."""
     return b"".join(tag(p, prefix) for p in range(start + 1, end + 1) if p % SIZE == 0)
 
 
@@ -26,7 +26,7 @@ def row(sequence: int, start: int, end: int) -> Row:
 
 
 class Stage:
-    """Tables of a full group, a window of 6 in a ring of 4 blocks, and a state. Blocks have 4 tokens."""
+    """Hold tables of a full group, a window of 6 in a ring of 4 blocks, and a state. Blocks have 4 tokens."""
 
     def __init__(self) -> None:
         groups = [GroupBlocks(16), GroupBlocks(12, window=WINDOW), GroupBlocks(4, recurrent=True)]

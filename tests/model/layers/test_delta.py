@@ -37,7 +37,7 @@ def library() -> Qwen3_5GatedDeltaNet:
 
 
 class Runner:
-    """A net and its slots, which others left dirty."""
+    """Run a net over slots that other sequences left dirty."""
 
     def __init__(self, library: Qwen3_5GatedDeltaNet, *, packed: bool = True) -> None:
         self.net = GatedDeltaNet(library, packed=packed)
@@ -48,7 +48,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, texts: Sequence[torch.Tensor], *parts: Part) -> list[torch.Tensor]:
-        """What each part gives, all in one step; sequence n has slot 2 - n."""
+        """Return the output for each part, all in one step; sequence n has slot 2 - n."""
         rows = [(Row(s, at, count, 0), BlockTable([[2 - s]])) for s, at, count in parts]
         hidden = torch.cat([texts[s][at : at + count] for s, at, count in parts])
         found = self.net(pad_rows(hidden)[None], self.slots.describe(rows))[0][: len(hidden)]
@@ -62,7 +62,7 @@ def texts() -> list[torch.Tensor]:
 
 
 def by_the_book(net: Qwen3_5GatedDeltaNet, hidden: torch.Tensor) -> torch.Tensor:
-    """The definition, one token after the other, in float64."""
+    """Compute the definition, one token after the other, in float64."""
     weights = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
     x = hidden.double()
     mixed = torch.cat((torch.zeros(3, SHAPE.mixed_width), x @ weights["in_proj_qkv.weight"].T))

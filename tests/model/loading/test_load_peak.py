@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from convoy.config.kernels import EXACT_KERNELS
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.kernels.native.library import keeps_stored
 from convoy.plan.span import Span
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import rank_bytes
@@ -95,9 +97,9 @@ def write_model(path: Path, family: str, **changes: Any) -> ModelSpec:
     return ModelSource.resolve(str(path)).spec
 
 
-def write_mlx(path: Path) -> ModelSpec:
-    """A Llama as `mlx_lm.convert` writes it: 4 bits for each weight, a scale and a bias for 64 of them."""
-    bits, group = 4, 64
+def write_mlx(path: Path, bits: int = 4) -> ModelSpec:
+    """A Llama as `mlx_lm.convert` writes it: some bits for each weight, a scale and a bias for 64 of them."""
+    group = 64
     write_model(path, "llama", num_hidden_layers=18)
     stored = {}
     for name, tensor in load_file(path / "model.safetensors").items():
@@ -119,7 +121,7 @@ def write_mlx(path: Path) -> ModelSpec:
 
 def most_share(kernel: str) -> float:
     """What a kernel may take of what stays: matrices in the form of their file are never there twice."""
-    return 1.0 if kernel == "exact-f32" else 1.2
+    return 1.0 if kernel in EXACT_KERNELS else 1.2
 
 
 def assert_peak(path: Path, spec: ModelSpec, kernel: str) -> None:
@@ -148,11 +150,22 @@ def test_a_file_of_4_bits_is_never_whole_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_status
+@pytest.mark.skipif(not keeps_stored(), reason="nothing is compiled here, so all is unpacked")
+def test_a_file_of_3_bits_is_packed_matrix_by_matrix(tmp_path: Path) -> None:
+    """It is unpacked by tiles; 370 MB stay, as in the file."""
+    spec = write_mlx(tmp_path / "mlx", bits=3)
+    before, most, held = loaded(tmp_path / "mlx", "exact-f32", spec)
+    assert ALLOWED_BYTES < held <= 1.08 * (tmp_path / "mlx" / "model.safetensors").stat().st_size
+    assert most - before <= held + ALLOWED_BYTES
+
+
+@pytest.mark.long
+@needs_status
 @pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
 @pytest.mark.parametrize(
     ("kernel", "tied"),
     [
-        *((kernel, False) for kernel in ("exact-f32", "plain-f32", "w8a8", "w4a16")),
+        *((kernel, False) for kernel in ("exact-f32", "exact-q4", "plain-f32", "w8a8", "w4a16")),
         *((kernel, True) for kernel in ("exact-f32", "w8a8")),
     ],
 )

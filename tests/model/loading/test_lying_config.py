@@ -16,6 +16,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kv.pool import ApartPool, KvPool
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment, Step
+from support.cases import cases
 from support.tiny_models import Models
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -24,7 +25,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0}
 
 
 def lie(models: Models, tmp_path: Path, kind: str, changes: dict[str, Any]) -> Path:
-    """The model of a kind, with another config.json."""
+    """Copy the model of a kind, with another config.json."""
     base, path = models.directory(kind), tmp_path / "lie"
     path.mkdir()
     shutil.copy(base / "model.safetensors", path)
@@ -144,7 +145,7 @@ def test_layers_that_fit_their_weights_and_cannot_run_are_refused_when_they_are_
     assert caught.value.hint is not None
 
 
-@pytest.mark.parametrize("kernel", ["plain-f32", "exact-f32"])
+@pytest.mark.parametrize("kernel", cases(["plain-f32", "exact-f32"], "exact-f32".__eq__))
 @pytest.mark.parametrize("assignment", [(0, 5, True, True), (1, 3, False, False), (0, 0, True, True)])
 def test_a_trial_leaves_no_pools_behind(
     models: Models, kernel: str, assignment: tuple[int, int, bool, bool]

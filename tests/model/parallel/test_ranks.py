@@ -16,12 +16,13 @@ from convoy.model.backends.registry import load_slice
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Alone
-from convoy.model.kernels.native.library import native_library
+from convoy.model.kernels.native.library import keeps_stored
 from convoy.model.stage import StageOptions
 from convoy.plan.span import Span
 from convoy.plan.spec.sharding import Experts, Shard, rank_bytes
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
-from support.quantised_models import Quantise, fp8, mlx, mxfp4, write
+from support.cases import cases
+from support.quantised_models import Quantise, fp8, mlx, mlx_gpt_oss, mxfp4, write
 from support.thread_collective import RankStages, ThreadGroup
 from support.tiny_models import Chain, Models, Prompt
 
@@ -43,7 +44,13 @@ def chain_of(stages: Any) -> Chain:
     return Chain([stages])
 
 
-@pytest.mark.parametrize("kind", ["odd", "biased", "gpt_oss", "gemma4", "gemma4 e", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    "kind",
+    cases(
+        ["odd", "biased", "gpt_oss", "gemma4", "gemma4 e", "phi3", "mixtral"],
+        ("odd", "gpt_oss", "gemma4 e", "phi3").__contains__,
+    ),
+)
 def test_a_rank_reads_and_holds_its_slices_and_no_more(models: Models, kind: str) -> None:
     source = models.source(kind)
     span = Span(0, source.spec.num_layers, output=True)
@@ -197,8 +204,11 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_its_file(
 
 @pytest.mark.parametrize(
     ("kind", "quantise"),
-    [("tied", mlx(4, 32)), ("qwen3_moe", mlx(4, 32)), ("gpt_oss", mxfp4), ("llama", fp8((32, 32)))],
-    ids=["mlx", "mlx moe", "mxfp4", "fp8"],
+    [
+        *(("tied", mlx(4, 32)), ("qwen3_moe", mlx(4, 32)), ("gpt_oss", mlx_gpt_oss), ("gpt_oss", mxfp4)),
+        ("llama", fp8((32, 32))),
+    ],
+    ids=["mlx", "mlx moe", "mlx gpt_oss", "mxfp4", "fp8"],
 )
 def test_a_quantised_checkpoint_is_sliced_at_the_borders_of_its_blocks(
     tmp_path: Path, prompt: Prompt, kind: str, quantise: Quantise
@@ -209,7 +219,7 @@ def test_a_quantised_checkpoint_is_sliced_at_the_borders_of_its_blocks(
     assert torch.equal(found, dense)
 
 
-@pytest.mark.skipif(native_library() is None, reason="nothing is compiled here, so all is unpacked")
+@pytest.mark.skipif(not keeps_stored(), reason="nothing is compiled here, so all is unpacked")
 def test_ranks_that_would_cut_a_block_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
     source = ModelSource.resolve(str(write(tmp_path, "llama", fp8((128, 128))).quantised))
     with pytest.raises(

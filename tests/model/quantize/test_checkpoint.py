@@ -1,4 +1,4 @@
-"""Checkpoints that `convoy quantize` writes: what is in them, who reads them, and what is refused."""
+"""Checkpoints that `convoy quantize` writes: their contents, their readers, and the refusals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from convoy.config.kernels import QuantizeFormat
 from convoy.errors import ModelError, UsageError
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import HEADER, ModelSource
 from convoy.model.quantize.checkpoint import quantize
-from convoy.model.quantize.record import RECORD, QuantizeFormat, read_record
+from convoy.model.quantize.record import RECORD, read_record
 from convoy.model.quantize.search import GROUP
 from convoy.model.text.tokens import Tokenizer
 from support.odd_models import make_odd_llama

@@ -9,7 +9,7 @@ from convoy.model.quantize.search import GROUP, input_weights, round_matrix
 
 
 def matrix(kind: str) -> torch.Tensor:
-    """Return 96 rows of 256 inputs, whose columns have unequal sizes."""
+    """Return 96 rows of 256 inputs, with columns of unequal sizes."""
     draws = torch.Generator().manual_seed(7)
     values: torch.Tensor = torch.randn(96, 256, generator=draws)
     if kind == "heavy-tailed":

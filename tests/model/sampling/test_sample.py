@@ -39,7 +39,7 @@ def some_logits(seed: int, vocab_size: int = 105) -> Logits:
 
 
 def reference(logits: Logits, params: SamplingParams, random: float) -> int:
-    """The definition in plain Python: sort by (-logit, id), cut, renormalise, walk the CDF in id order."""
+    """Sample by the definition: sort by (-logit, id), cut, renormalise, walk the CDF in id order."""
     ranked = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
     if params.top_k > 0:
         ranked = ranked[: params.top_k]

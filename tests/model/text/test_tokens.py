@@ -296,6 +296,7 @@ def test_a_bundled_model_speaks(name: str) -> None:
     assert [forged.count(i) for i in tokenizer.eos_ids] == [honest.count(i) for i in tokenizer.eos_ids]
 
 
+@pytest.mark.long
 def test_other_threads_run_while_a_long_text_is_tokenised(byte_level: Tokenizer) -> None:
     text = "hello world, how are you today? " * 100_000
 

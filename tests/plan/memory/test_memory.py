@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, held_form, on_device
+from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, held_form, kv_form, on_device
 from convoy.errors import PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.memory.memory import check_memory, format_bytes, stage_bytes
@@ -30,16 +30,27 @@ def in_all(kernel: str) -> str:
 @pytest.mark.parametrize("kernel", [EXACT, PLAIN, CUDA_KERNEL])
 def test_the_hint_has_the_memory_of_each_kind_of_quantize(kernel: str) -> None:
     hint = hint_for(kernel)
-    assert f"all stages need {in_all(kernel)}, " in hint
+    kv = kv_form(kernel).name
+    assert f"all stages need {in_all(kernel)} with {kernel} and K/V in {kv}, " in hint
+    assert "(fits)" not in hint
     for kind, host in QUANTIZED.items():
         rounded = KERNELS[host].cuda_name if on_device(kernel) else host
         assert f"{in_all(rounded)} with --quantize {kind}" in hint
 
 
+def test_the_hint_marks_the_kinds_that_fit() -> None:
+    offers = {
+        name: MemberOffer(name, stage_bytes(SPEC, span, "exact-q8"), kernel=EXACT) for name, span in OWNERS
+    }
+    with pytest.raises(PlanError) as caught:
+        check_memory(SPEC, OWNERS, offers)
+    assert f"{in_all('exact-q8')} with --quantize q8 (fits)" in str(caught.value.hint)
+
+
 def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
-    assert "int8" not in hint_for("w8a8")
-    assert "--quantize int4" in hint_for("w8a8")
-    assert hint_for("w4a16") == "add a member, or move layers to one with more memory"
+    assert "--quantize q8" not in hint_for("exact-q8")
+    assert "--quantize q4" in hint_for("exact-q8")
+    assert hint_for("exact-q4") == "add a member, or move layers to one with more memory"
 
 
 def test_a_member_without_compiled_code_needs_more_and_the_hint_has_the_bytes_with_it() -> None:
@@ -50,7 +61,7 @@ def test_a_member_without_compiled_code_needs_more_and_the_hint_has_the_bytes_wi
     with pytest.raises(PlanError, match=f"stage 1 on beta needs {format_bytes(needed[1])} ") as caught:
         check_memory(SPEC, OWNERS, offers)
     assert caught.value.hint is not None
-    assert f"all stages need {format_bytes(sum(needed))}, " in caught.value.hint
+    assert f"all stages need {format_bytes(sum(needed))} with " in caught.value.hint
     kept = format_bytes(stage_bytes(SPEC, second, EXACT))
     assert caught.value.hint.endswith(
         f"; with compiled code beta would need {kept} (`convoy doctor` there says why there is none)"

@@ -67,6 +67,25 @@ def test_memory_decides_as_in_the_published_vectors() -> None:
     assert [(stage.start, stage.end) for stage in placement.stages] == [(0, 24), (24, 40)]
 
 
+def test_layers_of_different_sizes_are_shared_by_their_bytes() -> None:
+    spec = spec_of(12)
+    small, large = spec.layers[0], spec_of(12, intermediate_size=4096).layers[0]
+    mixed = replace(spec, layers=(*[large] * 4, *[small] * 8))
+    placement = place(mixed, members(GB, 3 * GB))
+    # A quarter of the bytes is the first of the large layers.
+    assert [(stage.start, stage.end) for stage in placement.stages] == [(0, 1), (1, 12)]
+
+
+def test_a_member_that_unpacks_the_files_form_gets_fewer_layers() -> None:
+    spec = spec_of(12)
+    part = spec.layers[0].each
+    kept = tuple(replace(matrix, kept_bytes=matrix.outputs * matrix.inputs // 2) for matrix in part.linears)
+    layer = replace(spec.layers[0], each=replace(part, linears=kept))
+    offers = [replace(one, kernel="exact-f32", unpacks=one.name == "beta") for one in members(GB, 2 * GB)]
+    placement = place(replace(spec, layers=(layer,) * 12), offers)
+    assert [(stage.start, stage.end) for stage in placement.stages] == [(0, 10), (10, 12)]
+
+
 def test_the_default_layout_by_spans() -> None:
     placement = place(spec_of(), members(GB, GB), {"alpha": "0:3,output", "beta": "4:11"})
     assert owned(placement) == [("alpha", 0, 4, True, True), ("beta", 4, 12, False, False)]

@@ -38,7 +38,7 @@ def keep(
 
 
 def offers(levels: str, *, head: int = 0, size: int = GB) -> list[MemberOffer]:
-    """``hns``: a member with level hardware, one with none, one with self_signed."""
+    """Make members by letter: ``hns`` is one with level hardware, one with none, one with self_signed."""
     words = {"h": Level.HARDWARE, "n": Level.NONE, "s": Level.SELF_SIGNED}
     return [MemberOffer(NAMES[i], size, i == head, words[letter]) for i, letter in enumerate(levels)]
 
@@ -306,7 +306,7 @@ def test_rules_that_exclude_nobody_change_nothing(
 
 
 def exists(members: list[MemberOffer], num_layers: int, rules: list[PlacementRule]) -> bool:
-    """By trying every order (the head first) and every cut."""
+    """Try every order (the head first) and every cut."""
     rooms = {member.name: room(num_layers, rules, member) for member in members}
     head = next(member for member in members if member.head)
     for order in itertools.permutations([m for m in members if m is not head]):

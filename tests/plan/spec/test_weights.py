@@ -79,6 +79,12 @@ def test_rounded_weights_take_their_bits_and_their_scales() -> None:
     four = form_of("w4a16")
     assert four.linear_bytes(16, 64) == 16 * (32 + 2 * 4)
     assert four.linear_bytes(10, 64) == four.linear_bytes(16, 64, head=True) * 10 // 16 == 10 * (64 + 4)
+    # In panels of 64 outputs; `lm_head` in 8 bits; inputs that fill no groups stay in the form of the file.
+    kept = form_of("exact-q4")
+    assert kept.linear_bytes(70, 64, kept_bytes=70 * 64 * 2) == 128 * (32 + 2 * 2)
+    assert kept.linear_bytes(64, 64, head=True) == 64 * (64 + 2 * 2)
+    assert kept.linear_bytes(64, 40, kept_bytes=5120) == 5120
+    assert kept.linear_bytes(64, 40) == 4 * 64 * 40
     assert form_of("bfloat16").linear_bytes(30, 50) == form_of("cuda-bf16").linear_bytes(30, 50) == 3000
     with pytest.raises(ModelError, match="'float8' is no dtype and no kernel"):
         form_of("float8")

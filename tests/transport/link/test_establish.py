@@ -44,7 +44,7 @@ def both(
     versions: tuple[int, int] = (1, 1),
     link_ids: tuple[bytes, bytes] | None = None,
 ) -> tuple[Link | ConvoyError, Link | ConvoyError, bytes]:
-    """How the handshake ended for (the dialling end, the listening end), and what the listening end sent."""
+    """Return how the handshake ended for (dialler, listener), and the listener's bytes."""
     there, back = memory_stream_pair(), memory_stream_pair()
     said = bytearray()
     answer = RecordedStream(back[1], said)
@@ -123,7 +123,7 @@ def test_the_other_side_hears_the_same_whatever_the_cause() -> None:
 
 
 def _stolen(victim: LocalMember) -> LocalMember:
-    """The victim's name and certificate, but another identity key: what a thief of the TLS key alone has."""
+    """Return a thief of the TLS key alone: the victim's name and certificate, another identity key."""
     thief = object.__new__(LocalMember)
     object.__setattr__(thief, "name", victim.name)
     object.__setattr__(thief, "identity", GAMMA.identity)
@@ -195,7 +195,7 @@ def test_an_opening_says_link_and_direction() -> None:
 @pytest.mark.parametrize("end", ["dialling", "listening"])
 def test_a_refusal_takes_no_time_beyond_the_deadline_of_the_handshake(end: str) -> None:
     class Deaf:
-        """Nothing comes and nothing leaves; the deadline that was given stands."""
+        """Pass nothing in or out; the deadline that was given stands."""
 
         def __init__(self) -> None:
             self.num_closed = 0

@@ -16,7 +16,7 @@ WAIT_S = 20.0
 
 
 class Flood:
-    """A link's receiver thread with more to deliver than may wait."""
+    """Deliver, as a link's receiver thread, more items than may wait."""
 
     def __init__(self, inbox: Inbox[str], link: str, num_items: int, num_bytes: int) -> None:
         self.delivered = 0
@@ -31,7 +31,7 @@ class Flood:
         threading.Thread(target=deliver, daemon=True).start()
 
     def held_back(self, at: int) -> bool:
-        """It delivered ``at`` items and waits."""
+        """Return whether it delivered ``at`` items and waits."""
         while self.delivered < at:
             if self.done.wait(0.001):
                 return False

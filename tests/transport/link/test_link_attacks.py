@@ -309,7 +309,7 @@ def test_garbage_ends_the_link_and_is_never_delivered(garbage: bytes) -> None:
 
 
 def sealed_nonsense(kind: FrameType, payload: bytes, *, flags: int = 1, record: int = 0) -> ConvoyError:
-    """A valid member that seals well what makes no sense."""
+    """Return the error for nonsense that a valid member seals well."""
     here, there, mine, _ = tapped_pair(LinkOptions(max_tensor_bytes=1 << 20))
     frame = bytearray(HEADER_BYTES + len(payload) + 16)
     cluster = mine_header(cluster_of(here.link), kind, flags, len(payload) + 16, record)

@@ -24,7 +24,7 @@ def test_a_link_may_be_closed_from_elsewhere_in_the_middle_of_its_start() -> Non
             failed.append(error)
 
     class Late(threading.Thread):
-        """The receiver's thread, which the system starts only after somebody else closed the link."""
+        """Start the receiver's thread late, only after another thread closed the link."""
 
         def start(self) -> None:
             closing = link_threads(target=close)

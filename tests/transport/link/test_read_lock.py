@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("select"), "epoll"), reas
 
 
 class Bare:
-    """A stream of which nothing but the descriptor is asked."""
+    """Stand for a stream of which nothing but the descriptor is asked."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end

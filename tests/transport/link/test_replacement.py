@@ -44,7 +44,7 @@ def tensor(num_bytes: int, seed: int) -> WireTensor:
 
 @dataclass(slots=True)
 class Pair:
-    """Two started ends, and the replacements that the dialler tried."""
+    """Hold two started ends, and the replacements that the dialler tried."""
 
     here: End
     there: End
@@ -110,7 +110,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
 
 def exchange(pair: Pair, num_rounds: int) -> None:
-    """Both ways at once: messages, small and large tensors; all of it arrives whole and in order."""
+    """Send both ways at once: messages, small and large tensors; all of it arrives whole and in order."""
 
     def send_all(link: Link) -> None:
         for number in range(num_rounds):
@@ -134,7 +134,7 @@ def exchange(pair: Pair, num_rounds: int) -> None:
 
 
 def use_up(pair: Pair) -> None:
-    """Small messages until a replacement was tried."""
+    """Send small messages until a replacement was tried."""
     tried = len(pair.tried)
     while len(pair.tried) == tried:
         pair.here.link.send(STEP)

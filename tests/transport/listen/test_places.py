@@ -20,7 +20,7 @@ class Clock:
 
 
 class PlacesUnderTest:
-    """Places, and which connections were cut, by number."""
+    """Hold places, and which connections were cut, by number."""
 
     def __init__(self, unproven: int = 4, per_address: int = 4, kept: int = 2) -> None:
         self.clock = Clock()

@@ -49,7 +49,7 @@ HARDWARE = ProviderRules(operators=frozenset({OPERATOR.public_key}))
 
 
 class Shown:
-    """A provider of two members with software TPMs; each field may be wrong before `data` is made."""
+    """Hold a provider of two members with software TPMs; each field may be wrong before `data` is made."""
 
     def __init__(self) -> None:
         self.identities = {name: Identity.generate() for name in NAMES}

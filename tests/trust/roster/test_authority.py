@@ -34,7 +34,7 @@ def at(epoch: int) -> Roster:
 
 
 def start(folder: Path, signed: bytes, key: OperatorKey = OLD) -> OpenedRoster:
-    """A process of alpha begins with this roster file."""
+    """Start a process of alpha with this roster file."""
     return open_membership("alpha", ALPHA, signed, operator_key=key.public_key, file=AcceptedFile(folder))
 
 

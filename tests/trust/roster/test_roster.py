@@ -172,7 +172,7 @@ def test_a_roster_that_makes_no_sense_cannot_be_made(make: Callable[[], Roster],
 
 
 def _signed_text(change: Callable[[str], str]) -> bytes:
-    """A roster that the operator really signed, but with a body that our own code would not write."""
+    """Sign, as the operator, a roster with a body that our own code would not write."""
     body = sign_roster(ROSTER, OPERATOR).decode().split("\n[signature]")[0]
     changed = change(body).encode()
     import base64

@@ -27,7 +27,7 @@ _MAX_ID_CHARS = 256
 
 def read_history(
     system: str | Sequence[Mapping[str, Any]] | None, messages: Sequence[InputMessage], *, max_parts: int
-) -> History:
+) -> MessageHistory:
     """Return the turns of a request and the types of its dropped blocks.
 
     Raises `RequestError` for other roles than `ROLES`, blocks without their fields, images and documents, a
@@ -39,7 +39,7 @@ def read_history(
     for count, what in ((len(messages), "messages"), (num_blocks, "blocks")):
         if count > max_parts:
             raise RequestError(f"messages: {count} {what}, and the limit is {max_parts}", param="messages")
-    history = History()
+    history = MessageHistory()
     history.add_system(system)
     for index, message in enumerate(messages):
         history.add(message, f"messages.{index}")
@@ -47,7 +47,7 @@ def read_history(
     return history
 
 
-class History:
+class MessageHistory:
     """Hold the turns so far, the name of each call by its id, and the types of dropped blocks."""
 
     def __init__(self) -> None:

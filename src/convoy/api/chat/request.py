@@ -161,7 +161,7 @@ def _form(
             may_think=may_think,
             opened=opened,
         )
-        forced = Grammar("lark", text, param="tools")
+        forced = Grammar("lark", text, param="tools", has_flag=True)
         return model.grammars.compile(forced, "tools", caller=request.caller, owner=salt), reply
     if request.grammar is None:
         return None, reply

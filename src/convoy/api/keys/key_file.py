@@ -95,7 +95,10 @@ def read_key_file(path: Path, hint: str = HINT_NEW) -> bytes:
             hint = f"{path} is a folder: name the file in it"
         raise ConfigError(f"cannot read the api key file {path}: {reason}", hint=hint) from None
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"the api key file {path} is longer than {MAX_FILE_BYTES} bytes")
+        raise ConfigError(
+            f"the api key file {path} is longer than {MAX_FILE_BYTES} bytes",
+            hint="remove keys that are no longer used",
+        )
     return data
 
 
@@ -194,7 +197,9 @@ def _check_distinct(keys: tuple[ApiKey, ...], path: Path) -> None:
             first = seen.index(value) + 1  # type: ignore[arg-type]
             if first != number:
                 twice = f"two keys are named {value}" if what == "name" else "one key stands there twice"
-                raise ConfigError(f"{path}: {twice}: [[keys]] number {first} and number {number}")
+                raise ConfigError(
+                    f"{path}: {twice}: [[keys]] number {first} and number {number}", hint="remove one of them"
+                )
 
 
 def _key(table: dict[str, Any], where: str) -> ApiKey:
@@ -338,7 +343,9 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"cannot open {folder}: {(error.strerror or 'unreadable').lower()}") from None
+        raise ConfigError(
+            f"cannot open {folder}: {(error.strerror or 'unreadable').lower()}", hint=FOLDER_HINT
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

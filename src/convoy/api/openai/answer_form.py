@@ -20,7 +20,7 @@ class FormatSchema(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class AnswerFormat(msgspec.Struct, frozen=True):
+class ResponseFormat(msgspec.Struct, frozen=True):
     """Hold OpenAI's ``response_format``. llama.cpp's has a ``schema`` beside the type "json_object"."""
 
     type: str
@@ -47,7 +47,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 class FormFields(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the fields of a body that give the answer its form. None always means: not given."""
 
-    response_format: AnswerFormat | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -76,7 +76,7 @@ def read_form(body: FormFields) -> Grammar | None:
     return found[0] if found else None
 
 
-def _of_format(given: AnswerFormat | None) -> list[Grammar]:
+def _of_format(given: ResponseFormat | None) -> list[Grammar]:
     where = "response_format"
     if given is None or given.type == "text":
         return []
@@ -89,7 +89,7 @@ def _of_format(given: AnswerFormat | None) -> list[Grammar]:
     if schema is None:
         raise RequestError(f"{where}.json_schema.schema is missing", param=f"{where}.json_schema.schema")
     strict = given.json_schema is not None and bool(given.json_schema.strict)
-    return _schema(schema, f"{where}.json_schema.schema", strict=strict)
+    return _schema(schema, f"{where}.json_schema.schema", strict=strict, has_flag=True)
 
 
 def _of_outputs(given: StructuredOutputs | None) -> list[Grammar]:
@@ -112,11 +112,13 @@ def _of_outputs(given: StructuredOutputs | None) -> list[Grammar]:
     ]
 
 
-def _schema(given: Schema | None, param: str, *, strict: bool = True) -> list[Grammar]:
+def _schema(
+    given: Schema | None, param: str, *, strict: bool = True, has_flag: bool = False
+) -> list[Grammar]:
     if given is None:
         return []
     text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
-    return [Grammar("json_schema", text, strict, param)]
+    return [Grammar("json_schema", text, strict, param, has_flag)]
 
 
 def _choice(given: list[str] | None, param: str) -> list[Grammar]:

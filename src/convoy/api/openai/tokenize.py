@@ -31,7 +31,7 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class MessagesBody(ChatBody, frozen=True, kw_only=True):
+class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
     """Hold the body of POST /tokenize with the messages of a chat. Only the fields of a prompt are read."""
 
     return_token_strs: bool | None = None
@@ -68,12 +68,12 @@ def tokenize(data: bytes, service: Service, options: ServeOptions, *, dropped: D
     """
     raw = decode_object(data)
     is_chat = "messages" in raw
-    kind: type[MessagesBody | TextBody] = MessagesBody if is_chat else TextBody
+    kind: type[TokenizeChatBody | TextBody] = TokenizeChatBody if is_chat else TextBody
     endpoint: Endpoint = "chat" if is_chat else "completion"
     given = {name: raw[name] for name in _PROMPT_FIELDS if name in raw}
     refuse_unserved(given, frozenset(kind.__struct_fields__), endpoint)
     given |= {name: raw[name] for name in ("model", "return_token_strs") if name in raw}
-    body: MessagesBody | TextBody = convert_object(given, kind)
+    body: TokenizeChatBody | TextBody = convert_object(given, kind)
     model = service.model(body.model)
     ids = _encode(body, model, options, dropped)
     texts = None
@@ -106,10 +106,10 @@ def detokenize(data: bytes, service: Service, options: ServeOptions) -> Detokeni
 
 
 def _encode(
-    body: TextBody | MessagesBody, model: ServedModel, options: ServeOptions, dropped: DroppedHistory
+    body: TextBody | TokenizeChatBody, model: ServedModel, options: ServeOptions, dropped: DroppedHistory
 ) -> list[int]:
     room = model.max_context
-    if isinstance(body, MessagesBody):
+    if isinstance(body, TokenizeChatBody):
         with prompt_in("messages"):
             return model.tokenizer.encode_chat(read_conversation(body, options, dropped), max_tokens=room)
     ids = model.tokenizer.encode(body.prompt, max_tokens=room)

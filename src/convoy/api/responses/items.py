@@ -35,7 +35,7 @@ FindItem = Callable[[str, str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class ItemHistory:
     """Hold the turns of a request, and the types of items and parts that were dropped."""
 
     turns: tuple[Turn, ...]
@@ -63,7 +63,7 @@ def read_items(
     *,
     max_items: int,
     stored: FindItem = nothing_stored,
-) -> History:
+) -> ItemHistory:
     """Return the turns of ``given``, which follow those of ``earlier``. Text is one turn of the user.
 
     ``stored`` returns the item that a reference names, by its id; its second argument is the field at fault.
@@ -75,7 +75,7 @@ def read_items(
     for turn in earlier:
         reader.resume(turn)
     if isinstance(given, str):
-        return History((*reader.end(), Turn("user", given)), tuple(reader.dropped))
+        return ItemHistory((*reader.end(), Turn("user", given)), tuple(reader.dropped))
     if not given:
         raise RequestError("input is empty, expected text or at least one item", param="input")
     for index, item in enumerate(given):
@@ -83,7 +83,7 @@ def read_items(
     turns = tuple(reader.end())
     if not turns:
         raise RequestError("input has no item that this server can read", param="input")
-    return History(turns, tuple(reader.dropped))
+    return ItemHistory(turns, tuple(reader.dropped))
 
 
 def encode_reasoning(text: str) -> str:

@@ -239,7 +239,7 @@ def _grammar(body: ResponsesBody) -> Grammar | None:
         case "json_schema" if given.schema is not None:
             schema = msgspec.json.encode(given.schema).decode()
             strict = given.strict is True
-            return Grammar("json_schema", schema, strict=strict, param="text.format.schema")
+            return Grammar("json_schema", schema, strict, "text.format.schema", has_flag=True)
         case "json_schema":
             param = "text.format.schema"
             raise RequestError(f"{param}: it is missing", param=param, code="missing_required_parameter")

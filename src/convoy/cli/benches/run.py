@@ -166,12 +166,17 @@ class BenchRun:
 
     @contextmanager
     def cluster(
-        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+        self,
+        members: int,
+        limits: dict[str, int],
+        sharing: dict[str, Any] | None = None,
+        model: str | None = None,
     ) -> Iterator[RunningCluster]:
-        """Yield a new cluster: the head in this process, and a process for each peer."""
-        with self._local(members, limits, sharing) as local:
+        """Yield a new cluster of ``model``, or of the run's: the head here, and a process for each peer."""
+        model = model or self.named_model
+        with self._local(members, limits, sharing, model) as local:
             config = local.config(local.head)
-            cluster = start_cluster(config, self.named_model, quiet=True, watch=local.check_alive)
+            cluster = start_cluster(config, model, quiet=True, watch=local.check_alive)
             try:
                 self.kernels.add(cluster.status().kernel)
                 yield cluster
@@ -186,7 +191,7 @@ class BenchRun:
         from convoy.model.checkpoints.source import ModelSource
         from convoy.sdk.options import head_options
 
-        with self._local(members, limits) as local:
+        with self._local(members, limits, None, self.named_model) as local:
             config = local.config(local.head)
             options = head_options(config)
             source = ModelSource.resolve(self.named_model)
@@ -199,11 +204,11 @@ class BenchRun:
 
     @contextmanager
     def _local(
-        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None, model: str
     ) -> Iterator[LocalCluster]:
         options = self.options(members, limits, sharing)
         with LocalCluster(options) as local, pinned(options.head_cores):
-            local.start_peers(self.named_model)
+            local.start_peers(model)
             try:
                 yield local
             except ConvoyError as error:

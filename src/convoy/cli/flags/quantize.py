@@ -11,7 +11,7 @@ from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
     str | None,
-    typer.Option(help="int8: 8-bit weights, and activations on CPU; int4: 4-bit weights. Rounded at load."),
+    typer.Option(help="q4 or q8: round weights to 4 or 8 bits at load, as `convoy quantize` does."),
 ]
 
 

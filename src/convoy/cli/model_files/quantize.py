@@ -10,8 +10,8 @@ import typer
 from convoy.cli.running.hub import local_model
 from convoy.cli.show.output import JsonFlag, format_bytes, print_fields, print_json, print_table
 from convoy.cli.show.progress import loading_bars
+from convoy.config.kernels import QuantizeFormat
 from convoy.config.settings import load_config
-from convoy.model.quantize.record import QuantizeFormat
 
 if TYPE_CHECKING:
     from convoy.model.quantize.checkpoint import Quantized

@@ -65,5 +65,8 @@ def read_certificate_file(file: Path, identity: bytes) -> bytes:
         raise ConfigError(f"{file} is no certificate", hint="convoy identity certify makes one") from None
     found = read_certificate(data, time.time())
     if found.identity != identity:
-        raise ConfigError(f"{file} is the certificate of another provider, with key {found.identity.hex()}")
+        raise ConfigError(
+            f"{file} is the certificate of another provider, with key {found.identity.hex()}",
+            hint="convoy identity certify makes one for this provider's key",
+        )
     return data

@@ -168,7 +168,9 @@ class _Work:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise AttestationError(f"{tool} did not end within {_TIMEOUT_S:g} s") from None
+            raise AttestationError(
+                f"{tool} did not end within {_TIMEOUT_S:g} s", hint="does another program hold the TPM?"
+            ) from None
 
     def read(self, name: str) -> bytes:
         try:

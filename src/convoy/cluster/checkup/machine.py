@@ -40,6 +40,9 @@ _BLOCK_BYTES = 1 << 17
 _SLOW_BYTES_PER_S = 0.2e9
 _LITTLE_MEMORY, _LITTLE_DISK = 10**9, 10**9
 _SETUP = "make setup"
+_UPDATE = "update the compiler, or install the wheel for Linux"
+# Of the row on which norms are compared.
+_NORM_SIZE = 1024
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -87,8 +90,10 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     """Check whether exact mode holds here, with which bits, and whether compiled code runs the decodes."""
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
-    from convoy.model.kernels.native.build import missing_features
-    from convoy.model.kernels.native.library import why_no_native
+    from convoy.model.kernels.int8 import int8_library
+    from convoy.model.kernels.native.build import INSTRUCTION_SETS, missing_features
+    from convoy.model.kernels.native.library import native_library, why_no_native
+    from convoy.model.kernels.native.norm import norm_library
     from convoy.model.kernels.stored.packed import failing_forms
 
     why_not = why_not_exact(num_threads)
@@ -97,23 +102,32 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     else:
         digest = bits_digest()[:12]
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
-    reason = why_no_native()
-    yield compiled_finding(reason, missing_features(), is_exact=not why_not)
-    failing = [] if why_not or reason else failing_forms()
+    library, reason = native_library(), why_no_native()
+    made = "" if library is None else library.description
+    yield compiled_finding(made, reason, missing_features(INSTRUCTION_SETS[-1]), is_exact=not why_not)
+    if why_not or library is None:
+        return
+    failing = failing_forms()
     if failing:
         yield warn(
             f"compiled code has other bits here for {', '.join(failing)}: such matrices are slow",
             "serve a checkpoint in another form from this machine",
         )
+    parts = {"norms": norm_library(_NORM_SIZE), "8-bit linears": int8_library()}
+    for name, chosen in parts.items():
+        if chosen is not library:
+            instead = "torch" if chosen is None else chosen.instruction_set.name
+            yield warn(f"compiled {name} have other bits here: {instead} computes them, more slowly", _UPDATE)
 
 
-def compiled_finding(why_not: str, missing: Sequence[str], *, is_exact: bool) -> Finding:
-    """Return whether compiled code runs here. ``why_not`` says why it does not, or is empty.
+def compiled_finding(made: str, why_not: str, missing: Sequence[str], *, is_exact: bool) -> Finding:
+    """Return whether compiled code runs here, and how it was ``made``.
 
-    ``missing`` are features that the processor lacks. ``is_exact``: exact mode holds here.
+    ``why_not`` says why it does not, or is empty. ``missing`` are features that the processor lacks.
+    ``is_exact``: exact mode holds here.
     """
     if not why_not:
-        return ok("decodes run on code that was compiled here, with the bits of torch's operators")
+        return ok(f"decodes run on code for {made}, in the written order of sums")
     what = f"decodes run on torch's operators alone, slower and with the same bits: {why_not}"
     if not is_exact:
         return ok(what)

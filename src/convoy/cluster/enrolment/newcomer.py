@@ -147,7 +147,9 @@ def _verified(roster: bytes, token: Token, card: EnrolmentCard) -> Enrolled:
     signed = open_roster(roster, operator_key=token.operator_key, cluster_id=token.cluster_id)
     member = signed.roster.member_with_certificate(card.certificate_der)
     if member is None or member.identity_key != card.identity_key:
-        raise RosterError("the roster that came does not list this machine")
+        raise RosterError(
+            "the roster that came does not list this machine", hint="ask the operator for a new invitation"
+        )
     return Enrolled(signed, member)
 
 

@@ -34,7 +34,7 @@ from convoy.cluster.offer import (
     require_kv,
 )
 from convoy.cluster.options import HeadOptions
-from convoy.config.kernels import EXACT, KERNELS, held_form
+from convoy.config.kernels import EXACT_KERNELS, KERNELS, held_form
 from convoy.errors import ConvoyError, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import RANKS
@@ -180,7 +180,7 @@ class Planner:
 
     def same_bits(self) -> bool:
         """Return whether all members seen so far compute the same bits, so that layers can move freely."""
-        return self._kernels == {EXACT} and not self._told
+        return self._kernels <= set(EXACT_KERNELS) and len(self._kernels) == 1 and not self._told
 
     def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:
         """Return the same plan with ``standby`` in the place of ``member``.

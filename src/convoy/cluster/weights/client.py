@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable, StepError
 from convoy.transport.link.link import Link
-from convoy.wire.messages.fetch import Fetch, Piece
+from convoy.wire.messages.fetch import PIECE_BYTES, Fetch, Piece
 
-# A hidden state of a running plan waits no longer than one of these pieces takes.
-PIECE_BYTES = 512 * 1024
 # Pieces under way: 8 MiB, which hides a round trip of 50 ms at 160 MB/s.
 MAX_ASKED = 16
 STALL_S = 60.0
@@ -45,12 +43,18 @@ class PartClient:
     ``stall_s`` bounds how long no piece may come while some are under way.
     """
 
-    def __init__(self, stall_s: float = STALL_S) -> None:
+    def __init__(self, stall_s: float = STALL_S, piece_bytes: int = PIECE_BYTES) -> None:
         self._stall_s = stall_s
+        self.piece_bytes = piece_bytes
         self._lock = threading.Lock()
         self._number = 0
         # The queue that waits for the answer to each number of a link; None once its reader has left.
         self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
+
+    def pieces_of(self, part: str, name: str, start: int, end: int, wrong: str = "") -> Iterator[Want]:
+        """Yield bytes [start, end) in pieces as this member asks for them."""
+        for at in range(start, end, self.piece_bytes):
+            yield Want(part, name, at, min(at + self.piece_bytes, end), wrong)
 
     def handle_piece(self, link: Link, piece: Piece) -> None:
         """Queue a piece for its reader. A piece without a question ends the link."""
@@ -103,7 +107,8 @@ class PartClient:
                         under_way.append((self._ask(link, manifest, want, answers), want))
                 if under_way:
                     number, want = under_way.popleft()
-                    yield want, _checked(self._next(link, answers, watch), number, want, link)
+                    piece = self._next(link, answers, watch)
+                    yield want, _checked(piece, number, want, link, self.piece_bytes)
         finally:
             with self._lock:
                 for key, waiting in self._asked.items():
@@ -117,7 +122,7 @@ class PartClient:
             number = self._number
             self._number += 1
             self._asked[link, number] = answers
-        num_bytes = PIECE_BYTES if want.end is None else want.end - want.start
+        num_bytes = self.piece_bytes if want.end is None else want.end - want.start
         link.send(Fetch(number, manifest, want.part, want.start, num_bytes, want.wrong))
         return number
 
@@ -142,22 +147,16 @@ class PartClient:
             return answer
 
 
-def pieces_of(part: str, name: str, start: int, end: int, wrong: str = "") -> Iterator[Want]:
-    """Yield bytes [start, end) in pieces of `PIECE_BYTES`."""
-    for at in range(start, end, PIECE_BYTES):
-        yield Want(part, name, at, min(at + PIECE_BYTES, end), wrong)
-
-
-def _checked(piece: Piece, number: int, want: Want, link: Link) -> Piece:
+def _checked(piece: Piece, number: int, want: Want, link: Link, first_bytes: int) -> Piece:
     """Return the piece if it is the next one and has the size that was asked for.
 
-    Its bytes are not verified yet.
+    ``first_bytes`` is the most of a first piece. The piece's bytes are not verified yet.
     """
     if piece.number != number:
         raise StepError(f"{link.peer} sent piece {piece.number} of the model before piece {number}")
     if piece.error:
         raise PeerRefused(f"{link.peer} cannot send {want.name}: {piece.error}")
-    end = min(PIECE_BYTES, piece.total_bytes) if want.end is None else want.end
+    end = min(first_bytes, piece.total_bytes) if want.end is None else want.end
     if len(piece.data) != end - want.start:
         raise StepError(
             f"{link.peer} sent {len(piece.data)} bytes of {want.name}, expected {end - want.start}"

@@ -18,7 +18,7 @@ from convoy.cluster.weights.peer_source import PeerReader, PeerWeightSource, Pre
 from convoy.cluster.weights.request_queue import Answer, RequestQueue
 from convoy.errors import LinkClosed, ModelError
 from convoy.model.checkpoints.hub.cache import InUse
-from convoy.model.checkpoints.hub.files import commit_of
+from convoy.model.checkpoints.hub.files import commit_of, snapshot_of
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, HashProgress, make_manifest
@@ -55,9 +55,15 @@ class HeadWeightServer:
         self._manifest: Manifest | None = None
         self._places: dict[str, PartLocation] = {}
         self._tensors: frozenset[str] = frozenset()
-        self._in_use = InUse(source.path) if commit_of(source.path) else None
+        snapshot = snapshot_of(source.path)
+        self._in_use = None if snapshot is None else InUse(snapshot)
         self._answers = RequestQueue(self._begin)
-        self.sources = PeerWeightSource(present, answer_s=options.held_answer_s, stall_s=options.part_stall_s)
+        self.sources = PeerWeightSource(
+            present,
+            answer_s=options.held_answer_s,
+            stall_s=options.part_stall_s,
+            piece_bytes=options.piece_bytes,
+        )
         # Bytes, by member and then by source.
         self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # The peer that each member's last piece came from, if it did not come from the head.

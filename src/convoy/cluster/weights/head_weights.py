@@ -47,8 +47,8 @@ class HeadWeights:
 
     @property
     def hub(self) -> str:
-        """Return the hub's commit as ``org/name@commit``."""
-        return f"{self._hub.commit.repo}@{self._hub.commit.commit}"
+        """Return the hub's commit as ``org/name@commit``, with ``:FILE`` for a GGUF model."""
+        return self._hub.name
 
     def make_ready(
         self, mine: StageAssignment, watch: Callable[[], None], tell: Tell, peers: PeerReader | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from convoy.cluster.options import MemberOptions
 from convoy.errors import HubUnreachable, Incompatible, ModelError
+from convoy.model.checkpoints.hub.files import HubName
 from convoy.model.checkpoints.hub.stream import RETRY_WAIT_S, HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
 from convoy.model.checkpoints.store.parts import ModelPart, is_whole
@@ -84,6 +85,8 @@ class FromHub:
 
     def _weights(self, named: str) -> HubWeights:
         if self._last is None or self._last[0] != named:
-            repo, _, commit = named.rpartition("@")
-            self._last = named, HubWeights(self._commit(repo, commit))
+            name = HubName.read(named)
+            if name is None:
+                raise ModelError(f"the plan names {named[:80]!r}, which is no commit of a hub")
+            self._last = named, HubWeights(self._commit(name.repo, name.revision), name.file)
         return self._last[1]

@@ -35,7 +35,8 @@ class PartLocation(NamedTuple):
             raise ModelError(f"{self.path.name} cannot be read: {reason}, at {self.name}") from error
         if data is None or len(data) != num_bytes:
             raise ModelError(
-                f"{self.path.name} is truncated at {self.name}: it was changed since it was hashed"
+                f"{self.path.name} is truncated at {self.name}: it was changed since it was hashed",
+                hint="restore the file and restart this member, which hashes it again",
             )
         return data
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from convoy.cluster.weights.client import PIECE_BYTES, PartClient, pieces_of
+from convoy.cluster.weights.client import PartClient
 from convoy.cluster.weights.part_index import PartLocation, check_listable, from_bits
 from convoy.errors import ConvoyError, ModelError
 from convoy.model.checkpoints.hub.weights import ChunkBuffer
@@ -23,7 +23,7 @@ from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Hello
-from convoy.wire.messages.fetch import Held, Holding
+from convoy.wire.messages.fetch import PIECE_BYTES, Held, Holding
 
 _log = logging.getLogger(__name__)
 
@@ -57,14 +57,16 @@ class _Said:
 class PeerWeightSource:
     """Know which peers have which tensors, for one head. Thread-safe."""
 
-    def __init__(self, present: Present, *, answer_s: float, stall_s: float) -> None:
+    def __init__(
+        self, present: Present, *, answer_s: float, stall_s: float, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         """Start without answers.
 
         ``present`` returns the connected peers. One of them that answers nothing for ``answer_s`` is not
         waited for again. One that sends a part and is silent for ``stall_s`` is passed over.
         """
         self._answer_s = answer_s
-        self.part_client = PartClient(stall_s)
+        self.part_client = PartClient(stall_s, piece_bytes)
         self._present = present
         self._changed = threading.Condition()
         self._said: dict[Link, _Said] = {}
@@ -229,7 +231,7 @@ class PeerReader:
             with PartFile(part, lambda _num_bytes: self._watch()) as file:
                 resumed, members = file.resumed, set()
                 while file.left:
-                    most = min(PIECE_BYTES, file.left)
+                    most = min(self._sources.part_client.piece_bytes, file.left)
                     data, member = self.read(place, part.digest, file.num_bytes, most)
                     file.write(data)
                     members.add(member)
@@ -248,8 +250,9 @@ class PeerReader:
             reasons = [text for (part, _), text in self._wrong.items() if part == digest]
             raise NobodyHas(": ".join([f"no connected member has {place.name}", *reasons[:1]]))
         source = min(usable, key=lambda link: (self._failures[link.peer], link.peer))
-        wants = pieces_of(digest, place.name, start, place.num_bytes)
-        pulled = self._sources.part_client.pull(source, manifest.digest, wants, self._watch)
+        client = self._sources.part_client
+        wants = client.pieces_of(digest, place.name, start, place.num_bytes)
+        pulled = client.pull(source, manifest.digest, wants, self._watch)
         return _At(digest, start, source, ChunkBuffer(piece.data for _, piece in pulled))
 
     def _fail(self, digest: str, source: Link, why: str) -> None:

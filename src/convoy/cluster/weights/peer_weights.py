@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from convoy.cluster.options import PeerOptions
-from convoy.cluster.weights.client import PartClient, Want, pieces_of
+from convoy.cluster.weights.client import PartClient, Want
 from convoy.cluster.weights.hub import FromHub
 from convoy.cluster.weights.part_index import PartLocation, tensor_places
 from convoy.cluster.weights.peer_server import PeerWeightServer
@@ -86,7 +86,7 @@ class PeerWeights:
     """
 
     def __init__(self, me: str, options: PeerOptions) -> None:
-        self.part_client = PartClient()
+        self.part_client = PartClient(piece_bytes=options.member.piece_bytes)
         self.server = PeerWeightServer(self.on_hand)
         self._me = me
         self._options = options
@@ -260,7 +260,7 @@ class PeerWeights:
             total = piece.total_bytes
         if total > MAX_MANIFEST_BYTES:
             raise StepError(f"the head's manifest has {total} bytes, expected at most {MAX_MANIFEST_BYTES}")
-        rest = pieces_of(digest, name, len(data), total)
+        rest = self.part_client.pieces_of(digest, name, len(data), total)
         for _, piece in self.part_client.pull(asker.link, digest, rest, asker.check):
             data += piece.data
         return bytes(data)
@@ -306,7 +306,9 @@ class PeerWeights:
                 file = stack.enter_context(PartFile(part, lambda _num_bytes: asker.check()))
                 files.append(_Coming(file))
                 count(file.resumed)
-                yield from pieces_of(part.digest, part.name, file.resumed, part.num_bytes, one.wrong)
+                yield from self.part_client.pieces_of(
+                    part.digest, part.name, file.resumed, part.num_bytes, one.wrong
+                )
 
         def finish_whole() -> None:
             while files and not files[0].file.left:

@@ -2,5 +2,5 @@
 
 `GenerationRequest` holds token ids and parameters. Admission checks whether it can ever run here, `Choice`
 follows one of its sequences to the end of its text, and `Restrictions` lists the tokens that the sampler
-may choose. Open the module of `GenerationRequest` first, then that of `Choice`.
+may choose. Open `request` first, then the module of `Choice`.
 """

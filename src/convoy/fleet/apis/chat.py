@@ -17,11 +17,16 @@ from convoy.fleet.apis.api import EventFacts, Fields
 from convoy.fleet.apis.fields import Ids, Int, Short, Strict, Words, check_references, read_field
 
 
+class CacheControl(msgspec.Struct, frozen=True):
+    """Accept a mark of Anthropic's for prefixes to keep, as a head does. Nothing of it is passed on."""
+
+
 class TextPart(Strict, frozen=True):
     """Hold a part of a message. Other types name addresses that an engine would fetch."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class AllowedCallFunction(Strict, frozen=True):
@@ -175,6 +180,8 @@ _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1
 def rebuild_chat(given: Fields, stream: bool) -> dict[str, Any]:
     """Return the fields of a chat for an engine. Raises `RequestError` naming one that is not passed on."""
     fields = _rebuild(given, "chat", stream=stream)
+    if "messages" in fields:
+        fields["messages"] = [_without_marks(message) for message in fields["messages"]]
     tools: list[AllowedTool] = fields.pop("tools", [])
     own = [tool for tool in tools if tool.type == "function"]
     if own:
@@ -184,6 +191,13 @@ def rebuild_chat(given: Fields, stream: bool) -> dict[str, Any]:
         del fields["tool_choice"]
     check_references(("tools", tool.function.parameters) for tool in own if tool.function)
     return fields
+
+
+def _without_marks(message: AllowedMessage) -> AllowedMessage:
+    if not isinstance(message.content, list):
+        return message
+    parts = [TextPart(part.type, part.text) for part in message.content]
+    return msgspec.structs.replace(message, content=parts)
 
 
 def rebuild_completion(given: Fields, stream: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from convoy.api.refusals import Forbidden, WrongKey
 from convoy.errors import ConfigError
 from convoy.fleet.books.keys import NO_TERMS, Grant, KeyFacts, KeyTerms, Scope, hash_key, hint_of
 from convoy.fleet.books.price import MAX_MICRO
-from convoy.fleet.books.store import Store
+from convoy.fleet.books.store import NO_ACCOUNT, Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
 
 # The statement is made once, because every request needs it.
@@ -66,7 +66,7 @@ class Directory:
             if account is not None:
                 known = db.scalar(select(ACCOUNTS.c.name).where(ACCOUNTS.c.name == account))
                 if known is None:
-                    raise ConfigError(f"there is no account {account}")
+                    raise ConfigError(f"there is no account {account}", hint=NO_ACCOUNT)
             db.execute(
                 insert(API_KEYS).values(
                     key_hash=hash_key(key),
@@ -89,7 +89,7 @@ class Directory:
                     f"a key of scope {scope.value} uses no tokens and no money: leave {name} out"
                 )
         if terms.expires_s is not None and terms.expires_s <= self._now():
-            raise ConfigError("the key would have expired already")
+            raise ConfigError("the key would have expired already", hint="give a time that is to come")
 
     def look_up(self, key: str, scope: Scope) -> str | None:
         """Return the account of a consumer's key, or None for an administrator's. Raises as `grant`."""

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from convoy.api.refusals import Conflict, NoBalance
 from convoy.errors import ConfigError, RequestError
 from convoy.fleet.books.price import MAX_MICRO
-from convoy.fleet.books.store import Store
+from convoy.fleet.books.store import NO_ACCOUNT, Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, CHARGES, LEDGER
 
 RESERVED, SETTLED, RELEASED = "reserved", "settled", "released"
@@ -151,7 +151,7 @@ class Ledger:
             with self._store.write() as db:
                 db.execute(insert(ACCOUNTS).values(name=name, balance_micro=0, created_s=self._second()))
         except IntegrityError:
-            raise ConfigError(f"there is an account {name} already") from None
+            raise ConfigError(f"there is an account {name} already", hint="choose another name") from None
 
     def credit(self, account: str, amount_micro: int) -> int:
         """Add to a balance, and return the new one.
@@ -419,7 +419,7 @@ class Ledger:
     def _balance(self, db: Connection, account: str) -> int:
         found = db.scalar(_BALANCE, {"of": account})
         if found is None:
-            raise ConfigError(f"there is no account {account}")
+            raise ConfigError(f"there is no account {account}", hint=NO_ACCOUNT)
         return int(found)
 
     def _add(

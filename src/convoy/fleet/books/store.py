@@ -34,6 +34,8 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from convoy.errors import ConfigError
 from convoy.fleet.books.tables import METADATA
 
+# The hint about an account that is not there.
+NO_ACCOUNT = "`convoy coordinator usage` lists the accounts"
 # Marks a connection that is about to write.
 _WRITES = "convoy_writes"
 # How long a writer waits for another process's.

@@ -69,7 +69,8 @@ class ListenOptions:
             check_certificate(self.tls)
         if not is_loopback(self.admin.host):
             raise ConfigError(
-                f"the administrators' listener must be on loopback, and not on {self.admin.host}"
+                f"the administrators' listener must be on loopback, and not on {self.admin.host}",
+                hint="listen on 127.0.0.1, and reach it from elsewhere through an SSH tunnel",
             )
         if not (is_loopback(self.public.host) or self.tls or self.behind_tls_proxy):
             raise ConfigError(

@@ -60,7 +60,10 @@ class Greeting:
             # The refusal is not signed, so anybody on the way may have sent it. It must never be final.
             raise NotYet(f"the coordinator says: {answer.reason}")
         if not isinstance(answer, ProviderChallenge) or answer.protocol != PROTOCOL:
-            raise ProviderError(f"the coordinator does not speak version {PROTOCOL} of this protocol")
+            raise ProviderError(
+                f"the coordinator does not speak version {PROTOCOL} of this protocol",
+                hint="run the same version of convoy at the coordinator and here",
+            )
         return self._checked(hello, answer, seen)
 
     def _checked(self, hello: ProviderHello, challenge: ProviderChallenge, seen: bytes) -> ProviderChallenge:

@@ -30,6 +30,7 @@ _MAX_MODELS_BYTES = 1024 * 1024
 # The sizes of each request that measures the rates.
 _TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512
 _TRIAL_WORD = "Count."
+_UPSTREAM = "give the URL of a server with OpenAI's API, and its key if it needs one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,13 @@ class Upstream:
             ) from None
         try:
             if response.status_code != 200 or len(response.content) > _MAX_MODELS_BYTES:
-                raise ProviderError(f"the upstream answers {response.status_code} to /v1/models")
+                raise ProviderError(
+                    f"the upstream answers {response.status_code} to /v1/models", hint=_UPSTREAM
+                )
             listed = msgspec.json.decode(response.content)["data"]
             return {str(one["id"]): int(one.get("max_model_len") or 4096) for one in listed}
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-            raise ProviderError("the upstream's /v1/models lists no models") from None
+            raise ProviderError("the upstream's /v1/models lists no models", hint=_UPSTREAM) from None
 
     @asynccontextmanager
     async def ask(self, kind: Kind, body: bytes, trace: str = "") -> AsyncIterator[UpstreamAnswer]:
@@ -145,7 +148,10 @@ class Upstream:
         async with self.ask("chat", msgspec.json.encode(body)) as answer:
             data = b"".join([piece async for piece in answer.body])
         if answer.status != 200:
-            raise ProviderError(f"the upstream answers {answer.status} to a request of a few tokens")
+            raise ProviderError(
+                f"the upstream answers {answer.status} to a request of a few tokens",
+                hint="try a chat at the engine itself: its log has the reason",
+            )
         reader = EventReader("chat", stream=False)
         reader.whole(data)
         return max(1e-6, time.perf_counter() - began), reader

@@ -18,8 +18,16 @@ from convoy.wire.fleet.records import Record, RecordReader, Timed
 class AnswerReader:
     """Read an answer for one reader: `head`, then `pieces` to the end. Both raise `ProviderError`."""
 
-    def __init__(self, body: AsyncIterator[bytes], secret: bytes, request_hash: bytes) -> None:
+    def __init__(
+        self,
+        body: AsyncIterator[bytes],
+        secret: bytes,
+        request_hash: bytes,
+        *,
+        max_whole_bytes: int = MAX_WHOLE_BYTES,
+    ) -> None:
         self._records = _records(body)
+        self._max_whole_bytes = max_whole_bytes
         self._secret = secret
         self._hash = request_hash
         self._opener: AnswerOpener | None = None
@@ -74,8 +82,8 @@ class AnswerReader:
         joined = bytearray()
         async for piece in self.pieces():
             joined += piece
-            if len(joined) > MAX_WHOLE_BYTES:
-                raise suspect(f"the provider's answer has more than {MAX_WHOLE_BYTES} bytes")
+            if len(joined) > self._max_whole_bytes:
+                raise suspect(f"the provider's answer has more than {self._max_whole_bytes} bytes")
         return bytes(joined)
 
     @property

@@ -65,6 +65,8 @@ class ProxyOptions:
     allow_plain: bool = False
     default_max_tokens: int = 1024
     max_attempts: int = 6
+    # Of an answer that is not streamed.
+    max_whole_bytes: int = MAX_WHOLE_BYTES
     traces: Traces = NO_TRACES
 
 
@@ -200,7 +202,8 @@ class Proxy:
         async with self.client.use(lease, sealed) as answer:
             if not isinstance(answer, SealedAnswer):
                 return answer
-            reader = AnswerReader(answer.body, secret, request_hash(facts, sealed))
+            most = self.options.max_whole_bytes
+            reader = AnswerReader(answer.body, secret, request_hash(facts, sealed), max_whole_bytes=most)
             head = await reader.head()
             span.first_token()
             headers = _headers(head, who, answer.timing)
@@ -228,7 +231,7 @@ class Proxy:
             kind = response.headers.get("content-type", "application/json")
             headers = {"content-type": kind, "cache-control": "no-store", SEALED_HEADER: "by-coordinator"}
             if not kind.startswith(EVENT_STREAM):
-                body = await bounded(response, MAX_WHOLE_BYTES)
+                body = await bounded(response, self.options.max_whole_bytes)
                 await relay.complete(response.status_code, headers, body)
                 return
             await relay.begin(response.status_code, headers)

@@ -76,7 +76,10 @@ def run_proxy(
     check_url(coordinator)
     trust = proxy_options.trust
     if not is_loopback(options.host):
-        raise ConfigError(f"a proxy listens on loopback alone, and not on {options.host}")
+        raise ConfigError(
+            f"a proxy listens on loopback alone, and not on {options.host}",
+            hint="run a proxy on each machine that has tools",
+        )
     if not (trust.providers or trust.operators or proxy_options.allow_plain):
         raise ConfigError(
             "this proxy trusts no key, and would refuse every request",

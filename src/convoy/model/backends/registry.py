@@ -1,5 +1,8 @@
 """Load a stage by the backend of its device. A further backend is a package beside this file and a row here.
 
+Its devices are words of `model.device`, and its kernels rows of `config.kernels`. A member's devices may also
+be joined as ranks: `engine.ranks.load` divides them, and comes here for one of them.
+
 A backend's modules are imported only once a stage of it is loaded: each needs libraries of its own.
 """
 

@@ -116,7 +116,10 @@ class Slices:
         if style and ".experts." in name and self.shard.experts == "whole":
             return value if _EXPERT.search(name) else self._experts(name, value)
         if isinstance(value, StoredStack):
-            return StoredStack(tuple(self._matrix(name, one, style, leaf) for one in value.matrices))
+            own = tuple(
+                self._matrix(name, one, style, leaf, joined=value.is_joined) for one in value.matrices
+            )
+            return StoredStack(own, value.is_joined)
         if name.startswith(_BY_TOKEN):
             return self._rows_of_vocabulary(value)
         if isinstance(value, StoredMatrix):
@@ -127,7 +130,9 @@ class Slices:
         """Return the rank's experts of a stack."""
         own = self._own_experts(name)
         rows = slice(own.start, own.stop)
-        return StoredStack(value.matrices[rows]) if isinstance(value, StoredStack) else take_rows(value, rows)
+        if isinstance(value, StoredStack):
+            return StoredStack(value.matrices[rows], value.is_joined)
+        return take_rows(value, rows)
 
     def _tensor(self, name: str, value: torch.Tensor, style: str, leaf: str) -> torch.Tensor:
         if not style or (style == "rowwise" and name.endswith("bias")):
@@ -137,8 +142,13 @@ class Slices:
         found = [value.narrow(dim, part.start, part.stop - part.start) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found, dim)
 
-    def _matrix(self, name: str, matrix: StoredMatrix, style: str, leaf: str) -> StoredMatrix:
-        """Return the rank's slice of a stored matrix [outputs, inputs]."""
+    def _matrix(
+        self, name: str, matrix: StoredMatrix, style: str, leaf: str, *, joined: bool = False
+    ) -> StoredMatrix:
+        """Return the rank's slice of a stored matrix [outputs, inputs].
+
+        ``joined``: the outputs of an expert's gate lie before those of its up, in any family.
+        """
         if not style:
             return matrix
         if style == "rowwise":
@@ -147,10 +157,12 @@ class Slices:
                 return matrix.columns(inputs)
             except ModelError as error:
                 raise ModelError(f"{name}: {error.message}", hint=_OTHER_RANKS) from error
-        parts = self._parts(name, matrix, (style, leaf), matrix.shape[0])
+        parts = self._parts(name, matrix, (style, leaf), matrix.shape[0], joined=joined)
         return StoredMatrix.joined([matrix.rows(part) for part in parts])
 
-    def _parts(self, name: str, value: Stored, style: tuple[str, str], size: int) -> list[slice]:
+    def _parts(
+        self, name: str, value: Stored, style: tuple[str, str], size: int, *, joined: bool = False
+    ) -> list[slice]:
         """Return the rank's runs of the ``size`` outputs or inputs that ranks share."""
         kind, leaf = style
         if kind == "joined":
@@ -164,7 +176,7 @@ class Slices:
             return [self._share(name, value, slice(0, firsts[0])), *of_keys]
         if leaf in _KEYS:
             return [self._of_keys(name, value, slice(0, size))]
-        if kind == "packed_colwise" and not self._turned(name):
+        if kind == "packed_colwise" and (joined or not self._turned(name)):
             halves = slice(0, size // 2), slice(size // 2, size)
             return [self._share(name, value, half) for half in halves]
         return [self._share(name, value, slice(0, size))]

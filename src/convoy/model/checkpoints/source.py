@@ -13,7 +13,7 @@ from convoy.config.table import MODEL_HINT
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, has_safetensors, read_headers
 from convoy.model.checkpoints.formats.describe import describe_stored
-from convoy.model.checkpoints.formats.gguf.model import open_gguf
+from convoy.model.checkpoints.formats.gguf.model import config_bytes, open_gguf
 from convoy.model.checkpoints.formats.gguf.split import SUFFIX, find_gguf
 from convoy.model.checkpoints.formats.unpacking import StoredLayout
 from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
@@ -129,14 +129,13 @@ class ModelSource:
             return {}
         beside = self.path.with_name("tokenizer.json").is_file()
         names = [name for name in _OF_TOKENIZER if beside and self.path.with_name(name).is_file()]
-        config = json.dumps(dict(self.config), sort_keys=True, separators=(",", ":")).encode()
         try:
             with self.path.open("rb") as file:
                 header = file.read(self.header_bytes)
         except OSError as error:
             raise ModelError(f"{self.path} cannot be read: {error.strerror or error}") from error
         files = {name: file_bytes(self.path.with_name(name), _MAX_TOKENIZER_BYTES) for name in names}
-        return {"config.json": config, HEADER: header, **files}
+        return {"config.json": config_bytes(self.config), HEADER: header, **files}
 
     @classmethod
     def _drawn(cls, synthetic: Synthetic) -> ModelSource:

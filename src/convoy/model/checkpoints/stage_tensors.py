@@ -16,7 +16,9 @@ from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, owned_tensors
 from convoy.model.checkpoints.read_tensor import read_kept, read_tensor
 from convoy.model.checkpoints.slices import Slices
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.stored.weights import Stored
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import Stored, StoredStack, dense_of
+from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard
 
 LoadProgress = Callable[[int, int], None]
@@ -34,7 +36,8 @@ class TensorPart:
 class Reading:
     """Read the tensors of a stage, a portion at a time, and report the progress.
 
-    If it ``keeps`` the forms of the file, matrices are not unpacked.
+    If it ``keeps`` the forms of the file, matrices are not unpacked. ``rounds`` returns a tensor of the model
+    with rounded matrices, and None for one that stays as it is.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class Reading:
         shard: Shard = WHOLE,
         *,
         keeps: bool = False,
+        rounds: Callable[[str], StoredMatrix | StoredStack | None] = lambda _name: None,
     ) -> None:
         # bytes read so far, counting only the stage's own shares
         self.num_bytes = 0
         self.shard = shard
         self._slices = None if shard == WHOLE else Slices(source.spec, shard)
         self._source = source
+        self._keeps, self._rounds = keeps, rounds
         self._kept = source.layout.kept(source.tensors) if keeps else {}
         self._progress = progress
         self._num_layers = len(part.layers)
@@ -79,12 +84,15 @@ class Reading:
     def _slice(self, stored: StoredTensor, name: str) -> Stored:
         """Return this rank's slice of a tensor. Of a mapped file only the slice's pages are touched."""
         known = decoder_name(name)
-        read: Callable[[ModelSource, str], Stored] = read_kept if known in self._kept else read_tensor
-        found = read(self._source, name)
+        found: Stored | None = self._rounds(name)
+        unpacks = found is not None and not self._keeps
+        if found is None:
+            found = (read_kept if known in self._kept else read_tensor)(self._source, name)
         if self._slices is not None:
             with named(stored):
                 found = self._slices.take(known, found)
-        return found
+        turned = FAMILIES[self._source.spec.family].transposed_experts
+        return dense_of(found, turned=turned) if unpacks else found
 
     def _owned(self, part: TensorPart) -> list[StoredTensor]:
         return owned_tensors(self._source, part.layers, embed=part.embed, output=part.output)

@@ -396,7 +396,7 @@ def _refused(grammar: Grammar, reason: str, param: str) -> RequestError:
             f"{param} has a keyword that cannot be enforced: {keywords}",
             param=param,
             code="unsupported_schema",
-            hint='leave it out, or set "strict" to false',
+            hint='leave it out, or set "strict" to false' if grammar.has_flag else "leave it out",
         )
     what = {"json_schema": "JSON schema", "json_object": "JSON schema", "regex": "regular expression"}
     name = what.get(grammar.kind, "grammar")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from convoy.model.kernels.native.activation import native_activate
+
 ACTIVATIONS = frozenset({"silu", "swish", "relu", "gelu", "gelu_pytorch_tanh", "gelu_new"})
 _GELU_SLOPE, _GELU_CUBE = 0.7978845608028654, 0.044715
 
@@ -18,6 +20,8 @@ def activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
         return y
     if activation == "relu":
         return y.relu_()
+    if native_activate(y, activation):
+        return y
     if activation in {"silu", "swish"}:
         return y.div_(torch.exp(-y).add_(1.0))
     if activation == "gelu":

@@ -23,7 +23,8 @@ from torch import nn
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import PackedLinear, w8a8_available
-from convoy.model.kernels.native.library import native_library
+from convoy.model.kernels.native.choice import choose_library
+from convoy.model.kernels.native.library import NativeLibrary
 from convoy.model.kernels.native.linears import NativeI8
 from convoy.model.kernels.registry import LinearKernel
 
@@ -138,15 +139,20 @@ def fbgemm_holds() -> bool:
 
 
 @functools.cache
-def native_holds() -> bool:
-    """Return whether compiled 8-bit linears are available and have the reference's bits, as FBGEMM's have."""
-    if native_library() is None:
-        return False
+def int8_library(offered: tuple[NativeLibrary, ...] | None = None) -> NativeLibrary | None:
+    """Return the compiled code whose 8-bit linears have the reference's bits, as FBGEMM's have, or None.
+
+    ``offered`` is as `choose_library` takes it.
+    """
+    return choose_library("8-bit linears", _holds, offered)
+
+
+def _holds(library: NativeLibrary) -> bool:
     generator = torch.Generator().manual_seed(20)
     weight, scale = round_weight(torch.randn(70, 105, generator=generator))
     bias, x = torch.randn(70, generator=generator), torch.randn(17, 105, generator=generator)
     expected = int8_linear(x, weight, scale, bias)
-    return torch.equal(expected, NativeI8(weight.shape, [(weight, scale / _GREATEST)], bias)(x))
+    return torch.equal(expected, NativeI8(weight.shape, [(weight, scale / _GREATEST)], bias, library)(x))
 
 
 class RoundedLinear(PackedLinear):
@@ -173,11 +179,15 @@ class RoundedLinear(PackedLinear):
 class Int8Linear(RoundedLinear):
     """Compute y = activation(x W^T + b) from 8-bit weights. The float weights are not kept.
 
-    ``activation`` is one of `ACTIVATIONS`.
+    ``activation`` is one of `ACTIVATIONS`, and ``offered`` is as `choose_library` takes it.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None = None,
+        offered: tuple[NativeLibrary, ...] | None = None,
     ) -> None:
         # The parent's constructor would pack the float weights, so it is skipped.
         nn.Module.__init__(self)
@@ -191,9 +201,10 @@ class Int8Linear(RoundedLinear):
         self._rows: NativeI8 | None = None
         # A row of activations is scaled by its greatest value over 127. The division is done here, in the
         # weight's scales.
-        if native_holds():
+        library = int8_library(offered)
+        if library is not None:
             runs = ((rounded, scale / _GREATEST) for rounded, scale in rounded_runs(weight))
-            self._rows = NativeI8(weight.shape, runs, self._bias)
+            self._rows = NativeI8(weight.shape, runs, self._bias, library)
         else:
             rounded, scale = round_weight(weight)
             self._sums = (_Fbgemm if fbgemm_holds() else _OneDnn)(rounded, scale.div_(_GREATEST))

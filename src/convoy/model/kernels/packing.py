@@ -58,7 +58,7 @@ def _joined(weight: torch.Tensor, slice_bytes: int) -> torch.Tensor | None:
     for rows in _slices(weight.shape[0], weight.shape[1], slice_bytes):
         part = _pack(weight[rows].to(torch.float32).contiguous())
         num_bytes = mkldnn._nbytes(part)
-        if not _has_place(part, whole) or filled + num_bytes > size:
+        if not has_place(part, whole) or filled + num_bytes > size:
             return None
         ctypes.memmove(start + filled, mkldnn.data_ptr(part), num_bytes)
         filled += num_bytes
@@ -76,7 +76,7 @@ def _slices(outputs: int, inputs: int, slice_bytes: int) -> Iterator[slice]:
         yield slice(number * step, outputs if number == last else (number + 1) * step)
 
 
-def _has_place(part: torch.Tensor, whole: torch.Tensor) -> bool:
+def has_place(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return whether outputs lie outermost in both layouts, in equal blocks, so that strides are equal."""
     ours, others = (_described(packed) for packed in (part, whole))
     differing = [pair for pair in zip(ours, others, strict=True) if pair[0] != pair[1]]

@@ -14,7 +14,7 @@ from torch import nn
 
 from convoy.config.kernels import HOST_KERNELS, KERNELS, form_of, held_form
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.native.library import native_library
+from convoy.model.kernels.native.library import keeps_stored
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ def own_form(kernel: str) -> str:
     Without compiled code, matrices in the form of their file would be unpacked in every step. So they are
     unpacked as they are read.
     """
-    return held_form(kernel, unpacks=native_library() is None)
+    return held_form(kernel, unpacks=not keeps_stored())

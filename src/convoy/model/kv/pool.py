@@ -101,6 +101,11 @@ class KvPool:
         return self._runs.address
 
     @property
+    def addresses(self) -> tuple[int, int]:
+        """Return the addresses that runs of K and of V count from, for compiled code."""
+        return self._runs.address, self._runs.address
+
+    @property
     def all_rows(self) -> torch.Tensor:
         """Return a float32 copy of the pool as rows [2 * num_blocks * kv_heads * block_size, head_dim]."""
         num_blocks, num_heads, _, head_dim = self._shape
@@ -146,6 +151,11 @@ class ApartPool:
         self._head_dim, self._value_dim = shape.head_dim, shape.out_dim
         self._keys = _make_runs(*size, shape.head_dim, shape.kv_dtype)
         self._values = None if shape.latent else _make_runs(*size, shape.out_dim, shape.kv_dtype)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Return the addresses that runs of K and of V count from, for compiled code."""
+        return self._keys.address, (self._values or self._keys).address
 
     def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """Write ``kv`` [N, head_dim + value_dim] at ``rows`` [N] of [num_blocks * kv_heads * block_size]."""

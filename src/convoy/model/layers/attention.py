@@ -77,6 +77,8 @@ def attend(
     group, shape = layer.group, layer.group.shape
     num_rows, tokens = query.shape[0], group.num_tokens
     layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.kv_rows[1]))
+    if layer.native is not None and cap is None:
+        return layer.native.attend_queries(query, layer.pool, sinks)
     rows = query.reshape(-1, shape.group * shape.head_dim)
     outs = [_attend_chunk(rows, layer, chunk, sinks, cap) for chunk in group.chunks]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)

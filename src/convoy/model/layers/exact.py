@@ -14,7 +14,7 @@ from torch import nn
 
 from convoy.errors import ModelError
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.native.norm import native_norm, norm_holds
+from convoy.model.kernels.native.norm import norm_library, rms_norm
 from convoy.model.kernels.stored.linear import stored_linear
 from convoy.model.kernels.stored.weights import Weight, join_rows, take_rows
 from convoy.model.kv.pool import KvPool
@@ -50,13 +50,13 @@ class RowNorm(nn.Module):
     @property
     def takes_lone_rows(self) -> bool:
         """Return whether a lone row has the same bits as beside other rows."""
-        return self.weight is not None and norm_holds(len(self.weight))
+        return self.weight is not None and norm_library(len(self.weight)) is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., size] to the same shape."""
         # A stage on a device may use this module too, so the compiled norm is not always possible.
-        if x.dtype == torch.float32 and x.device.type == "cpu" and norm_holds(x.shape[-1]):
-            return native_norm(x.contiguous(), self.weight, self.eps)
+        if x.dtype == torch.float32 and x.device.type == "cpu":
+            return rms_norm(x, self.weight, self.eps)
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
@@ -142,10 +142,11 @@ class ExactAttention(nn.Module):
             )
             heads = torch.cat(parts, dim=1)
         layer = batch[self.layer_idx]
-        if layer.native is not None and self.sinks is None and isinstance(layer.pool, KvPool):
-            out = layer.native.attend(heads, cos, sin, self.rotary_dim, layer.pool).view(1, len(heads), -1)
+        if layer.native is not None and isinstance(layer.pool, KvPool):
+            out = layer.native.attend(heads, cos, sin, self.rotary_dim, layer.pool, sinks=self.sinks)
         else:
-            out = self._attend(heads, cos, sin, layer).view(1, len(heads), -1)
+            out = self._attend(heads, cos, sin, layer)
+        out = out.view(1, len(heads), -1)
         if self.gate is not None:
             out = exact_sigmoid(self.gate(hidden_states)).mul_(out)
         return self.out(out), None

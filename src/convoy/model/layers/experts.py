@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.errors import ModelError
+from convoy.errors import ModelError, SelfCheckError
 from convoy.model.kernels.activation import ACTIVATIONS
 from convoy.model.kernels.linear import PackedLinear, pad_rows
-from convoy.model.kernels.stored.linear import stored_linear
+from convoy.model.kernels.stored.linear import float_linear, stored_linear
 from convoy.model.kernels.stored.weights import StoredStack, Weight, take_rows
+from convoy.model.layers.compiled import (
+    Activation,
+    NativeExperts,
+    clamped_activation,
+    gated_activation,
+    limited_activation,
+)
 from convoy.plan.spec.family import GateKind, RouterKind
+
+# Of the experts' check. Three rows with three experts each share some and not others.
+_PROBE_ROWS = 3
 
 Routing = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
@@ -38,9 +48,44 @@ class ExactExperts(nn.Module):
             )
         every = range(experts.num_experts)
         self.experts = nn.ModuleList(_expert(experts, number, gate) for number in every)
+        # Compiled code for few rows.
+        self._native: NativeExperts | None = None
+
+    @torch.inference_mode()
+    def use_compiled(self) -> str:
+        """Run few rows on compiled code from now on, if it has the bits of the experts one by one.
+
+        Returns why it is not used, or "". The linears must stay in place afterwards.
+        """
+        self.leave_compiled()
+        experts: Any = list(self.experts)
+        try:
+            linears = [(expert.gate, expert.up, expert.down) for expert in experts]
+            native = NativeExperts(linears, experts[0].compiled_activation)
+        except SelfCheckError as error:
+            return error.message
+        generator = torch.Generator().manual_seed(20)
+        x = torch.randn(_PROBE_ROWS, experts[0].gate.in_features, generator=generator)
+        scores = torch.rand(_PROBE_ROWS, len(experts), generator=generator)
+        weights, numbers = torch.topk(scores, min(len(experts), _PROBE_ROWS), dim=-1)
+        expected = self._one_by_one(x, numbers, weights)
+        for rows in (_PROBE_ROWS, 1):
+            if not torch.equal(expected[:rows], native(x[:rows], numbers[:rows], weights[:rows])):
+                return "the bits of compiled experts differ"
+        self._native = native
+        return ""
+
+    def leave_compiled(self) -> None:
+        """Run the experts one by one from now on, so that their linears may move."""
+        self._native = None
 
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map [T, hidden] to [T, hidden]. ``numbers`` and ``weights`` [T, chosen] give each row's experts."""
+        if self._native is not None and self._native.can_run(numbers):
+            return self._native(hidden, numbers, weights)
+        return self._one_by_one(hidden, numbers, weights)
+
+    def _one_by_one(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         num_rows, num_chosen = numbers.shape
         flat = numbers.reshape(-1)
         # A stable sort keeps the rows of an expert in the order of the batch.
@@ -64,6 +109,11 @@ class _GatedExpert(nn.Module):
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
 
+    @property
+    def compiled_activation(self) -> Activation:
+        """Return the activation for compiled code. Raises SelfCheckError for one that it does not know."""
+        return gated_activation(self.gate.activation)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the same shape."""
         out: torch.Tensor = self.down(self.up.times(x, self.gate(x)))
@@ -78,6 +128,11 @@ class _ClampedExpert(_GatedExpert):
     ) -> None:
         super().__init__(gate, up, down)
         self._alpha, self._limit = alpha, limit
+
+    @property
+    def compiled_activation(self) -> Activation:
+        """Return the activation for compiled code."""
+        return clamped_activation(self._limit, self._alpha)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the same shape."""
@@ -95,6 +150,11 @@ class _LimitedExpert(_GatedExpert):
         super().__init__(gate, up, down)
         self._limit = limit
 
+    @property
+    def compiled_activation(self) -> Activation:
+        """Return the activation for compiled code."""
+        return limited_activation(self._limit)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the same shape."""
         gate = self.gate(x).clamp_(max=self._limit)
@@ -108,7 +168,7 @@ class ExactRouter(nn.Module):
 
     def __init__(self, router: Any, kind: RouterKind) -> None:
         super().__init__()
-        self.linear = PackedLinear(router.weight, getattr(router, "bias", None))
+        self.linear = float_linear(router.weight, getattr(router, "bias", None))
         self._choose = _ROUTERS[kind]
         correction = getattr(router, "e_score_correction_bias", None)
         if correction is not None:
@@ -229,11 +289,15 @@ def _expert(experts: Any, number: int, kind: GateKind) -> nn.Module:
     joined_bias = experts.gate_up_proj_bias[number] if experts.has_bias else None
     down_bias = experts.down_proj_bias[number] if experts.has_bias else None
     activation = activation_name(experts.config) if kind == "activation" else None
-    gate_rows, up_rows = _halves(joined.shape[0], joined=experts.is_concatenated)
-    gate = stored_linear(
-        take_rows(joined, gate_rows), None if joined_bias is None else joined_bias[gate_rows], activation
+    stack = experts.gate_up_proj
+    is_joined = experts.is_concatenated or (isinstance(stack, StoredStack) and stack.is_joined)
+    gate_rows, up_rows = _halves(joined.shape[0], joined=is_joined)
+    gate_bias, up_bias = (
+        None if joined_bias is None else joined_bias[rows]
+        for rows in _halves(joined.shape[0], joined=experts.is_concatenated)
     )
-    up = stored_linear(take_rows(joined, up_rows), None if joined_bias is None else joined_bias[up_rows])
+    gate = stored_linear(take_rows(joined, gate_rows), gate_bias, activation)
+    up = stored_linear(take_rows(joined, up_rows), up_bias)
     out = stored_linear(down, down_bias)
     if kind == "activation":
         return _GatedExpert(gate, up, out)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.stored.embedding import Embedding
+from convoy.model.kernels.stored.linear import float_linear
 
 
 class LayerInputs(nn.Module):
@@ -61,7 +61,7 @@ def _lookup(table: torch.Tensor) -> nn.Embedding:
 
 def _linear(weight: torch.Tensor, *, packed: bool) -> nn.Module:
     if packed:
-        return PackedLinear(weight, None)
+        return float_linear(weight, None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach().to(torch.float32).contiguous(), requires_grad=False)
     return linear

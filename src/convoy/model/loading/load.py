@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
-from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.stage_tensors import LoadProgress, Reading, TensorPart
@@ -29,12 +28,12 @@ from convoy.model.loading.join_ranks import join_parts
 from convoy.model.loading.loaded import LoadedModules
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.ranks import Ranks
+from convoy.model.quantize.load import LoadRounding
 from convoy.plan.spec.family import Family
 from convoy.plan.spec.registry import FAMILIES
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages.control import StageAssignment
 
-_EMBEDDING = "model.embed_tokens.weight"
 # float32 bytes; less than a layer of most models has, so that layers are built one at a time
 _PORTION_BYTES = 128 << 20
 
@@ -45,6 +44,7 @@ def load_modules(
     *,
     packed: bool,
     keeps: bool = False,
+    bits: int = 0,
     progress: LoadProgress | None,
     kept: LoadedModules | None = None,
     finish: Callable[[LoadedModules], None] | None = None,
@@ -54,7 +54,8 @@ def load_modules(
     """Read just the tensors of the assignment and build its modules in float32.
 
     ``packed`` gives exact mode's layers, which ``finish`` may convert further. If it ``keeps`` the forms of
-    the file, their matrices are not unpacked. Layers are built a few at a time, so that the original weights
+    the file, their matrices are not unpacked. With ``bits`` they are rounded as `convoy quantize` rounds
+    them, and kept in its form or unpacked. Layers are built a few at a time, so that the original weights
     of only these few are in memory beside the converted ones. Modules of ``kept``, which were loaded earlier
     from the same source in the same form, are reused where still owned; the others are freed first. Layers of
     ``portion_bytes`` in float32 are built together. With a ``shard``, only one rank's slice is loaded. Raises
@@ -73,7 +74,8 @@ def load_modules(
     if part.output:
         check_tied(source)
     whole, source = source, replace(source, spec=rank_spec(source.spec, shard.world_size, shard.experts))
-    reading = Reading(whole, part, progress, shard, keeps=keeps)
+    rounds = LoadRounding(whole, bits).read if bits else lambda _name: None
+    reading = Reading(whole, part, progress, shard, keeps=keeps, rounds=rounds)
     ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks
     loaded = kept
     with large_apart():
@@ -141,8 +143,7 @@ def _load_portion(source: ModelSource, part: TensorPart, reading: Reading, *, pa
     }
     for name in beside:
         del state[name]
-    turned = FAMILIES[source.spec.family].transposed_experts
-    withheld = Withheld(state, packed=packed and part.output, turned=turned)
+    withheld = Withheld(state, source.spec.family, packed=packed and part.output)
     try:
         model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
     finally:
@@ -190,7 +191,7 @@ def _take_modules(
     elif packed:
         # `lm_head` is converted later, once it is known whether it is rounded
         norm = make_norm_exact(norm, family)
-    lookup = _lookup(source, embedding) if embed or beside else None
+    lookup = _lookup(embedding) if embed or beside else None
     return LoadedModules(
         embedding=lookup if embed else None,
         layers=layers,
@@ -231,7 +232,7 @@ def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
     for group in source.spec.cache_groups:
         for number in set(group.layers) & layers.keys():
             attention: Any = getattr(layers[number], "self_attn", None)
-            if group.kind != "kv" or attention is None:
+            if not group.has_heads or attention is None:
                 continue
             found = (attention.head_dim, attention.num_key_value_groups)
             expected = (group.head_dim, group.num_heads // group.num_kv_heads)
@@ -298,11 +299,10 @@ def _layer_inputs(
     )
 
 
-def _lookup(source: ModelSource, weight: Weight | None) -> Embedding | None:
+def _lookup(weight: Weight | None) -> Embedding | None:
     if weight is None:
         return None
     if isinstance(weight, StoredMatrix):
-        made = [whole for name, whole in source.layout.made.items() if decoder_name(name) == _EMBEDDING]
-        return StoredEmbedding(weight, getattr(torch, made[0].dtype) if made else torch.float32)
+        return StoredEmbedding(weight)
     module: nn.Embedding = nn.Embedding.from_pretrained(weight.detach())  # type: ignore[no-untyped-call]
     return module

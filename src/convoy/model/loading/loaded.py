@@ -173,12 +173,14 @@ def _round_linears(module: nn.Module, kernel: LinearKernel) -> nn.Module:
     A router chooses experts by scores that lie close together, and its matrix weighs next to nothing.
     Returns the replacement of ``module``, or ``module``.
     """
-    if type(module) is PackedLinear:
+    # Both stand for a float matrix.
+    if isinstance(module, PackedLinear) and type(module) in (PackedLinear, StoredLinear):
         return kernel.round_linear(module)
     if isinstance(module, ExactMlp) and kernel.join_mlp is not None:
         return kernel.join_mlp(module.gate, module.up, module.down)
     for name, child in module.named_children():
-        if not isinstance(child, ExactRouter):
+        # Gemma 4's router is a module with a linear in it. The plan counts both kinds in float32.
+        if not isinstance(child, ExactRouter) and name != "router":
             setattr(module, name, _round_linears(child, kernel))
     return module
 

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from convoy.model.kernels.stored.matrix import StoredMatrix
-from convoy.model.kernels.stored.weights import Stored, StoredStack
+from convoy.model.kernels.stored.weights import Stored, StoredStack, dense_of
 from convoy.model.layers.experts import is_experts
+from convoy.model.quantize.parts import expert_names
+from convoy.plan.spec.registry import FAMILIES
 
 _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 _LAYER = re.compile(r"model\.layers\.[0-9]+\.", re.ASCII)
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.)\S*\bexperts\.([0-9]+)\.([a-z0-9_]+)\.weight\Z", re.ASCII)
-# The matrices of an expert, by the names of files that store experts one by one.
-_ROLES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 
 class Withheld:
@@ -33,13 +33,11 @@ class Withheld:
     keeps tensors only until `give_back` or `release`.
     """
 
-    def __init__(self, state: dict[str, Stored], *, packed: bool, turned: bool) -> None:
-        """Store ``state``, the tensors read by name in the decoder. Withheld ones are taken out of it.
-
-        ``turned``: the library's stacks of experts are [experts, inputs, outputs].
-        """
+    def __init__(self, state: dict[str, Stored], family: str, *, packed: bool) -> None:
+        """Store ``state``, the tensors read by name in the decoder. Withheld ones are taken out of it."""
         self._state = state
-        self._turned = turned
+        self._family = family
+        self._turned = FAMILIES[family].transposed_experts
         self._packed = packed
         self._taken: dict[str, Any] = {}
         self._held: dict[str, Stored] = {}
@@ -58,8 +56,7 @@ class Withheld:
         # the library builds a model on no device
         with torch.device("cpu"):
             for name, value in self._state.items():
-                if not isinstance(value, torch.Tensor):
-                    self._state[name] = _dense(value, turned=self._turned)
+                self._state[name] = dense_of(value, turned=self._turned)
 
     def give_back(self, model: nn.Module) -> None:
         """Restore the modules, with their weights in the form in which they were read."""
@@ -105,13 +102,17 @@ class Withheld:
             self._take(model, name)
 
     def _stack_experts(self, name: str, experts: Any) -> None:
-        """Join the matrices of single experts to stacks, if all of them are kept."""
-        layer = _LAYER.match(name)
+        """Join the matrices of single experts to stacks, if all of them are kept.
+
+        Those under names that the library does not join are left to it: it reports them.
+        """
+        layer, known = _LAYER.match(name), expert_names(self._family)
+        roles = {} if known is None else {part: role for role, part in enumerate((*known[0], *known[1]))}
         names: dict[tuple[int, int], str] = {}
         for stored in self._state:
             match = _EXPERT.match(stored)
-            if layer and match and match[1] == layer[0] and match[3] in _ROLES:
-                names[int(match[2]), _ROLES[match[3]]] = stored
+            if layer and match and match[1] == layer[0] and match[3] in roles:
+                names[int(match[2]), roles[match[3]]] = stored
         matrices = {place: self._state[stored] for place, stored in names.items()}
         kept = {place: one for place, one in matrices.items() if isinstance(one, StoredMatrix)}
         numbers = range(experts.num_experts)
@@ -146,11 +147,3 @@ def _shape_in_library(value: Stored, experts: Any) -> tuple[int, ...]:
         count, outputs, inputs = value.shape
         return count, inputs, outputs
     return tuple(value.shape)
-
-
-def _dense(value: StoredMatrix | StoredStack, *, turned: bool) -> torch.Tensor:
-    """Return the values as the library has them, whose stacks may be [experts, inputs, outputs]."""
-    if isinstance(value, StoredMatrix):
-        return value.dense()
-    whole = torch.stack([matrix.dense() for matrix in value.matrices])
-    return whole.mT.contiguous() if turned else whole

@@ -1,9 +1,7 @@
 """Write a model as a checkpoint with rounded weights, in the layout of compressed-tensors.
 
-The linears of attention, MLP and experts get the bits of the format, and `lm_head` gets 8. Its error reaches
-every logit, and in most models it is the largest matrix. Everything else stays as it is stored: embeddings,
-norms, biases, routers, and matrices whose inputs do not fill groups. What a source has packed in another way
-is unpacked.
+`parts` says which matrices are rounded. Everything else stays as it is stored, and a tensor that a source
+has packed in another way is unpacked.
 
 Files are written into a folder beside the wanted one, which gets its name at the end.
 """
@@ -12,11 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,31 +21,25 @@ from pathlib import Path
 import torch
 
 from convoy.config.files import FOLDER_HINT
+from convoy.config.kernels import QuantizeFormat
 from convoy.errors import ModelError, UsageError
 from convoy.model.checkpoints.checkpoint import DTYPES, file_bytes
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
-from convoy.model.checkpoints.names import decoder_name, is_matrix
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import Synthetic
+from convoy.model.quantize.parts import MatrixPart, expert_names, matrix_parts, require_rounded
 from convoy.model.quantize.record import (
     FORMATS,
-    QuantizeFormat,
+    ErrorSums,
     QuantizeRecord,
-    RoundedKind,
     write_record,
 )
 from convoy.model.quantize.search import GROUP, RoundedMatrix, round_matrix
 from convoy.model.quantize.shards import MAX_SHARD_BYTES, PlannedTensor, ShardWriter
-from convoy.model.quantize.stacks import single_experts
 from convoy.plan.spec.quantization import QUANTIZATION_KEYS
 
-# of `lm_head`, in every format
-_OUTPUT_BITS = 8
-_OUTPUT = "lm_head.weight"
 _CONFIG = "config.json"
-# routers under names that families without rounded kernels have
-_ROUTER = re.compile(r"\.(gate|router)(\.proj|\.layer)?\.weight\Z", re.ASCII)
 # bytes that stay free on the disk
 _SPARE_BYTES = 64 << 20
 _HEADER_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
@@ -80,15 +70,14 @@ class _Matrix:
     bits: int = 0
     index: tuple[int | slice, ...] = ()
 
+    @classmethod
+    def of(cls, part: MatrixPart, dtype: str) -> _Matrix:
+        """Return the tensor of a part; ``dtype`` is that of the source."""
+        return cls(part.name, part.shape, dtype, part.bits, part.index)
+
     @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
-
-    @property
-    def kind(self) -> str:
-        """Return the name that all layers have for it."""
-        leaf = self.module.rpartition(".")[2]
-        return f"experts.{leaf}" if ".experts." in self.name else leaf
 
     def planned(self) -> list[PlannedTensor]:
         """Return the tensors that stand for it."""
@@ -103,29 +92,12 @@ class _Matrix:
 
 
 @dataclass
-class _Squares:
-    """Add up the weighted squares of a kind of matrix: of its values, and of two errors."""
-
-    bits: int = 0
-    matrices: int = 0
-    values: float = 0.0
-    errors: float = 0.0
-    nearest: float = 0.0
-
-    def of_kind(self) -> RoundedKind:
-        """Return the errors relative to the values."""
-        whole = self.values or 1.0
-        error, nearest = math.sqrt(self.errors / whole), math.sqrt(self.nearest / whole)
-        return RoundedKind(self.matrices, self.bits, error, nearest)
-
-
-@dataclass
 class _Folder:
     """Write the tensors of one checkpoint, and measure the errors."""
 
     source: ModelSource
     writer: ShardWriter
-    squares: dict[str, _Squares] = field(default_factory=lambda: defaultdict(_Squares))
+    errors: ErrorSums = field(default_factory=ErrorSums)
 
     def write(self, name: str, matrices: Iterable[_Matrix]) -> None:
         """Read a tensor of the source, and write those that come of it.
@@ -147,11 +119,7 @@ class _Folder:
         found = round_matrix(values, matrix.bits)
         if not math.isfinite(found.error):
             raise ModelError(f"{self.source.name}: {matrix.name} holds a value that is not a number")
-        own = self.squares[matrix.kind]
-        own.bits, own.matrices = matrix.bits, own.matrices + 1
-        own.values += found.square
-        own.errors += found.error
-        own.nearest += found.nearest_error
+        self.errors.add(matrix.name, matrix.bits, (found.square, found.error, found.nearest_error))
         return found
 
 
@@ -170,7 +138,7 @@ def quantize(
     """
     started = time.monotonic()
     require_unused(out)
-    plan = _plan(source, FORMATS[form])
+    plan = _plan(source, form)
     try:
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
         try:
@@ -196,40 +164,30 @@ def require_unused(out: Path) -> None:
         raise UsageError(f"--out {out} is {what}", hint="name a new folder: --out DIR")
 
 
-def _plan(source: ModelSource, bits: int) -> dict[str, list[_Matrix]]:
-    """Return the tensors of the new checkpoint, by the source's tensor that they come from."""
+def _plan(source: ModelSource, form: QuantizeFormat) -> dict[str, list[_Matrix]]:
+    """Return the tensors of the new checkpoint, by the source's tensor that they come from.
+
+    Raises ModelError for a family whose experts files hold as stacks only.
+    """
     plan: dict[str, list[_Matrix]] = {}
+    bits = FORMATS[form]
+    require_rounded(source, bits)
     for name, shape in source.layout.shapes(source.tensors).items():
         whole = source.layout.made.get(name)
         dtype = source.tensors[name].dtype if whole is None else _HEADER_NAMES[whole.dtype]
         if dtype not in DTYPES:
             stored = source.tensors[name]
             raise ModelError(f"{stored.path}: {name} has the dtype {dtype}, which is not supported")
-        known = decoder_name(name)
-        if not is_matrix(known, shape) or _ROUTER.search(name) is not None:
-            plan[name] = [_Matrix(name, shape, dtype)]
-        elif len(shape) == 3:
-            plan[name] = [
-                _Matrix(own, (num_rows, width), dtype, _bits(own, width, source, bits), index)
-                for own, (num_rows, width), index in single_experts(source, name, shape)
-            ]
-        else:
-            plan[name] = [_Matrix(name, shape, dtype, _bits(known, shape[1], source, bits))]
-    if not any(matrix.bits for own in plan.values() for matrix in own):
-        raise ModelError(
-            f"{source.name} has no matrix with a multiple of {GROUP} inputs, so none can be rounded"
-        )
+        parts = matrix_parts(source, name, shape, bits)
+        if len(shape) == 3 and parts and expert_names(source.spec.family) is None:
+            raise ModelError(
+                f"{source.name}: {name} holds all experts of a layer, and {source.spec.family} has no form "
+                "in which each is rounded by itself",
+                hint="use a checkpoint of the model that is quantised already, such as MXFP4, MLX or GGUF, "
+                f"or round it at load: --quantize {form}",
+            )
+        plan[name] = [_Matrix.of(part, dtype) for part in parts] or [_Matrix(name, shape, dtype)]
     return plan
-
-
-def _bits(name: str, width: int, source: ModelSource, bits: int) -> int:
-    """Return the bits of a matrix with rows of ``width``, or 0 if it stays as it is."""
-    if width % GROUP or name.startswith("model.embed_tokens."):
-        return 0
-    if name == _OUTPUT:
-        # tied, it is the embedding
-        return 0 if source.spec.tied_embeddings else _OUTPUT_BITS
-    return bits
 
 
 def _write(
@@ -261,7 +219,7 @@ def _write(
         (folder / name).write_bytes(data)
     # the headers must be those of a model, before the folder gets its name
     ModelSource.resolve(str(folder))
-    record = _record(source, form, checkpoint.squares, total, after)
+    record = checkpoint.errors.record((source.name, source.digest), form, (total, after))
     write_record(folder, record)
     return record
 
@@ -331,25 +289,3 @@ def _require_room(folder: Path, num_bytes: int) -> None:
             f"the checkpoint has {num_bytes} bytes, and the disk of {folder.parent} has {free} free",
             hint="free some, or name a folder on another disk: --out DIR",
         )
-
-
-def _record(
-    source: ModelSource, form: QuantizeFormat, squares: Mapping[str, _Squares], before: int, after: int
-) -> QuantizeRecord:
-    whole = _Squares()
-    for one in squares.values():
-        whole.values += one.values
-        whole.errors += one.errors
-        whole.nearest += one.nearest
-    overall = whole.of_kind()
-    return QuantizeRecord(
-        model=source.name,
-        digest=source.digest,
-        format=form,
-        group_size=GROUP,
-        bytes_before=before,
-        bytes_after=after,
-        error=overall.error,
-        nearest_error=overall.nearest_error,
-        kinds={kind: one.of_kind() for kind, one in sorted(squares.items())},
-    )

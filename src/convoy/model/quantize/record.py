@@ -1,4 +1,4 @@
-"""Keep the measured error of rounded weights beside them: the file convoy_quantize.json of a folder.
+"""Keep the measured error of rounded weights: in a folder's file convoy_quantize.json, or for a certificate.
 
 It is apart from the modules that round because a parity certificate reads it, and rounds nothing.
 """
@@ -6,21 +6,25 @@ It is apart from the modules that round because a parity certificate reads it, a
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import msgspec
 
+from convoy.config.kernels import KERNELS, QUANTIZED, QuantizeFormat
 from convoy.config.type_resolution import resolved
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import file_bytes
 
 RECORD = "convoy_quantize.json"
-QuantizeFormat = Literal["q4", "q8"]
 # the bits of each word of --format
-FORMATS: Mapping[QuantizeFormat, int] = {"q4": 4, "q8": 8}
+FORMATS: Mapping[QuantizeFormat, int] = {
+    word: KERNELS[QUANTIZED[word]].form.bits for word in get_args(QuantizeFormat)
+}
 _MAX_RECORD_BYTES = 1 << 20
 
 
@@ -54,6 +58,65 @@ class QuantizeRecord:
     error: float
     nearest_error: float
     kinds: Mapping[str, RoundedKind]
+
+
+@dataclass
+class _Squares:
+    """Add up the weighted squares of a kind of matrix: of its values, and of two errors."""
+
+    bits: int = 0
+    names: set[str] = field(default_factory=set)
+    values: float = 0.0
+    errors: float = 0.0
+    nearest: float = 0.0
+
+    def of_kind(self) -> RoundedKind:
+        """Return the errors relative to the values."""
+        whole = self.values or 1.0
+        error, nearest = math.sqrt(self.errors / whole), math.sqrt(self.nearest / whole)
+        return RoundedKind(len(self.names), self.bits, error, nearest)
+
+
+class ErrorSums:
+    """Add up the errors of a model's matrices as they are rounded."""
+
+    def __init__(self) -> None:
+        self._kinds: defaultdict[str, _Squares] = defaultdict(_Squares)
+
+    def add(self, name: str, bits: int, squares: tuple[float, float, float]) -> None:
+        """Add a matrix, or some outputs of it, by its name.
+
+        ``squares`` are the weighted sums of its values, its errors and its errors without a search.
+        """
+        module = name.removesuffix(".weight")
+        leaf = module.rpartition(".")[2]
+        own = self._kinds[f"experts.{leaf}" if ".experts." in name else leaf]
+        own.bits = bits
+        own.names.add(name)
+        own.values += squares[0]
+        own.errors += squares[1]
+        own.nearest += squares[2]
+
+    def record(
+        self, model: tuple[str, str], form: QuantizeFormat, num_bytes: tuple[int, int]
+    ) -> QuantizeRecord:
+        """Return the record of a ``model``, its name and digest, with its bytes before and after."""
+        whole = _Squares()
+        for one in self._kinds.values():
+            whole.values += one.values
+            whole.errors += one.errors
+            whole.nearest += one.nearest
+        overall = whole.of_kind()
+        return QuantizeRecord(
+            *model,
+            format=form,
+            group_size=KERNELS[QUANTIZED[form]].form.group,
+            bytes_before=num_bytes[0],
+            bytes_after=num_bytes[1],
+            error=overall.error,
+            nearest_error=overall.nearest_error,
+            kinds={kind: one.of_kind() for kind, one in sorted(self._kinds.items())},
+        )
 
 
 def write_record(folder: Path, record: QuantizeRecord) -> None:

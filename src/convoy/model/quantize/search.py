@@ -5,12 +5,17 @@ several scales and takes the two steps of Lloyd ("Least squares quantization in 
 of a scale, and then the scale of least squares of these codes. Inputs that count more are weighted more, as
 in GPTQ (Frantar et al., 2022), AWQ (Lin et al., 2023) and llama.cpp's importance matrices. These weigh by
 activations of a calibration text. Without one, an input's weight is the mean square of its column.
+
+Members of a cluster round the same weights by themselves. So every sum has an order of its own here, which
+depends neither on the processor nor on the number of threads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,6 +29,19 @@ _SCALES = torch.bfloat16
 _LEAST_SCALE = 1e-30
 # numbers rounded at a time: intermediate values fit the processor's cache
 _PIECE_ELEMENTS = 1 << 18
+
+
+class Rows(Protocol):
+    """Give the rows of a matrix [outputs, inputs]: a tensor, or one that unpacks the rows asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the numbers of outputs and inputs."""
+        ...
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Return some rows, of any floating-point dtype."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,38 +93,57 @@ def round_matrix(matrix: torch.Tensor, bits: int, weights: torch.Tensor | None =
     )
 
 
-def input_weights(matrix: torch.Tensor) -> torch.Tensor:
+def input_weights(matrix: Rows) -> torch.Tensor:
     """Return the mean square of each column of [outputs, inputs], float32 [inputs], scaled to a mean of 1.
 
     The weights of a matrix of zeros are 1.
     """
     sums = torch.zeros(matrix.shape[1], dtype=torch.float64)
     for rows in _row_pieces(matrix):
-        sums += rows.square().sum(0, dtype=torch.float64)
-    mean = float(sums.mean())
+        sums += _halved_sum(rows.square_().to(torch.float64))
+    mean = math.fsum(sums.tolist()) / len(sums)
     return torch.ones(len(sums)) if mean == 0.0 else (sums / mean).to(torch.float32)
 
 
-def _row_pieces(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the rows as float32, some at a time."""
-    for rows in torch.split(matrix, max(1, _PIECE_ELEMENTS // max(1, matrix.shape[1]))):
-        yield rows.to(torch.float32)
+def _row_pieces(matrix: Rows) -> Iterator[torch.Tensor]:
+    """Yield copies of the rows as float32, some at a time."""
+    outputs, inputs = matrix.shape
+    step = max(1, _PIECE_ELEMENTS // max(1, inputs))
+    for start in range(0, outputs, step):
+        yield matrix[start : start + step].to(torch.float32, copy=True)
+
+
+def _halved_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums over the first dimension, in the memory of ``values``.
+
+    Both halves are added number by number until one number is left. An odd one waits for the next round.
+    """
+    length = len(values)
+    while length > 1:
+        half = length // 2
+        values[:half].add_(values[half : 2 * half])
+        if length % 2:
+            values[half].copy_(values[length - 1])
+        length = half + length % 2
+    return values[0]
 
 
 def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatrix:
     """Return the best of two choices for each group: the nearest codes without a search, and with it."""
-    groups, weighs = rows.reshape(len(rows), -1, GROUP), weights.view(1, -1, GROUP)
-    plain = _safe(groups.abs().amax(-1, keepdim=True) / ((1 << (bits - 1)) - 1)).to(_SCALES)
+    # The inputs of a group come first, so that all steps run over long rows: [GROUP, outputs, groups].
+    groups = rows.reshape(len(rows), -1, GROUP).permute(2, 0, 1).contiguous()
+    weighs = weights.view(-1, GROUP).T.unsqueeze(1).contiguous()
+    plain = _safe(groups.abs().amax(0) / ((1 << (bits - 1)) - 1)).to(_SCALES)
     best = _safe(_search(groups, weighs, bits)).to(_SCALES)
     codes = [_nearest(groups, scales.to(torch.float32), bits) for scales in (plain, best)]
     errors = [
-        ((groups - own * scales.to(torch.float32)).square_() * weighs).sum(-1, keepdim=True)
+        _halved_sum((own * scales.to(torch.float32)).sub_(groups).square_().mul_(weighs))
         for own, scales in zip(codes, (plain, best), strict=True)
     ]
     is_better = errors[1] < errors[0]
     return RoundedMatrix(
-        torch.where(is_better, codes[1], codes[0]).to(torch.int8).flatten(1),
-        torch.where(is_better, best, plain).squeeze(-1),
+        torch.where(is_better, codes[1], codes[0]).to(torch.int8).permute(1, 2, 0).flatten(1),
+        torch.where(is_better, best, plain),
         float((groups.square() * weighs).sum(dtype=torch.float64)),
         float(torch.where(is_better, errors[1], errors[0]).sum(dtype=torch.float64)),
         float(errors[0].sum(dtype=torch.float64)),
@@ -114,15 +151,18 @@ def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatri
 
 
 def _search(groups: torch.Tensor, weighs: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the scale of least squares for the best codes of all first scales, [outputs, groups, 1]."""
+    """Return the scale of least squares for the best codes of all first scales, [outputs, groups]."""
     weighted = groups * weighs
-    greatest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    # memory for all rounds: fresh pages would take longer than the sums
+    codes, products = torch.empty_like(groups), torch.empty_like(groups)
+    most, least = groups.amax(0), groups.amin(0)
+    greatest = torch.where(most >= -least, most, least)
     best, best_gain = torch.zeros_like(greatest), torch.zeros_like(greatest)
     for reach in _REACHES[bits]:
         # the sign puts the greatest magnitude on the negative side, which has one code more
-        codes = _nearest(groups, _safe(greatest / -reach), bits)
-        cross = (weighted * codes).sum(-1, keepdim=True)
-        power = (codes.square_() * weighs).sum(-1, keepdim=True)
+        _nearest(groups, _safe(greatest / -reach), bits, out=codes)
+        cross = _halved_sum(torch.mul(weighted, codes, out=products))
+        power = _halved_sum(codes.square_().mul_(weighs))
         # the scale cross / power leaves the weighted square of the values less this
         gain = torch.where(power > 0, cross.square() / power, 0)
         is_better = gain > best_gain
@@ -131,9 +171,11 @@ def _search(groups: torch.Tensor, weighs: torch.Tensor, bits: int) -> torch.Tens
     return best
 
 
-def _nearest(groups: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+def _nearest(
+    groups: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     half = 1 << (bits - 1)
-    return (groups / scales).round_().clamp_(-half, half - 1)
+    return torch.div(groups, scales, out=out).round_().clamp_(-half, half - 1)
 
 
 def _safe(scales: torch.Tensor) -> torch.Tensor:

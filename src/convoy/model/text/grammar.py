@@ -17,13 +17,14 @@ class Grammar:
     """Hold a grammar's source text. For "choice" it is a JSON list of texts, for "json_object" empty.
 
     ``strict`` refuses a JSON schema with a keyword that cannot be enforced. ``param`` names the request's
-    field for errors.
+    field for errors. With ``has_flag`` the request can choose ``strict`` there.
     """
 
     kind: GrammarKind
     text: str = ""
     strict: bool = True
     param: str = "grammar"
+    has_flag: bool = False
 
 
 def without_anchors(pattern: str) -> str:

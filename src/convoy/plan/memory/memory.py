@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from convoy.config.kernels import KERNELS, QUANTIZED, on_device
+from convoy.config.kernels import KERNELS, QUANTIZED, kv_form, on_device
 from convoy.errors import PlanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
@@ -56,25 +56,33 @@ def _rounded(kind: str, kernel: str) -> str:
 
 
 def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
-    """Return the hint, with the memory of all stages under each kind of ``--quantize`` that lowers it."""
+    """Return the hint: the memory of all stages now, and under each kind of ``--quantize`` that lowers it.
 
-    def together(kind: str | None) -> int:
-        total = 0
-        for name, span in owners:
-            offer = offers[name]
-            form = offer.form if kind is None else _rounded(kind, offer.kernel)
-            total += offer.world_size * stage_bytes(spec, span, form, offer.world_size)
-        return total
-
-    now, unpacked = together(None), _unpacked_text(spec, owners, offers)
-    less = {kind: needed for kind in QUANTIZED if (needed := together(kind)) < now}
+    It names the form of weights and K/V, and the kinds under which the stages fit.
+    """
+    now, unpacked = _together(spec, owners, offers), _unpacked_text(spec, owners, offers)
+    less = []
+    for kind in QUANTIZED:
+        rounded = {name: replace(one, kernel=_rounded(kind, one.kernel)) for name, one in offers.items()}
+        needed = _together(spec, owners, rounded)
+        if needed < now:
+            is_enough = fits(spec, relieve(spec, owners, rounded), rounded)
+            note = " (fits)" if is_enough else ""
+            less.append(f"{format_bytes(needed)} with --quantize {kind}{note}")
     if not less:
         return f"add a member, or move layers to one with more memory{unpacked}"
-    kinds = ", ".join(f"{format_bytes(needed)} with --quantize {kind}" for kind, needed in less.items())
+    forms = sorted({offers[name].form for name, _ in owners})
+    kv = sorted({kv_form(form, group.kv_dtype).name for form in forms for group in spec.cache_groups})
     return (
         "add a member, move layers to one with more memory, or round the weights: all stages need "
-        f"{format_bytes(now)}, {kinds}{unpacked}"
+        f"{format_bytes(now)} with {' and '.join(forms)} and K/V in {' and '.join(kv)}, "
+        f"{', '.join(less)}{unpacked}"
     )
+
+
+def _together(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> int:
+    """Return the memory of all stages, over all of their ranks."""
+    return sum(offers[name].world_size * _needed(spec, span, offers[name]) for name, span in owners)
 
 
 def _unpacked_text(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:

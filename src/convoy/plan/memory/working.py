@@ -34,7 +34,7 @@ def working_bytes(
 
 
 def _heads_width(group: CacheGroup) -> int:
-    keys = 2 * group.num_kv_heads if group.kind == "kv" else 1
+    keys = 2 * group.num_kv_heads if group.has_heads else 1
     return (group.num_heads + keys) * max(group.head_dim, group.value_dim)
 
 

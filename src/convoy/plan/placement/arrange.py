@@ -4,7 +4,8 @@ Rules leave each member one run of layers, `rules.room`. Each member must have a
 least alone, this is scheduling unit jobs between a release time and a deadline, which earliest deadline first
 solves (Jackson 1955; Horn 1974); a member is stretched over layers that the next one may not have yet. Then
 each cut moves as near to the wanted one as the rules allow. Between equal members, the wanted cuts make
-stages take the same time (`plan.cost`); otherwise they share layers in proportion to memory.
+stages take the same time (`plan.cost`); otherwise they share layers in proportion to memory,
+by the bytes that each layer takes in each member's form.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from convoy.plan.cost import balanced, equals, layer_costs, output_cost
 from convoy.plan.offer import MemberOffer
@@ -70,12 +72,32 @@ def arrangements(
 
 def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
     """Return the parts that these members would have without rules. Raises PlanError as `shares` does."""
-    counts = shares(rest.end - rest.start, [member.share_bytes for member in order])
+    sizes = {
+        member.form: [one.num_bytes(member.form) for one in spec.layers[slice(*rest.run)]] for member in order
+    }
+    # In whole runs of these layers, since members may hold them in other forms.
+    weights = [Fraction(member.share_bytes, sum(sizes[member.form])) for member in order]
+    counts = _by_bytes(shares(rest.end - rest.start, weights), weights, sizes[order[0].form])
     if equals(order):
         owners = owners_of(order, consecutive(counts, rest.start), rest.output)
         extras = [output_cost(spec) if span.output else 0 for _, span in owners]
         counts = balanced(layer_costs(spec)[rest.start : rest.end], extras)
     return consecutive(counts, rest.start)
+
+
+def _by_bytes(counts: list[int], weights: Sequence[Fraction], sizes: Sequence[int]) -> list[int]:
+    """Return ``counts``, or where layers differ, counts whose bytes are nearest to the shares of the weights.
+
+    Each is at least one.
+    """
+    if len(set(sizes)) == 1:
+        return counts
+    reach, cuts = list(itertools.accumulate(sizes, initial=0)), [0]
+    for number, weight in enumerate(itertools.accumulate(weights[:-1]), 1):
+        wanted = weight / sum(weights) * reach[-1]
+        possible = range(cuts[-1] + 1, len(sizes) - len(weights) + number + 1)
+        cuts.append(min(possible, key=lambda cut: abs(reach[cut] - wanted)))
+    return [end - start for start, end in itertools.pairwise([*cuts, len(sizes)])]
 
 
 def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputOwner) -> Owners:

@@ -76,8 +76,33 @@ class CacheGroup:
             return 0
         if self.row_elements:
             return self.row_elements
-        values = 0 if self.kind == "latent" else self.value_dim
+        values = 0 if self.is_latent else self.value_dim
         return self.num_kv_heads * (self.head_dim + values)
+
+    @property
+    def has_heads(self) -> bool:
+        """Return whether each K/V head has keys and values of its own."""
+        return self.kind == "kv"
+
+    @property
+    def is_latent(self) -> bool:
+        """Return whether all heads share a row, and the values are a part of it."""
+        return self.kind == "latent"
+
+    @property
+    def is_compressed(self) -> bool:
+        """Return whether its rows are entries, each for several tokens."""
+        return self.kind == "entries"
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether its rows are tokens that wait to be compressed."""
+        return self.kind == "pending"
+
+    @property
+    def index_dim(self) -> int:
+        """Return the width of the second keys, by which a query chooses its entries; 0 without them."""
+        return self.row_elements - self.head_dim if self.is_compressed else 0
 
     @property
     def is_state(self) -> bool:
@@ -97,7 +122,7 @@ class CacheGroup:
     @property
     def is_carried(self) -> bool:
         """Return whether a block is K and V of one width, as a session's file stores them."""
-        return self.kind == "kv" and self.head_dim == self.value_dim
+        return self.has_heads and self.head_dim == self.value_dim
 
     @property
     def attends(self) -> bool:

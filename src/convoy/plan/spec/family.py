@@ -34,6 +34,9 @@ NormKind = Literal["weight", "one plus weight"]
 # How a router weighs experts: by a softmax over all of them or over the chosen ones, or by sigmoids, with
 # experts of the best groups.
 RouterKind = Literal["softmax of all", "softmax of chosen", "best groups"]
+# Which dimensions of a head turn together: each with the one half the rotary part behind, or neighbours. The
+# factors of neighbours are those of the first half, or stand in pairs themselves.
+RotationKind = Literal["halves", "pairs", "pairs apart"]
 # How tensors of a GGUF file make one of the library's, by a word of `formats.arrange`.
 Arrangement = Literal[
     "as stored",
@@ -75,6 +78,11 @@ class LayerHeads:
     compression: Compression | None = None
 
     @property
+    def is_state(self) -> bool:
+        """Return whether a layer keeps one state of a sequence, and no keys."""
+        return self.kind == "recurrent"
+
+    @property
     def mixed_width(self) -> int:
         """Return the width of a delta net's convolution: queries, keys and values."""
         return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
@@ -85,7 +93,7 @@ class LayerHeads:
 
         For attention it is 0.
         """
-        if self.kind != "recurrent":
+        if not self.is_state:
             return 0
         past = (self.num_taps - 1) * self.mixed_width
         state = self.num_heads * self.head_dim * self.value_dim
@@ -158,6 +166,35 @@ class GgufForm:
     yarn: Mapping[str, object] = field(default_factory=dict)
     # Whether the keys of the rotation come from ``read``.
     own_rotation: bool = False
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """Describe a layer to compiled code, as far as its modules do not show it.
+
+    Such a layer is attention and then an MLP or experts, with norms around them and a residual sum behind
+    either, and no more. `model.backends.host.native_layers` runs it.
+    """
+
+    # The norms before and behind attention, and before and behind the MLP; "": there is none.
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    # Whether norms subtract the mean, and divide by the deviation from it.
+    mean_norms: bool = False
+    # Whether the MLP reads what attention reads, and not what attention adds to.
+    parallel: bool = False
+    # How heads turn, where `Family.plain_attention` is false.
+    rotation: RotationKind = "halves"
+    # Whether heads turn in layers with a window alone.
+    full_unturned: bool = False
+
+
+# The names of four norms, as Gemma's layers have them.
+FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 # Experts as most families' converters stack them.
@@ -253,5 +290,7 @@ class Family:
     # The path "" is the layer.
     replaced: Mapping[str, str] = field(default_factory=dict)
     # Whether a layer is a norm, attention, a norm and a gated MLP, with a residual sum behind either, and
-    # no more. Compiled code and `cuda.decoder` run such layers.
+    # no more. `cuda.decoder` runs such layers.
     plain_layers: bool = False
+    # The layers' form for compiled code of hosts; None: they run part by part.
+    layer_form: LayerForm | None = None

@@ -59,14 +59,14 @@ def cache_groups(layers: Sequence[LayerHeads]) -> tuple[CacheGroup, ...]:
 
 
 def _group_name(heads: LayerHeads) -> str:
-    if heads.kind == "recurrent":
+    if heads.is_state:
         return "state"
     return "full" if heads.window is None else f"window-{heads.window}"
 
 
 def _group_order(group: tuple[LayerHeads, list[int]]) -> tuple[bool, int, list[int]]:
     heads, numbers = group
-    return heads.kind == "recurrent", heads.window or 0, numbers
+    return heads.is_state, heads.window or 0, numbers
 
 
 def forbidden_cuts(layers: Sequence[LayerHeads]) -> Mapping[int, str]:

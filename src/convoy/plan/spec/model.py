@@ -147,9 +147,9 @@ class ModelSpec:
         return replace(self, cache_groups=groups)
 
     def _check_kv_dtype(self, form: KvForm) -> None:
-        kinds = {group.kind for group in self.cache_groups}
-        if "entries" in kinds or not any(group.attends for group in self.cache_groups):
-            kept = "compressed entries" if "entries" in kinds else "recurrent states"
+        compressed = any(group.is_compressed for group in self.cache_groups)
+        if compressed or not any(group.attends for group in self.cache_groups):
+            kept = "compressed entries" if compressed else "recurrent states"
             raise ModelError(
                 f"kv_dtype is {form.name}, and {self.name} keeps {kept}, which are float32",
                 hint=_KV_AUTO,
@@ -184,8 +184,11 @@ class ModelSpec:
         Tied embeddings are not considered; see `weight_bytes`.
         """
         beside = self.hidden_size + self.joining_elements
-        kept_bytes = self._rows_of(self.kept_output_bytes)
-        return form_of(dtype).linear_bytes(
+        kept_bytes, form = self._rows_of(self.kept_output_bytes), form_of(dtype)
+        if form.keeps and self.tied_embeddings:
+            # The embedding is not rounded.
+            form = replace(form, bits=0)
+        return form.linear_bytes(
             self.vocabulary_rows, self.hidden_size, head=True, kept_bytes=kept_bytes
         ) + beside * dtype_bytes(dtype)
 

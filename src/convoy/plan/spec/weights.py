@@ -17,7 +17,7 @@ from convoy.plan.spec.family import Shape
 
 # Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, the output of each
 # group of DeepSeek V4's heads, and norms of single heads. The last three are in no linear there.
-_ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
+_ROUTER = re.compile(r"(\A|\.)(gate|router)(\.proj|\.layer)?\.weight\Z", re.ASCII)
 _NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight", "norm.weight")
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
 _STACK = re.compile(r"\bexperts\.[a-z_]+\Z")

@@ -34,6 +34,7 @@ from convoy.transport.member import Member
 MAX_FILE_BYTES = 32 * 1024
 
 _LABEL = b"convoy attestation v1 request"
+_AGAIN = "make the request again on that machine: convoy attest new"
 _REQUEST, _CHALLENGE, _ANSWER, _PENDING = (
     f"attestation_{word}" for word in ("request", "challenge", "answer", "pending")
 )
@@ -98,11 +99,13 @@ def check_request(
     TPM or sign anything, and a certificate that is of no authority or for another key.
     """
     if request.member != member.name or request.identity_key != member.identity_key:
-        raise AttestationError(f"the request is not of the {member.name} that the roster lists")
+        raise AttestationError(f"the request is not of the {member.name} that the roster lists", hint=_AGAIN)
     try:
         verify(member.identity_key, request.signature, request.signed_bytes())
     except HandshakeError:
-        raise AttestationError(f"the request is not signed by {member.name}'s identity key") from None
+        raise AttestationError(
+            f"the request is not signed by {member.name}'s identity key", hint=_AGAIN
+        ) from None
     endorsement = parse_public(request.endorsement)
     check_endorsement_key(endorsement)
     check_attestation_key(parse_public(request.attestation))
@@ -129,7 +132,10 @@ def answer_for(member: str, identity_key: bytes, attestation: bytes, secret: byt
 def accept(answer: ActivationReply, pending: PendingActivation, member: Member) -> bytes:
     """Return the key (DER) to enrol for ``member``. Raises `AttestationError` for an invalid proof."""
     if not answer.member == pending.member == member.name or member.identity_key != pending.identity_key:
-        raise AttestationError(f"the answer is not of the {pending.member} that was challenged")
+        raise AttestationError(
+            f"the answer is not of the {pending.member} that was challenged",
+            hint="give the answer to this member's last challenge, or make a new challenge",
+        )
     public = parse_public(pending.attestation)
     # The proof covers the name and the identity key too, so it cannot serve for another member.
     check_proof(activation_proof(pending.secret, member.name, member.identity_key, public.name), answer.proof)
@@ -217,7 +223,9 @@ def _from_text(text: str, table: str, names: Iterable[str]) -> tuple[str, dict[s
     fields = tables.get(table)
     # An unknown field may change the meaning in a later version, so it is refused.
     if set(tables) != {table} or not isinstance(fields, dict) or set(fields) != {"member", *names}:
-        raise AttestationError(f"this is no {what}: its fields are others")
+        raise AttestationError(
+            f"this is no {what}: its fields are others", hint=f"name the file of the {what}"
+        )
     if not all(type(value) is str for value in fields.values()):
         raise AttestationError(f"a field of the {what} is no text")
     try:

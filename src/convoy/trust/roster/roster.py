@@ -95,7 +95,9 @@ def make_roster(
     try:
         end = start + lifetime
     except OverflowError:
-        raise RosterError(f"the roster would expire after the year {datetime.MAXYEAR}") from None
+        raise RosterError(
+            f"the roster would expire after the year {datetime.MAXYEAR}", hint="give it fewer days"
+        ) from None
     roster = Roster(cluster_id, epoch, start, end, tuple(members))
     check_roster(roster)
     return roster

@@ -71,7 +71,8 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 HubCommitName = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40})?\Z"
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40}"
+        r"(:[A-Za-z0-9][A-Za-z0-9._+/-]{0,199})?)?\Z"
     ),
 ]
 # The longest roster file, and so the longest roster in a frame.
@@ -236,7 +237,8 @@ class Plan(Message, frozen=True):
     manifest: Digest = ""
     # One kernel per stage; empty if all run ``kernel``.
     kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []
-    # org/name@commit on a hub that has these weights; empty if only the head has them.
+    # org/name@commit on a hub that has these weights, or org/name@commit:FILE of a GGUF model; empty if only
+    # the head has them.
     hub: HubCommitName = ""
     # True for a private hub. A member without a configured hub then asks no hub at all: the public one would
     # learn the model's name.

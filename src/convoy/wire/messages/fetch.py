@@ -13,6 +13,8 @@ import msgspec
 from convoy.wire.messages.control import OBJECT_BYTES, FrameRow, FrameType, Message, Plan, Sender
 
 MAX_PIECE_BYTES = 1024 * 1024
+# As members ask for them: a hidden state of a running plan waits no longer than one of these takes.
+PIECE_BYTES = 512 * 1024
 MAX_HELD_BYTES = 32 * 1024
 # With this error in a `Prepared`, the head may ask again.
 SUPERSEDED = "another plan came first"

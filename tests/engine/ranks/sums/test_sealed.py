@@ -38,7 +38,7 @@ TYPES = ["float32", "bfloat16"]
 
 
 class Crossed:
-    """What comes over a rank's two links is delivered in another order, that of each link kept."""
+    """Deliver the frames of a rank's two links in another order, that of each link kept."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -66,7 +66,7 @@ def rings() -> Iterator[dict[int, RankRing]]:
 
 
 def parts_of(world_size: int, shape: tuple[int, ...], dtype: str, seed: int) -> list[torch.Tensor]:
-    """Of sizes so different that another order of sums has other bits."""
+    """Make parts of sizes so different that another order of sums has other bits."""
     made = np.random.default_rng(seed)
     scale = 10.0 ** made.integers(-3, 4, size=(world_size, *shape))
     whole = (made.standard_normal((world_size, *shape)) * scale).astype("float32")
@@ -74,7 +74,7 @@ def parts_of(world_size: int, shape: tuple[int, ...], dtype: str, seed: int) -> 
 
 
 def slow_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """((p0 + p1) + p2) + ... of float32, by numpy, and rounded to bfloat16 by hand where that is asked."""
+    """Compute ((p0 + p1) + p2) + ... of float32, by numpy, and round to bfloat16 by hand if asked."""
     total = parts[0].float().numpy().copy()
     for part in parts[1:]:
         total = np.add(total, part.float().numpy(), dtype=np.float32)

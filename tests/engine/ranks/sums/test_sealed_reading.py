@@ -29,7 +29,7 @@ ALLOWED = RANK_TYPES | {FrameType.REFUSE}
 
 
 class Two:
-    """Ranks 0 and 1 over TLS; ``others`` has the frames outside the collective, by rank."""
+    """Hold ranks 0 and 1 over TLS; ``others`` has the frames outside the collective, by rank."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUnderTest]:
 
 
 class RawProvider:
-    """Speaks the protocol by hand, and so may break it."""
+    """Drive the protocol by hand, and so be able to break it."""
 
     def __init__(self, fleet: FleetUnderTest) -> None:
         self.fleet = fleet
@@ -137,7 +137,7 @@ class RawProvider:
         self.send(Proof(message.nonce, self.identity.sign(said)))
 
     def is_put_out(self) -> bool:
-        """Whether the coordinator ends the socket, whatever else it says first."""
+        """Return whether the coordinator ends the socket, whatever else it says first."""
         try:
             while True:
                 self.socket.recv(timeout=WAIT_S)
@@ -326,7 +326,7 @@ TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"4"}}]}\n\n'
 
 
 def whole(serve: Serve, sealer: AnswerSealer) -> list[FleetMessage]:
-    """An answer as it should be."""
+    """Return an answer as it should be."""
     return [
         Began(serve.request_id, sealer.nonce),
         Chunk(serve.request_id, sealer.seal(HEAD), 0, False),

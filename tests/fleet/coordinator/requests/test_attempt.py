@@ -46,7 +46,7 @@ def sealer_of(serve: Serve) -> AnswerSealer:
 
 
 class Socket:
-    """Answers with ``pieces``, each with how many tokens were given so far."""
+    """Answer with ``pieces``, each with how many tokens were given so far."""
 
     def __init__(self, pieces: list[tuple[bytes, int]], registration: Registration) -> None:
         self.registration = registration
@@ -65,7 +65,7 @@ class Socket:
 
 
 class Alive(Answering):
-    """Begins, and then gives one sign of life after the other for ever."""
+    """Begin, and then give one sign of life after the other for ever."""
 
     def __init__(self, request_id: str, sealer: AnswerSealer) -> None:
         super().__init__(request_id, 4, lambda _: None)
@@ -81,7 +81,7 @@ class Alive(Answering):
 
 
 class AliveSocket(Socket):
-    """Says that it is alive, for ever, in place of a first token."""
+    """Send signs of life for ever, in place of a first token."""
 
     async def ask(self, serve: Serve) -> Answering:
         return Alive(serve.request_id, sealer_of(serve))

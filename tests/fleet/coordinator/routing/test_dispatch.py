@@ -368,7 +368,7 @@ SLOTS = {"p0": 1, "p1": 3}
 
 
 class Fleet:
-    """A dispatcher beside what must be true of it: each request is in one place."""
+    """Hold a dispatcher and its invariant: each request is in one place."""
 
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(QueueLimits(10, 10, 1e9))

@@ -108,7 +108,7 @@ def test_who_left_or_is_late_is_in_the_queue_no_more() -> None:
 
 
 class Line:
-    """A dispatcher and one provider that takes as long as it said, from 0."""
+    """Hold a dispatcher and one provider that takes as long as it said, from 0."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self.dispatcher = Dispatcher(limits)

@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def outputs(stage: HostStage) -> list[torch.Tensor]:
-    """What a step gives, hidden state and logits."""
+    """Return a step's hidden state and logits."""
     stage.make_pools(8)
     tokens = torch.tensor([3, 1, 4, 1, 5])
     embed = stage.assignment.embed

@@ -20,7 +20,7 @@ NUM_BLOCKS = 8
 
 @pytest.fixture
 def stage(models: Models) -> HostStage:
-    """The whole model; sequence 1 has blocks 0 and 1, and 20 positions."""
+    """Load the whole model; sequence 1 has blocks 0 and 1, and 20 positions."""
     stage: HostStage = models.chain("odd").stages[0]
     stage.make_pools(NUM_BLOCKS)
     stage.run(step(rows=[Row(1, 0, 20, 0)], grants=[BlockGrant.append(1, 0, [0, 1])]), None, torch.arange(20))

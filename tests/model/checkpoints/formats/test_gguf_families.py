@@ -118,7 +118,7 @@ def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
 
 @pytest.fixture(scope="module")
 def shards(written: Get, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model in three files, and a projector of images beside it."""
+    """Return a directory with a model in three files, and a projector of images beside it."""
     folder = tmp_path_factory.mktemp("split")
     first = write_case(folder / "tiny.gguf", CASES["llama"], written("llama", "Q8_0").model, "Q8_0", shards=3)
     assert first.is_file()

@@ -34,7 +34,7 @@ def weights(hub: FakeHub, retry_wait_s: float = 0.0) -> HubWeights:
 
 
 def layer(received: ReceivedModel, number: int) -> list[ModelPart]:
-    """Its tensors, each once: two that are equal are one part."""
+    """Return its tensors, each once: two that are equal are one part."""
     names = [name for name in received.manifest.tensors if f"layers.{number}." in name]
     parts = {part.digest: part for part in map(received.tensor, names)}
     return list(parts.values())
@@ -45,7 +45,7 @@ def fetch(hub: FakeHub, parts: list[ModelPart]) -> list[ModelPart]:
 
 
 def cut_in_shards(directory: Path) -> None:
-    """One shard for each layer, and one for all else."""
+    """Cut the weights into one shard for each layer, and one for all else."""
     tensors = load_file(directory / "model.safetensors")
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -21,6 +21,7 @@ from convoy.model.text.formats.registry import FormatRow, ReplyFormat
 from convoy.model.text.grammar import Grammar
 from convoy.model.text.pieces import Piece
 from support.byte_marks import EOS, ByteMarks
+from support.cases import cases
 from support.examples import examples
 from support.replies import ROWS, SCHEMA, TOOLS, Read, joined, options
 
@@ -64,7 +65,7 @@ def read(
     thinking: bool = False,
     tools: Sequence[Tool] = TOOLS,
 ) -> Read:
-    """Read a reply whose marks are special tokens, as `api.chat.reply` does."""
+    """Read a reply with special tokens as marks, as `api.chat.reply` does."""
     lexer = Lexer(row.marks, vocabulary.tokens, lambda _: "")
     parser = row.parser(options(tools=tools, thinking=thinking))
     pieces: list[Piece] = []
@@ -119,7 +120,7 @@ def draw_calls(name: str, *, spelled: bool, seed: int) -> tuple[int, int]:
     return len(calls), 0
 
 
-@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("spelled", cases([False, True], bool))
 @pytest.mark.parametrize("name", CALLING)
 def test_whatever_is_drawn_is_a_valid_call(name: str, spelled: bool) -> None:
     results = [draw_calls(name, spelled=spelled, seed=seed) for seed in range(12)]

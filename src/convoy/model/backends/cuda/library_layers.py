@@ -195,7 +195,7 @@ def load_library_decoder(
     are to be rounded.
     """
     for group in source.spec.cache_groups:
-        if group.kind != "kv":
+        if not group.has_heads:
             raise ModelError(
                 f"{source.name}: {group.kind} state does not run on cuda yet", hint="run it on cpu"
             )

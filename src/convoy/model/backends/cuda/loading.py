@@ -50,7 +50,7 @@ def load_model(
         layers = f"layers {assignment.start} to {assignment.end - 1}"
         raise PlanError(
             f"{source.name}: {layers} do not fit on {options.device}",
-            hint="give this member fewer layers, or serve with --quantize int8 or int4",
+            hint="give this member fewer layers, or serve with --quantize q8 or q4",
         ) from error
 
 

@@ -179,7 +179,7 @@ class CudaStage(CarriesKv):
         except torch.cuda.OutOfMemoryError as error:
             raise PlanError(
                 f"a step does not fit on {self.device} beside {self.weight_bytes} bytes of weights",
-                hint="give this member fewer layers, or serve with --quantize int8 or int4",
+                hint="give this member fewer layers, or serve with --quantize q8 or q4",
             ) from error
         return min(offered_bytes - self.weight_bytes, free) - self._working_bytes
 

@@ -1,209 +1,191 @@
-"""Run whole layers for rows of one token: two compiled calls for each layer, with the bits of its parts.
+"""Run whole layers for rows of one token: one compiled call for all of them, with the bits of their parts.
 
 At one row, the torch operators of a layer and the Python between them take as long as reading a sixth of
-the layer's weights. Only `exp` remains of them, because its bits are torch's own.
+the layer's weights. A layer with an activation of `erf` or `expm1`, or with capped scores, takes some calls,
+because the bits of these and of `tanh` are torch's own. So does one with routers and experts: see
+`layers.compiled.NativeExperts`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from convoy.model.kernels.int8 import Int8Linear, Int8Mlp
-from convoy.model.kernels.linear import PackedLinear
+from convoy.errors import StepError
+from convoy.model.backends.host.layer_description import LayerDescription
+from convoy.model.kernels.linear import pad_rows
+from convoy.model.kernels.native.activation import exp_library
 from convoy.model.kernels.native.attention import NativeGroup
-from convoy.model.kernels.native.library import (
-    ChunkStruct,
-    LayerStruct,
-    LinearStruct,
-    WorkStruct,
-    native_library,
-)
+from convoy.model.kernels.native.library import ChunkStruct, LayerRunStruct, WorkStruct
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
-from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch
-from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.rope import Rotation
-
-GATED_ACTIVATIONS = {"silu", "swish"}
 
 Batch = Mapping[int, LayerBatch | Any]
 
 
 class NativeLayers:
-    """Run some layers of a stage, in order. Not thread-safe, as the stage is not."""
+    """Run some layers of a stage. Not thread-safe, as the stage is not."""
 
     # Attention scores of a step. Beyond that attention takes the time, and goes through caches in chunks.
     max_scores = 1 << 20
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        """Describe ``layers``, which `native_layers` must have accepted, to compiled code."""
-        # Kept alive: compiled code has only the addresses of their weights.
-        self._held = dict(layers)
-        self._layers = {number: _Described(layer) for number, layer in layers.items()}
-        library = native_library()
+    def __init__(self, layers: Mapping[int, LayerDescription]) -> None:
+        library = exp_library()
         assert library is not None, "nothing is compiled here"
         self._library = library
+        self._layers = dict(layers)
+        # The width of the memory that all layers share.
+        self._between = max(one.between for one in layers.values())
 
     @property
-    def is_even(self) -> bool:
-        """Return whether all layers need the same working memory."""
-        return len({one.widths for one in self._layers.values()}) == 1
+    def numbers(self) -> frozenset[int]:
+        """Return the layers that run here."""
+        return frozenset(self._layers)
 
-    def run(self, x: torch.Tensor, rotations: Mapping[int, Rotation], batch: Batch) -> torch.Tensor | None:
-        """Run the layers on float32 [T, hidden]. Return the same shape, or None for another kind of batch.
+    def can_run(self, num_rows: int, batch: Batch) -> bool:
+        """Return whether the layers run here for a batch: few rows of one token, with scores for a cache.
 
-        ``rotations`` and ``batch`` map layers to the arguments that layers take. Forward hooks of a layer
-        are called without inputs and outputs. With None nothing is changed. Raises StepError as
-        `NativeGroup.attend` does, and MemoryError.
+        ``batch`` maps layers to the arguments that layers take.
         """
-        step = self._begin(x, rotations, batch)
-        if step is None:
-            return None
-        scores, mix = self._library.convoy_layer_scores, self._library.convoy_layer_mix
-        before, raised, done = None, step.raised, 1
-        for number, described in self._layers.items():
-            work, shares, pool = step.works[number]
-            layer = described.reference
-            done &= scores(before, layer, work, pool)
-            # Torch's own `exp`: a compiled one would have other bits. Each layer therefore needs two calls.
-            shares.exp_()
-            done &= mix(layer, work, pool)
-            raised.exp_()
-            before = layer
-            # Forward hooks count a layer's runs, so they are called for compiled layers too.
-            for told in self._held[number]._forward_hooks.values():
-                told(self._held[number], (), None)
-        done &= scores(before, None, work, None)
-        if not done:
-            raise MemoryError(f"there is no memory for {len(x)} rows of 8 bits")
-        return step.x
-
-    def _begin(self, x: torch.Tensor, rotations: Mapping[int, Rotation], batch: Batch) -> _Step | None:
-        first = next(iter(self._layers.values()))
-        if not 0 < len(x) <= MAX_F32_ROWS:
-            return None
-        groups: dict[int, tuple[NativeGroup, KvPool]] = {}
+        if not 0 < num_rows <= MAX_F32_ROWS:
+            return False
         for number in self._layers:
             of = batch[number]
             if not isinstance(of, LayerBatch) or of.native is None or not isinstance(of.pool, KvPool):
-                return None
-            # Refuse before anything is written: the caller then runs torch's operators on the same state.
-            if of.native.num_scores > self.max_scores:
-                return None
-            groups[number] = of.native, of.pool
-        return _Step(x, first, {number: (*of, rotations[number]) for number, of in groups.items()})
+                return False
+            if not of.native.is_lone or of.native.num_scores > self.max_scores:
+                return False
+        return True
+
+    def run(
+        self,
+        numbers: Sequence[int],
+        x: torch.Tensor,
+        rotations: Mapping[int, Rotation],
+        batch: Batch,
+    ) -> torch.Tensor:
+        """Run consecutive layers on float32 [T, hidden] of a batch that it `can_run`. Return the same shape.
+
+        ``rotations`` has each layer's rotation. Rows behind the batch's tokens are padding. Forward hooks of
+        a layer are called without inputs and outputs. Raises StepError as `NativeGroup.attend` does, and
+        MemoryError.
+        """
+        step = _Step(x, self._between)
+        done = True
+        for is_whole, some in itertools.groupby(numbers, lambda number: self._layers[number].is_whole):
+            stretch = [step.run_of(self._layers[number], batch[number], rotations[number]) for number in some]
+            done = done and (self._run_whole(stretch) if is_whole else self._run_in_calls(stretch, step))
+        if not done:
+            raise MemoryError(f"there is no memory for {len(x)} rows of 8 bits")
+        # Forward hooks count a layer's runs, so they are called for compiled layers too.
+        for number in numbers:
+            layer = self._layers[number].layer
+            for told in layer._forward_hooks.values():
+                told(layer, (), None)
+        return step.x
+
+    def _run_whole(self, stretch: Sequence[_Run]) -> bool:
+        """Run layers in one call. Return False where there is no memory."""
+        runs = (LayerRunStruct * len(stretch))(
+            *(
+                LayerRunStruct(ctypes.pointer(layer.struct), ctypes.pointer(work.struct), pool)
+                for layer, work, pool in stretch
+            )
+        )
+        return bool(self._library.convoy_layers(runs, len(runs)))
+
+    def _run_in_calls(self, stretch: Sequence[_Run], step: _Step) -> bool:
+        """Run layers that need torch's operators. Return False where there is no memory."""
+        library = self._library
+        for layer, work, pool in stretch:
+            if not library.convoy_layer_begin(layer.struct, work.struct, pool):
+                return False
+            if layer.cap is not None:
+                work.products.div_(layer.cap).tanh_().mul_(layer.cap)
+                library.convoy_layer_shares(layer.struct, work.struct)
+            if not library.convoy_layer_mix(layer.struct, work.struct, pool):
+                return False
+            if layer.elsewhere is None:
+                layer.activation.between(step.raised(layer.between))
+            else:
+                rows = pad_rows(step.normed) if layer.pads_rows else step.normed
+                step.made.copy_(layer.run_elsewhere(rows)[: len(step.x)])
+            if not library.convoy_layer_end(layer.struct, work.struct):
+                return False
+        return True
 
 
 class _Step:
     """Hold the memory of a step, and the structs that tell compiled code where it lies."""
 
-    def __init__(
-        self, x: torch.Tensor, layer: _Described, of: Mapping[int, tuple[NativeGroup, KvPool, Rotation]]
-    ) -> None:
-        rows, between = len(x), layer.between
+    def __init__(self, x: torch.Tensor, between: int) -> None:
+        rows = len(x)
         self.x = x.clone(memory_format=torch.contiguous_format)
-        self.raised = torch.empty(rows, between)
-        normed, both = torch.empty_like(self.x), torch.empty(rows, 2 * between)
-        self._held: list[Any] = [normed, both]
-        self._shared = (rows, normed, both)
+        self.normed, self.made = torch.empty_like(self.x), torch.empty_like(self.x)
+        self._both, self._raised = torch.empty(rows, 2 * between), torch.empty(rows * between)
         # By group and rotation, because layers that share both can share their working memory.
-        made: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
-        self.works = {}
-        for number, (group, pool, (cos, sin)) in of.items():
-            key = (id(group), id(cos))
-            if key not in made:
-                made[key] = self._work(group, cos, sin, layer.rotary_dim)
-            self.works[number] = (*made[key], pool.address)
+        self._works: dict[tuple[int, int, bool], _Work] = {}
 
-    def _work(
-        self, group: NativeGroup, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int
-    ) -> tuple[Any, torch.Tensor]:
-        rows, normed, both = self._shared
-        heads, turned = torch.empty(cos.shape), torch.empty(cos.shape)
-        group.check(heads, cos, sin, rotary_dim)
-        shape, shares = group.shape, torch.empty(group.num_scores)
+    def raised(self, between: int) -> torch.Tensor:
+        """Return the numbers between the calls of a layer's activation."""
+        return self._raised[: len(self.x) * between]
+
+    def run_of(self, layer: LayerDescription, batch: LayerBatch, rotation: Rotation) -> _Run:
+        """Return a layer with its working memory, and the address of its pool."""
+        group = batch.native
+        assert group is not None, "`can_run` checks this"
+        assert isinstance(batch.pool, KvPool), "`can_run` checks this"
+        key = (id(group), id(rotation[0]), layer.has_sinks)
+        if key not in self._works:
+            self._works[key] = _Work(self, layer, group, rotation)
+        return layer, self._works[key], batch.pool.address
+
+    @property
+    def shared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the memory of all layers, before and behind that of a group."""
+        return [self.x, self.normed, self.made], [self._both, self._raised]
+
+
+class _Work:
+    """Hold the working memory of the layers of one cache group and rotation."""
+
+    def __init__(self, step: _Step, layer: LayerDescription, group: NativeGroup, rotation: Rotation) -> None:
+        shape, rows = group.shape, len(step.x)
+        cos, sin = (part if layer.is_spread else part[0].contiguous() for part in rotation)
+        rotary_dim = layer.rotary_dim(cos)
+        heads = torch.empty(rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        if layer.is_spread:
+            group.check(heads, cos, sin, rotary_dim)
+        elif cos.shape != sin.shape or len(cos) < group.num_tokens or rotary_dim > shape.head_dim:
+            raise StepError(
+                f"rotations come as {list(cos.shape)}, expected {group.num_tokens} rows of at most "
+                f"{shape.head_dim}"
+            )
+        turned = torch.empty_like(heads)
         mixed = torch.empty(rows, shape.num_heads * shape.head_dim)
+        num_scores = group.num_scores
+        num_sinks = sum(chunk.num_tiles for chunk in group.chunks) * shape.group if layer.has_sinks else 0
+        self.shares = torch.empty(num_scores + num_sinks)
+        self.products = self.shares[:num_scores]
+        first, last = step.shared
         chunks = (ChunkStruct * len(group.chunks))(*group.chunks)
-        tensors = [self.x, normed, heads, turned, mixed, both, self.raised]
-        tensors += [shares, cos, sin, group.write_rows]
-        work = WorkStruct(
+        tensors = [*first, heads, turned, mixed, *last]
+        self.struct = WorkStruct(
             *(tensor.data_ptr() for tensor in tensors),
+            *(self.shares.data_ptr(), self.shares.data_ptr() + 4 * num_scores),
+            *(tensor.data_ptr() for tensor in (cos, sin, group.write_rows)),
             *(ctypes.pointer(group.heads(rotary_dim)), chunks, len(chunks)),
             *(rows, group.num_tokens, torch.get_num_threads()),
         )
-        self._held += [group, chunks, *tensors]
-        return ctypes.byref(work), shares
+        # Kept alive: the struct has only addresses.
+        self._held = [group, chunks, cos, sin, *tensors]
 
 
-class _Described:
-    """Describe one layer in the structs that compiled code reads."""
-
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
-        if isinstance(mlp, Int8Mlp):
-            gate, up, self.between = _linear(mlp.gate_up), LinearStruct(), mlp.width
-        else:
-            gate, up, self.between = _linear(mlp.gate), _linear(mlp.up), mlp.gate.out_features
-        self.rotary_dim: int = attention.rotary_dim
-        self.layer = LayerStruct(
-            (ctypes.c_void_p * 4)(*(None if norm is None else norm.weight.data_ptr() for norm in norms)),
-            *(_linear(attention.qkv), _linear(attention.out), gate, up, _linear(mlp.down)),
-            (ctypes.c_float * 4)(*(0.0 if norm is None else norm.eps for norm in norms)),
-            *(attention.qkv.in_features, self.between),
-        )
-        self.reference = ctypes.byref(self.layer)
-        self.widths = (attention.qkv.in_features, self.between, self.rotary_dim)
-
-
-def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
-    """Return compiled code for ``layers``, which must be plain ones (`Family.plain_layers`).
-
-    Returns None where nothing is compiled, or where a layer has parts that compiled code does not know.
-    """
-    if native_library() is None or not layers or not all(map(_is_plain, layers.values())):
-        return None
-    native = NativeLayers(layers)
-    return native if native.is_even else None
-
-
-def _is_plain(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    if type(attention) is not ExactAttention or attention.gate is not None or attention.sinks is not None:
-        return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    of_heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if len(of_heads) == 1 or not all(type(norm) is ExactNorm for norm in norms):
-        return False
-    if not all(norm.takes_lone_rows for norm in (*norms, *of_heads)):
-        return False
-    linears = [attention.qkv, attention.out]
-    if type(mlp) is Int8Mlp:
-        kinds: set[type] = {Int8Linear}
-        activation = mlp.activation
-        linears += [mlp.gate_up, mlp.down]
-    elif type(mlp) is ExactMlp:
-        kinds, activation = {PackedLinear, StoredLinear}, mlp.gate.activation
-        linears += [mlp.gate, mlp.up, mlp.down]
-    else:
-        return False
-    return activation in GATED_ACTIVATIONS and all(
-        type(one) in kinds and _compiled(one) is not None for one in linears
-    )
-
-
-def _compiled(linear: Any) -> Any:
-    """Return the compiled form of a linear, or None."""
-    return linear.stored if type(linear) is StoredLinear else linear.native
-
-
-def _linear(linear: Any) -> LinearStruct:
-    kind = {Int8Linear: "i8", StoredLinear: "stored"}.get(type(linear), "f32")
-    described = {kind: ctypes.pointer(_compiled(linear).described)}
-    return LinearStruct(outputs=linear.out_features, **described)
+# A layer, its working memory, and the address of its pool.
+_Run = tuple[LayerDescription, _Work, int]

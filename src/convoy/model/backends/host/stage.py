@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from convoy.config.kernels import PLAIN, ROUNDED, form_of, kv_form
+from convoy.config.kernels import PLAIN, ROUNDED, exact_bits, form_of, kv_form
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -26,6 +28,7 @@ from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
 from convoy.model.kernels.registry import own_form
 from convoy.model.kv.pools import BlockTables, StagedStep
+from convoy.model.layers.experts import ExactExperts
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
 from convoy.model.library import importing
@@ -40,6 +43,8 @@ from convoy.wire.messages.control import StageAssignment, Step
 if TYPE_CHECKING:
     from convoy.model.checkpoints.stage_tensors import LoadProgress
     from convoy.model.loading.loaded import LoadedModules
+
+_log = logging.getLogger(__name__)
 
 
 class HostStage:
@@ -115,9 +120,7 @@ class HostStage:
         shard = settle(source.spec, shard)
         with importing():
             # Imported late: transformers takes seconds to import.
-            from convoy.model.loading.load import (
-                load_modules,
-            )
+            from convoy.model.loading.load import load_modules
             from convoy.model.loading.loaded import LoadedModules
 
         check_options(options.kernel, options.block_size)
@@ -133,25 +136,33 @@ class HostStage:
         rounds = options.kernel in ROUNDED
         finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
         keeps = form_of(own_form(options.kernel)).keeps
-        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "finish": finish, "shard": shard}
+        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "bits": exact_bits(options.kernel)}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes
-        modules = load_modules(source, assignment, kept=kept, progress=progress, **work)
+        modules = load_modules(
+            source, assignment, kept=kept, progress=progress, finish=finish, shard=shard, **work
+        )
         if packed and modules.bytes_read:
             lay_together(modules.linears)
             ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
             check_linears(modules.parts())
         stage = cls(source, assignment, options, modules, shard)
-        if packed and modules.bytes_read:
-            check_heads(stage._spec.cache_groups)
-            if not modules.is_ours:
-                # Such layers have parts that the checks above do not cover, so they are checked as a whole.
-                stage._trial.prove()
-        if modules.bytes_read:
-            stage._trial.once()
-        if packed and FAMILIES[stage._spec.family].plain_layers:
-            stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
+        stage._check_and_compile(packed)
         return stage
+
+    def _check_and_compile(self, packed: bool) -> None:
+        """Prove what was read, and describe experts and layers to compiled code where weights are packed."""
+        if packed:
+            self._compile_experts()
+        if packed and self._modules.bytes_read:
+            check_heads(self._spec.cache_groups)
+            if not self._modules.is_ours:
+                # Such layers have parts that the other checks do not cover, so they are checked as a whole.
+                self._trial.prove()
+        if self._modules.bytes_read:
+            self._trial.once()
+        if packed:
+            self._compile_layers()
 
     @property
     def tables(self) -> BlockTables:
@@ -181,6 +192,9 @@ class HostStage:
     ) -> LoadedModules | None:
         """End this stage, and return its modules if a stage with these options can use them."""
         modules = self._modules
+        # The next stage lays the weights together anew.
+        for _, experts in self._experts:
+            experts.leave_compiled()
         self.give_up()
         same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
         return modules if same and shard == self.shard else None
@@ -238,7 +252,7 @@ class HostStage:
         self._kv.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
-        return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]
+        return self._run_layers(x, staged, tokens)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         return select_rows(step, hidden)
@@ -333,43 +347,84 @@ class HostStage:
         # Rounded linears are quickest for few rows, but a lone row's norm may be split between threads.
         return 2 if self.options.kernel in ROUNDED else LEAST_ROWS
 
+    def _compile_experts(self) -> None:
+        """Run the experts of few rows on compiled code where its bits are those of one after the other."""
+        for number, experts in self._experts:
+            if why := experts.use_compiled():
+                _log.debug("layer %d runs its experts one by one: %s", number, why)
+
+    @property
+    def _experts(self) -> Iterator[tuple[int, ExactExperts]]:
+        """Yield the experts of each layer, with the layer's number."""
+        for number, layer in self.layers.items():
+            yield from ((number, part) for part in layer.modules() if isinstance(part, ExactExperts))
+
+    def _compile_layers(self) -> None:
+        """Run whole layers on compiled code for few rows, where its bits are those of the parts."""
+        form = FAMILIES[self._spec.family].layer_form
+        # Ranks add their parts of a sum between the parts of a layer.
+        if form is not None and self._ranks is None:
+            self._native = checked_layers(
+                self.layers, form, self._modules.ropes, self._rotations, self._spec.cache_groups
+            )
+
     def _run_layers(
         self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        modules = self._modules
+        """Run all layers on [T, hidden]. Returns the same shape."""
+        modules, num_tokens = self._modules, len(x)
+        batch = self._kv.describe(staged.rows, self._rotations)
+        native = self._native
+        if native is not None and not native.can_run(num_tokens, batch):
+            native = None
+        # Compiled code has the same bits for a lone row.
+        if native is None or native.numbers != modules.layers.keys():
+            x = self._padded(x)
         positions: list[int] = []
         for row, _ in staged.rows:
             positions.extend(range(row.start, row.start + row.num_tokens))
-        # Padding rows repeat the last position; their results are cut off by the caller.
+        # Padding rows repeat the last position; their results are cut off.
         positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
         ropes = self._rotations.look_up(
             modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
         )
-        batch = self._kv.describe(staged.rows, self._rotations)
-        if self._native is not None:
-            rotations = {number: ropes[modules.ropes[number]] for number in modules.layers}
-            # Compiled code takes only batches of few rows of one token. It returns None for the others,
-            # unchanged.
-            found = self._native.run(x, rotations, batch)
-            if found is not None:
-                return found
+        rotations = {number: ropes[modules.ropes[number]] for number in modules.layers}
+        arguments = self._layer_arguments(batch, tokens)
+        for compiled, some in itertools.groupby(
+            modules.layers.items(), lambda one: native is not None and one[0] in native.numbers
+        ):
+            if compiled and native is not None:
+                x = native.run([number for number, _ in some], x, rotations, batch)
+                continue
+            for number, layer in some:
+                x = layer(x[None], position_embeddings=rotations[number], **arguments(number))[0]
+        return x[:num_tokens]
+
+    def _layer_arguments(
+        self, batch: Mapping[int, Any], tokens: torch.Tensor | None
+    ) -> Callable[[int], dict[str, Any]]:
+        """Return the arguments of a layer that runs part by part, by its number."""
+        modules = self._modules
         # A layer that shares K/V reads the pool of its source layer.
-        batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
-        arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
+        batch = {**batch, **{layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}}
+        common: dict[str, Any] = {"use_cache": False, "batch": batch}
         if self._shares:
             # Filled by the layers with K and V that later layers read.
-            arguments["shared_kv_states"] = {}
-        inputs = {}
+            common["shared_kv_states"] = {}
+        inputs: dict[int, torch.Tensor] = {}
         if modules.layer_inputs is not None and tokens is not None:
             inputs = modules.layer_inputs(self._padded(tokens))
-        x = x[None]
         ids = None if tokens is None or self._spec.layer_input_size else self._padded(tokens)
-        for number, layer in modules.layers.items():
-            own: dict[str, Any] = {"per_layer_input": inputs[number]} if number in inputs else {}
+
+        def arguments(number: int) -> dict[str, Any]:
+            own = dict(common)
+            if number in inputs:
+                own["per_layer_input"] = inputs[number]
             if ids is not None and number in self.token_id_layers:
                 own["input_ids"] = ids
-            x = layer(x, position_embeddings=ropes[modules.ropes[number]], **arguments, **own)
-        return x[0]
+            return own
+
+        return arguments
 
     @property
     def _trial(self) -> Trial:
@@ -380,6 +435,6 @@ class HostStage:
             self.options.block_size,
             self.make_pools,
             self.forget,
-            lambda x, staged, tokens: self._run_layers(self._padded(x), staged, tokens) if self.layers else x,
+            lambda x, staged, tokens: self._run_layers(x, staged, tokens) if self.layers else x,
             self.output_part if self.assignment.output else None,
         )

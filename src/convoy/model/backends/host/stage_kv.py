@@ -41,7 +41,7 @@ class HostKvStore(KvStore):
         # By cache group, for groups with attention here.
         self._shapes: dict[int, HeadShape] = {}
         self._pools: dict[int, KvPool | ApartPool] = {}
-        # The groups for which compiled code computes the attention of lone rows.
+        # The groups for which compiled code computes the attention.
         self._native_groups: list[int] = []
         self._slots = DeltaSlots(spec.cache_groups, layers)
         self._compressed = CompressedPools(spec.cache_groups, layers, block_size)
@@ -118,7 +118,7 @@ class HostKvStore(KvStore):
             group.window,
             self._least_rows[index],
             group.value_dim,
-            group.kind == "latent",
+            group.is_latent,
             group.host_dtype,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
@@ -24,6 +24,8 @@ from convoy.model.checkpoints.formats.unpacking import (
 
 if TYPE_CHECKING:
     import torch
+
+    from convoy.model.kernels.stored.weights import Stored
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape]
@@ -60,13 +62,15 @@ class Arranged:
     """Describe an arrangement of ``num_parts`` tensors.
 
     ``shape`` returns the shape of the result, or None for shapes that do not fit. ``make`` returns the result
-    of the parts' values. Experts come one at a time if ``by_expert``.
+    of the parts' values. Experts come one at a time if ``by_expert``. ``kept`` says how matrices in the form
+    of their file make the result: with their rows in another order, or as stacks of [outputs, inputs].
     """
 
     num_parts: int
     shape: Callable[[Shapes, Heads | None], Shape | None]
     make: Callable[[Values, Heads | None], torch.Tensor]
     by_expert: bool = False
+    kept: Literal["", "rows", "stack", "stacks side by side"] = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,29 @@ class Composed(Unpacking):
             for whole, own in zip(self.wholes, matrices, strict=True)
         ]
         yield (slice(None),), how.make(whole_values, self.heads)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of all tensors if each can be kept, and so their arrangement."""
+        each = [whole.kept_bytes for whole in self.wholes]
+        return sum(each) if ARRANGED[self.arrangement].kept and all(each) else 0
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix with its rows in the library's order, or the stack of all experts."""
+        import torch
+
+        from convoy.model.kernels.stored.matrix import StoredMatrix
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        how, stacks = ARRANGED[self.arrangement], []
+        for number, whole in enumerate(self.wholes):
+            found = whole.kept({role: parts[f"{number}.{role}"] for role in whole.parts})
+            if isinstance(found, StoredMatrix):
+                return found.rows(how.make([torch.arange(self.shape[0])], self.heads))
+            assert isinstance(found, StoredStack), "only matrices and stacks have a form"
+            stacks.append(found.matrices)
+        joined = tuple(StoredMatrix.joined(one) for one in zip(*stacks, strict=True))
+        return StoredStack(joined, is_joined=how.kept == "stacks side by side")
 
 
 def _matrices(whole: Unpacking, parts: Parts) -> Iterator[torch.Tensor]:
@@ -283,15 +310,17 @@ def _all_values(heads: Heads) -> int:
 ARRANGED: dict[str, Arranged] = {
     "less one": Arranged(1, _same, _less_one),
     "one row": Arranged(1, _row_shape, _one_row),
-    "transposed": Arranged(1, _turned_shape, _transposed, by_expert=True),
+    "transposed": Arranged(1, _turned_shape, _transposed, by_expert=True, kept="stack"),
     "alternating": Arranged(2, _alternating_shape, _alternating),
-    "alternating columns": Arranged(2, _alternating_columns_shape, _alternating_columns, by_expert=True),
-    "latents": Arranged(2, _latents_shape, _latents),
-    "value rows": Arranged(1, _fits(0, _all_values), _value_rows),
-    "values behind keys": Arranged(
-        1, _fits(0, lambda heads: heads.queries_and_keys + _all_values(heads)), _behind_keys
+    "alternating columns": Arranged(
+        *(2, _alternating_columns_shape, _alternating_columns), by_expert=True, kept="stacks side by side"
     ),
-    "value heads": Arranged(1, _fits(0, lambda heads: heads.count), _value_heads),
+    "latents": Arranged(2, _latents_shape, _latents),
+    "value rows": Arranged(1, _fits(0, _all_values), _value_rows, kept="rows"),
+    "values behind keys": Arranged(
+        *(1, _fits(0, lambda heads: heads.queries_and_keys + _all_values(heads)), _behind_keys), kept="rows"
+    ),
+    "value heads": Arranged(1, _fits(0, lambda heads: heads.count), _value_heads, kept="rows"),
     "value columns": Arranged(1, _fits(1, _all_values), _value_columns),
     "decays": Arranged(1, _fits(0, lambda heads: heads.count), _decays),
     "taps": Arranged(1, _taps_shape, _taps),

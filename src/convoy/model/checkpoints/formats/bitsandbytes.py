@@ -30,10 +30,16 @@ from convoy.plan.spec.quantization import Quantization
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
 _STATE = ".quant_state.bitsandbytes__nf4"
 _MAX_STATE_BYTES = 4096
 _MAX_BLOCK = 1 << 16
 _MAX_SIZE = 1 << 20
+# of the tables of codes, and of scales with the offset
+_CODES_BYTES, _TABLE_BYTES = 4 * 16, 4 * 256 + 4
+# inputs under one outer scale of a row: with fewer, these add more than a sixteenth
+_LEAST_UNDER_OUTER = 128
 _DTYPES = ("float32", "bfloat16", "float16")
 # of other types, which are refused
 _OTHERS = (".quant_state.bitsandbytes__fp4", ".SCB")
@@ -67,6 +73,52 @@ class BlockCodes(Unpacking):
             of_blocks = scales[start // self.block : -(-stop // self.block)]
             spread = of_blocks.repeat_interleave(self.block)[: stop - start]
             yield (rows,), (values * spread).view(-1, width)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of codes and scales, of outer scales for each row, and of tables.
+
+        They are 0 where a block has inputs of two rows, or where rows share few outer scales.
+        """
+        num_rows, width = self.shape
+        if width % self.block or width % 2:
+            return 0
+        blocks = width // self.block
+        codes = num_rows * width // 2 + _CODES_BYTES
+        if not self.outer_block:
+            return codes + 4 * num_rows * blocks
+        each = math.gcd(blocks, self.outer_block)
+        if each * self.block < _LEAST_UNDER_OUTER:
+            return 0
+        return codes + num_rows * (blocks + 4 * blocks // each) + _TABLE_BYTES
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix over codes and scales."""
+        import torch
+
+        from convoy.model.kernels.stored.matrix import (
+            CODE_VALUES,
+            OFFSET,
+            SCALE_VALUES,
+            StoredMatrix,
+            StoredRange,
+        )
+
+        num_rows, width = self.shape
+        blocks = width // self.block
+        found = {
+            "codes": parts["weight"].reshape(num_rows, -1),
+            "scales": parts["scales"].view(num_rows, blocks),
+            CODE_VALUES: parts["codes"],
+        }
+        if "outer" in parts:
+            each = math.gcd(blocks, self.outer_block)
+            of_outer = torch.arange(0, num_rows * blocks, each) // self.outer_block
+            found["outers"] = parts["outer"][of_outer].view(num_rows, -1)
+            found[SCALE_VALUES] = parts["of_scales"]
+            found[OFFSET] = torch.tensor([self.offset])
+        rounded = "" if self.dtype == "float32" else self.dtype
+        return StoredMatrix((StoredRange("NF4", num_rows, width, found, self.block, rounded),))
 
     def _scales(self, parts: Parts) -> torch.Tensor:
         import torch

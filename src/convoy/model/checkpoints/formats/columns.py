@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.unpacking import (
@@ -77,12 +76,12 @@ class TurnedColumns(Unpacking):
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of codes and scales, and a byte for each zero, for forms that are kept."""
+        """Return the bytes of codes and scales, and a byte for each zero."""
         num_outputs, num_inputs = self.shape
-        if self.shuffled or f"centred{self.bits} zeros" not in KEPT_FORMS or self.group_size % 8:
+        if num_inputs % 8:
             return 0
-        scales = self.parts["scales"]
-        return num_outputs * num_inputs * self.bits // 8 + scales.num_bytes + math.prod(scales.shape)
+        scales, places = self.parts["scales"], 4 * num_inputs * self.shuffled
+        return num_outputs * num_inputs * self.bits // 8 + scales.num_bytes + math.prod(scales.shape) + places
 
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix with codes along the inputs. Raises ModelError for an invalid group."""
@@ -98,7 +97,7 @@ class TurnedColumns(Unpacking):
             "zeros": self._zeros(parts).to(torch.uint8).T,
         }
         if "places" in parts and not torch.equal(groups, torch.arange(num_inputs) // self.group_size):
-            found[PLACES] = parts["places"]
+            found[PLACES] = groups.to(torch.int32)
         group = 0 if self.group_size >= num_inputs else self.group_size
         return StoredMatrix((StoredRange(f"centred{self.bits}", num_outputs, num_inputs, found, group),))
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.formats.unpacking import Index, Parts, Unpacking
 
@@ -53,17 +52,15 @@ class GridScaled(Unpacking):
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of numbers, and of scales and zeros for each row, for forms that are kept."""
+        """Return the bytes of numbers, and of scales and zeros for each row."""
         num_rows, width = math.prod(self.shape[:-1]), self.shape[-1]
-        zeros, group = self.parts.get("zeros"), min(self.tile[1], width)
-        form = self._form if zeros is None else f"{self._form} zeros"
-        unpacked_zeros = zeros is not None and zeros.dtype != "I32"
-        in_runs = "places" not in self.parts and not (self.bits and group % 8)
-        if form not in KEPT_FORMS or unpacked_zeros or not in_runs:
+        if self.bits and width % 8:
             return 0
-        each = (4 if self.parts["scales"].dtype == "F32" else 2) + (zeros is not None)
+        group, places = min(self.tile[1], width), self.parts.get("places")
+        each = (4 if self.parts["scales"].dtype == "F32" else 2) + ("zeros" in self.parts)
         # the last group is filled up
-        return num_rows * -(-width // group) * (group * (self.bits or 8) // 8 + each)
+        of_row = -(-width // group) * (group * (self.bits or 8) // 8 + each)
+        return num_rows * of_row + (0 if places is None else 4 * width)
 
     @property
     def _form(self) -> str:
@@ -80,7 +77,8 @@ class GridScaled(Unpacking):
     def _matrix(self, parts: Parts, lead: tuple[int, ...]) -> StoredMatrix:
         import torch
 
-        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+        from convoy.model.kernels.stored.bits import stream_codes
+        from convoy.model.kernels.stored.matrix import PLACES, StoredMatrix, StoredRange
 
         num_rows, width = self.shape[-2:]
         grid = (-(-num_rows // self.tile[0]), -(-width // self.tile[1]))
@@ -91,10 +89,15 @@ class GridScaled(Unpacking):
             scales = scales.to(torch.bfloat16)
         weight = parts["weight"][lead]
         found = {"values" if self.bits is None else "codes": weight, "scales": scales[of_row]}
-        zeros = self._zeros(parts)
-        if zeros is not None and self.bits is not None:
-            # rows of packed zeros are filled up to whole words
-            found["zeros"] = zeros.add(1 << (self.bits - 1)).to(torch.uint8)[of_row]
+        zeros = parts.get("zeros")
+        if zeros is not None:
+            is_packed = self.bits is not None and zeros.dtype == torch.int32
+            # columns of packed zeros are filled up to whole words
+            zeros = stream_codes(zeros.T, self.bits or 8).T if is_packed else zeros.reshape(grid)
+            found["zeros"] = zeros[of_row]
+        places = self._places(parts, grid[1])
+        if places is not None:
+            found[PLACES] = places.to(torch.int32)
         group = 0 if self.tile[1] >= width else self.tile[1]
         return StoredMatrix((StoredRange(self._form, num_rows, width, found, group),))
 
@@ -116,24 +119,38 @@ class GridScaled(Unpacking):
 
         zeros = parts.get("zeros")
         if zeros is None or self.bits is None or zeros.dtype != torch.int32:
-            return None if zeros is None else zeros.to(torch.float32)
+            return (
+                None
+                if zeros is None
+                else zeros.to(torch.float32).view(-1, -(-self.shape[-1] // self.tile[1]))
+            )
         codes = stream_codes(zeros.T, self.bits).T[: self.shape[-2]]
         return codes.to(torch.float32) - (1 << (self.bits - 1))
 
     def _spread(self, of_group: torch.Tensor, parts: Parts) -> torch.Tensor:
         """Spread [rows, groups] to [rows, inputs]. Raises ModelError for a group that does not exist."""
-        import torch
-
-        places = parts.get("places")
+        places = self._places(parts, of_group.shape[1])
         if places is None:
             # limit the tile: settings may declare it far wider than the matrix
             width = self.shape[-1]
             return of_group.repeat_interleave(min(self.tile[1], width), 1)[:, :width]
+        return of_group[:, places]
+
+    def _places(self, parts: Parts, num_groups: int) -> torch.Tensor | None:
+        """Return the group of each input, int64 [inputs], or None where groups are runs.
+
+        Raises ModelError for a group that does not exist.
+        """
+        import torch
+
+        places = parts.get("places")
+        if places is None:
+            return None
         places = places.to(torch.int64)
-        if int(places.min()) < 0 or int(places.max()) >= of_group.shape[1]:
+        if int(places.min()) < 0 or int(places.max()) >= num_groups:
             stored = self.parts["places"]
             raise ModelError(
                 f"{stored.path}: {stored.name} names groups {int(places.min())} to {int(places.max())}, "
-                f"expected 0 to {of_group.shape[1] - 1}"
+                f"expected 0 to {num_groups - 1}"
             )
-        return of_group[:, places]
+        return places

@@ -7,12 +7,10 @@ under their names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.arrange import arranged, plain
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _MAX_GROUP = 1 << 16
-# inputs that kernels unpack together, under one scale
+# inputs of which codes of any width fill whole bytes
 _CODES = 8
 _LOOKED_UP = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -101,13 +99,15 @@ class AffineRows(Unpacking):
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of codes, scales and biases, for widths of codes that are kept."""
-        if f"affine{self.bits}" not in KEPT_FORMS or self.group_size % _CODES:
+        """Return the bytes of codes, scales and biases."""
+        if self.shape[-1] % _CODES:
             return 0
         return sum(part.num_bytes for part in self.parts.values())
 
     def kept(self, parts: Parts) -> Stored | None:
-        """Return the matrix over the codes, or a stack of one for each expert."""
+        """Return the matrix over the codes, with rounded values for embeddings, or a stack of one for each
+        expert.
+        """
         import torch
 
         from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
@@ -117,32 +117,12 @@ class AffineRows(Unpacking):
         codes, scales, biases = parts["weight"].view(torch.int32), parts["scales"], parts["biases"]
         found = []
         num_rows, width = self.shape[-2:]
+        rounded = "" if self.dtype == "float32" else self.dtype
         for lead in _leads(self.shape):
             own = {"codes": codes[lead], "scales": scales[lead], "biases": biases[lead]}
-            one = StoredRange(f"affine{self.bits}", num_rows, width, own, self.group_size)
+            one = StoredRange(f"affine{self.bits}", num_rows, width, own, self.group_size, rounded)
             found.append(StoredMatrix((one,)))
         return found[0] if len(self.shape) == 2 else StoredStack(tuple(found))
-
-
-@dataclass(frozen=True)
-class TiedRows(AffineRows):
-    """Unpack an embedding that is the output too. Both have the rounded values, so these are kept."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return the bytes of the values in 16 bits."""
-        return 2 * math.prod(self.shape)
-
-    def kept(self, parts: Parts) -> Stored | None:
-        """Return the matrix of rounded values."""
-        import torch
-
-        from convoy.model.kernels.stored.weights import plain_matrix
-
-        values = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
-        for index, piece in self.pieces(parts):
-            values[index] = piece
-        return plain_matrix(values)
 
 
 def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
@@ -178,12 +158,10 @@ def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], mod
         )
     require(weight, ("U32",), (*scales.shape[:-1], width * bits // 32))
     require(biases, (scales.dtype,), scales.shape)
-    # round embeddings as MLX does, as rows are looked up; matrices are multiplied unrounded
+    # round embeddings as MLX does, as rows are looked up, and so the output that is tied to them; other
+    # matrices are multiplied unrounded
     dtype = _LOOKED_UP[scales.dtype] if module.endswith("embed_tokens") else "float32"
-    is_tied = dtype != "float32" and not any(
-        name.endswith(("lm_head.scales", "lm_head.weight")) for name in tensors
-    )
-    return (TiedRows if is_tied else AffineRows)(
+    return AffineRows(
         weight.name,
         (*scales.shape[:-1], width),
         {"weight": weight, "scales": scales, "biases": biases},

@@ -27,6 +27,7 @@ from convoy.plan.spec.quantization import Quantization
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.matrix import StoredMatrix
     from convoy.model.kernels.stored.weights import Stored
 
 _BLOCK = 32
@@ -59,17 +60,10 @@ class TurnedFloats(Unpacking):
 
     def kept(self, parts: Parts) -> Stored | None:
         """Return a stack of [rows, inputs]. Raises ModelError for a scale that is NaN."""
-        from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
         from convoy.model.kernels.stored.weights import StoredStack
 
-        num_experts, width, num_rows = self.shape
-        codes = parts["blocks"].view(num_experts, num_rows, -1)
         scales = _exponents(parts["scales"], self.parts["scales"])
-        found = [
-            StoredRange("MXFP4", num_rows, width, {"codes": codes[number], "scales": scales[number]}, _BLOCK)
-            for number in range(num_experts)
-        ]
-        return StoredStack(tuple(StoredMatrix((one,)) for one in found))
+        return StoredStack(tuple(map(_matrix, parts["blocks"].flatten(2), scales)))
 
 
 @dataclass(frozen=True)
@@ -92,6 +86,35 @@ class RowFloats(Unpacking):
                 blocks = pairs.view(-1, width // _BLOCK, _BLOCK // 2)
                 found = scaled_pairs(blocks, parts["scales"][place], self.parts["scales"])
                 yield place, found.flatten(1)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of pairs and scales."""
+        return sum(part.num_bytes for part in self.parts.values())
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix, or a stack of one for each expert. Raises ModelError for a scale that is NaN."""
+        import torch
+
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        weight = parts["weight"]
+        if weight.dtype == torch.uint32:
+            # torch cannot index its unsigned words
+            weight = weight.view(torch.int32)
+        scales = _exponents(parts["scales"], self.parts["scales"])
+        if len(self.shape) == 2:
+            return _matrix(weight, scales)
+        return StoredStack(tuple(map(_matrix, weight, scales)))
+
+
+def _matrix(codes: torch.Tensor, scales: torch.Tensor) -> StoredMatrix:
+    """Return a matrix [rows, inputs] of pairs [rows, words] and exponents [rows, blocks]."""
+    from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+
+    num_rows, num_blocks = scales.shape
+    parts = {"codes": codes, "scales": scales}
+    return StoredMatrix((StoredRange("MXFP4", num_rows, num_blocks * _BLOCK, parts, _BLOCK),))
 
 
 def row_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> RowFloats:

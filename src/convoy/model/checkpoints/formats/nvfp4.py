@@ -29,7 +29,11 @@ from convoy.plan.spec.quantization import Quantization
 if TYPE_CHECKING:
     import torch
 
+    from convoy.model.kernels.stored.weights import Stored
+
 _GROUP = 16
+_E4M3_NAN = 0x7F
+_TABLE_BYTES = 4 * 256
 _SCALES = ("F8_E4M3",)
 _BYTES = ("U8",)
 
@@ -46,9 +50,7 @@ class GroupedFloats(Unpacking):
         import torch
 
         num_rows, width = self.shape
-        factor = parts["factor"].to(torch.float32).reshape(())
-        if not bool(torch.isfinite(factor)) or not bool(factor):
-            raise self._wrong("factor")
+        factor = self._factor(parts)
         for rows in self.row_slices(num_rows, width):
             scales = parts["scales"][rows].to(torch.float32)
             if not bool(torch.isfinite(scales).all()):
@@ -56,6 +58,38 @@ class GroupedFloats(Unpacking):
             scales = scales / factor if self.divides else scales * factor
             values = pairs_of_floats(parts["weight"][rows]).view(-1, width // _GROUP, _GROUP)
             yield (rows,), (values * scales.unsqueeze(-1)).flatten(1)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of codes and scales, and of a table of the scales' values."""
+        return self.parts["weight"].num_bytes + self.parts["scales"].num_bytes + _TABLE_BYTES
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix, with the values of scales under the factor for each byte.
+
+        Raises ModelError for a factor or a scale that is not a number.
+        """
+        import torch
+
+        from convoy.model.kernels.stored.matrix import SCALE_VALUES, StoredMatrix, StoredRange
+
+        num_rows, width = self.shape
+        factor = self._factor(parts)
+        scales = parts["scales"].view(torch.uint8)
+        if bool((scales.bitwise_and(_E4M3_NAN) == _E4M3_NAN).any()):
+            raise self._wrong("scales")
+        every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        values = every / factor if self.divides else every * factor
+        found = {"codes": parts["weight"], "scales": scales, SCALE_VALUES: values}
+        return StoredMatrix((StoredRange("NVFP4", num_rows, width, found, _GROUP),))
+
+    def _factor(self, parts: Parts) -> torch.Tensor:
+        import torch
+
+        factor = parts["factor"].to(torch.float32).reshape(())
+        if not bool(torch.isfinite(factor)) or not bool(factor):
+            raise self._wrong("factor")
+        return factor
 
     def _wrong(self, role: str) -> ModelError:
         stored = self.parts[role]

@@ -4,7 +4,7 @@
                                                 *.part       incomplete: a later run resumes at its end
 
 This module decides which files are downloaded: those of `FILES`, and the safetensors files that the index
-names.
+names, or those of one GGUF model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 from convoy.errors import HubUnreachable, ModelError
 from convoy.model.checkpoints.checkpoint import INDEX, SINGLE, file_bytes, index_files
+from convoy.model.checkpoints.formats.gguf.split import SUFFIX
+from convoy.model.checkpoints.hub.gguf import choose_gguf
 from convoy.model.checkpoints.hub.stream import RETRY_WAIT_S, HubCommit, hub_errors
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
@@ -34,7 +36,10 @@ HubProgress = Callable[[str, int, int], None]
 FOLDER = "hub"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
-_FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?", re.ASCII)
+# a file or a quantisation; the wire has the same pattern (`wire.messages.control`)
+_FILE = r"[A-Za-z0-9][A-Za-z0-9._+/-]{0,199}"
+_FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?(:(?P<file>{_FILE}))?", re.ASCII)
+_GGUF = re.compile(_FILE, re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _SHA = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_PIN_BYTES = 1 << 20
@@ -43,18 +48,27 @@ _UNSAID = -1
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Hold a name ``org/name[@revision]``; a revision is a branch, a tag or a commit."""
+    """Hold a name ``org/name[@revision][:FILE]``; a revision is a branch, a tag or a commit.
+
+    ``file`` is a GGUF file, or the quantisation that ends its name; empty for the only model there is.
+    """
 
     repo: str
     revision: str = "main"
+    file: str = ""
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
         """Parse a name on the hub; None if the text cannot be one, and for an existing local directory."""
+        return None if Path(text).exists() else cls.read(text)
+
+    @classmethod
+    def read(cls, text: str) -> HubName | None:
+        """Parse a name on the hub, whatever lies on this machine; None if the text cannot be one."""
         match = _FORM.fullmatch(text)
-        if match is None or ".." in text or Path(text).exists():
+        if match is None or ".." in text:
             return None
-        return cls(match["repo"], match["revision"] or "main")
+        return cls(match["repo"], match["revision"] or "main", match["file"] or "")
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}"
@@ -97,7 +111,7 @@ class Hub:
         self.offline: str | None = None
 
     def download(self, name: HubName, progress: HubProgress | None = None) -> tuple[str, Path]:
-        """Download a model, and return its commit and the directory that holds it whole.
+        """Download a model, and return its commit and the directory that holds it whole, or its GGUF file.
 
         Files that are already complete are not fetched again. An exception of ``progress`` ends the download;
         a later call resumes it. Raises ModelError naming the repository, and the file if one cannot be
@@ -108,6 +122,10 @@ class Hub:
         commit = HubCommit(name.repo, pinned.commit, self._endpoint, self._retry_wait_s)
         fetch = _Download(name, commit, directory, progress)
         with alone_in(directory, lambda: None):
+            if name.file or (not {SINGLE, INDEX} & pinned.files.keys() and _has_gguf(pinned)):
+                chosen = choose_gguf(str(name), name.file, pinned.files.keys())
+                fetch.all(_parts(name, pinned, directory, chosen))
+                return pinned.commit, directory / chosen[0]
             fetch.all(_parts(name, pinned, directory, [f for f in (*FILES, INDEX) if f in pinned.files]))
             if "config.json" not in pinned.files:
                 raise ModelError(f"{name} has no config.json", hint="is it a model for `transformers`?")
@@ -171,14 +189,25 @@ class Hub:
         return shards
 
 
-def commit_of(directory: Path) -> str:
-    """Return ``org/name@commit`` for a directory in a hub's cache, and "" for any other directory."""
-    kind, _, repo = directory.parent.parent.name.partition("--")
-    name = f"{repo.replace('--', '/', 1)}@{directory.name}"
-    is_commit = (
-        kind == "models" and directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
-    )
-    return name if is_commit and _FORM.fullmatch(name) else ""
+def snapshot_of(path: Path) -> Path | None:
+    """Return the directory of a commit in a hub's cache that ``path`` is or lies in; None without one."""
+    found = next((one for one in (path, *path.parents) if one.parent.name == "snapshots"), None)
+    is_one = found is not None and found.parent.parent.name.startswith("models--")
+    return found if is_one and found is not None and _COMMIT.fullmatch(found.name) else None
+
+
+def commit_of(path: Path) -> str:
+    """Return ``org/name@commit`` for a directory in a hub's cache, and "" for any other path.
+
+    A GGUF file in that directory has ``:FILE`` behind it.
+    """
+    directory = snapshot_of(path)
+    if directory is None or (path != directory and path.suffix != SUFFIX):
+        return ""
+    repo = directory.parent.parent.name.partition("--")[2].replace("--", "/", 1)
+    file = "" if path == directory else f":{path.relative_to(directory).as_posix()}"
+    name = f"{repo}@{directory.name}{file}"
+    return "" if HubName.read(name) is None else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +221,8 @@ class _Download:
 
     def all(self, parts: Iterable[ModelPart]) -> None:
         missing = [part for part in parts if not is_whole(part)]
+        for folder in {part.place.parent for part in missing} - {self.directory}:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_room(self.directory, missing)
         for part in missing:
             self._file(part)
@@ -227,7 +258,7 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
         # without a size, a truncated file would be accepted as complete
         if listed.num_bytes < 0:
             raise ModelError(f"the hub lists no size for {file} of {name}, so a download cannot be verified")
-        if listed.num_bytes > MAX_FILE_BYTES and not file.endswith(".safetensors"):
+        if listed.num_bytes > MAX_FILE_BYTES and not file.endswith((".safetensors", SUFFIX)):
             raise ModelError(
                 f"{file} of {name} has {listed.num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
             )
@@ -236,16 +267,22 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
 
 
 def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
-    """Return the files that Convoy reads, if they lie in no sub-folder."""
+    """Return the files that Convoy reads. Only GGUF files may lie in a sub-folder."""
     found = {}
     for sibling in siblings:
         file = str(sibling.rfilename)
-        if file in FILES or file == INDEX or (file.endswith(".safetensors") and Path(file).name == file):
+        is_gguf = file.endswith(SUFFIX) and _GGUF.fullmatch(file) is not None and ".." not in file
+        is_shard = file.endswith(".safetensors") and Path(file).name == file
+        if file in FILES or file == INDEX or is_shard or is_gguf:
             lfs = getattr(sibling, "lfs", None)
             sha = str(getattr(lfs, "sha256", "") or "")
             size = sibling.size if type(sibling.size) is int and sibling.size >= 0 else _UNSAID
             found[file] = HubFile(size, sha if _SHA.fullmatch(sha) else "")
     return found
+
+
+def _has_gguf(pinned: Pinned) -> bool:
+    return any(file.endswith(SUFFIX) for file in pinned.files)
 
 
 def _remembered(path: Path) -> Pinned | None:

@@ -102,6 +102,7 @@ class HubCommit:
             ) as response,
         ):
             hf_raise_for_status(response)
+            _require_range(f"{file} of {self}", response, start)
             # a server that ignores ranges sends the whole file: skip to the start
             skip = 0 if response.status_code == 206 else start
             left = end - start
@@ -113,6 +114,13 @@ class HubCommit:
                     yield wanted
                 if not left:
                     return
+
+
+def _require_range(what: str, response: Any, start: int) -> None:
+    """Raise ModelError for an answer with another range than the one that begins at ``start``."""
+    said = str(response.headers.get("content-range", ""))
+    if response.status_code == 206 and said and not said.startswith(f"bytes {start}-"):
+        raise ModelError(f"the hub answers with the range {said[:60]!r} of {what}, expected one from {start}")
 
 
 def _wait(seconds: float, watch: Watch) -> None:

@@ -1,6 +1,7 @@
-"""C code for decode steps, compiled into the user's cache, with the bits of torch's operators.
+"""C code for the linears, norms, attention and whole layers of a step, with the bits of the written order.
 
-One module compiles the source once, one calls the functions on torch's tensors and threads, and the others
-are attention, linears and norms for few rows. Each is used only after a comparison with torch, bit by bit.
-Open the compiled library's module first.
+`build` compiles the sources once for each instruction set, or finds the wheel's file. `library` declares the
+functions, and `choice` takes the first instruction set that has the right bits. `attention`, `activation`,
+`linears` and `norm` call the functions on torch's tensors and threads. Each is compared bit by bit before
+use. Open `library` first.
 """

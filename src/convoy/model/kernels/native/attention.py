@@ -1,21 +1,30 @@
-"""Compute attention of rows of one token each in four calls, with the bits of `model.layers.attention`."""
+"""Compute attention over paged pools in one call, with the bits of `model.layers.attention`."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
 
 from convoy.errors import StepError
-from convoy.model.kernels.native.library import ChunkStruct, HeadsStruct, native_library
+from convoy.model.kernels.native.activation import exp_library
+from convoy.model.kernels.native.library import (
+    AttentionStruct,
+    ChunkStruct,
+    HeadsStruct,
+    NativeLibrary,
+    ShapeStruct,
+    TilesStruct,
+)
 from convoy.model.kv.packed import KEY_BLOCK, GroupBatch, HeadShape, TileChunk
-from convoy.model.kv.pool import KvPool
+from convoy.model.kv.pool import ApartPool, KvPool
 
-_MAX_DIM = 256
+# For the dimensions of heads, and for the keys that lie side by side in a pool.
 _VECTOR = 16
-# Starting a second thread takes longer than so few pairs.
-_FEW_PAIRS = 4
-# The dtypes of K/V that compiled code reads, and their numbers in `kernels.c`.
+# Whole layers in compiled code have room for no wider heads.
+_MAX_DIM = 256
+# The dtypes of K/V that compiled code reads, and their numbers in `attention.h`.
 _KV_DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 
 
@@ -25,69 +34,106 @@ class _NativeChunk:
     tiles: TileChunk
     chunk: ChunkStruct
     num_scores: int
-    num_pairs: int
 
 
 class NativeGroup:
-    """Hold one step's batch of one cache group, in which every tile is one token.
+    """Hold one step's batch of one cache group. The group's layers share it."""
 
-    The group's layers share it.
-    """
-
-    def __init__(self, group: GroupBatch) -> None:
+    def __init__(self, group: GroupBatch, library: NativeLibrary | None = None) -> None:
+        """Describe ``group`` to a library of `exp_library`. None means the best one."""
         shape = group.shape
         self.shape, self.num_tokens = shape, group.num_tokens
         self.write_rows = group.write_rows
+        # Whether every tile is one token.
+        self.is_lone = all(chunk.tile_tokens == 1 for chunk in group.chunks)
         self._chunks = [_native_chunk(shape, tiles) for tiles in group.chunks]
         self._heads: dict[int, HeadsStruct] = {}
-        library = native_library()
+        library = library or exp_library()
         assert library is not None, "nothing is compiled here"
         self._library = library
+        width = shape.head_dim if shape.latent or shape.is_joined else shape.out_dim
+        self._shape = ShapeStruct(
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.out_dim, width),
+            *(shape.block_size, _KV_DTYPES[shape.kv_dtype], int(shape.is_joined)),
+        )
+        self._tiles = (TilesStruct * len(group.chunks))(*map(_native_tiles, group.chunks))
+        self._floats: int = library.convoy_attend_floats(self._shape, self._tiles, len(self._tiles))
+        # The layers of a step run one after the other, so they share it.
+        self._memory = torch.empty(self._floats * torch.get_num_threads())
 
     def attend(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, pool: KvPool
+        self,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotary_dim: int,
+        pool: KvPool,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate, write K and V, and attend: [T, num_heads + 2 * kv_heads, dim] to [T, num_heads, dim].
 
         ``cos`` and ``sin`` are as `rope.spread_over_heads` returns them. Rows behind the batch's tokens
-        become zeros.
+        become zeros. ``sinks`` is as for `layers.attention.attend`.
         """
-        shape, library, num_rows = self.shape, self._library, heads.shape[0]
         self.check(heads, cos, sin, rotary_dim)
-        of = self.heads(rotary_dim)
         turned = torch.empty(heads.shape)
-        library.convoy_turn(
-            *(of, heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), turned.data_ptr(), pool.address),
-            *(self.write_rows.data_ptr(), self.num_tokens),
+        self._library.convoy_rotate(
+            *(ctypes.byref(self._shape), heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), rotary_dim),
+            *(turned.data_ptr(), pool.address, self.write_rows.data_ptr(), self.num_tokens),
+            torch.get_num_threads(),
         )
+        return self.attend_queries(turned[:, : self.shape.num_heads], pool, sinks)
+
+    def attend_queries(
+        self, query: torch.Tensor, pool: KvPool | ApartPool, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend with scaled queries [T, num_heads, head_dim] to K and V that the pool has.
+
+        Returns [T, num_heads, value_dim]. Rows behind the batch's tokens become zeros. ``sinks`` is as for
+        `layers.attention.attend`.
+        """
+        shape, num_rows = self.shape, query.shape[0]
+        if query.shape[1:] != (shape.num_heads, shape.head_dim) or num_rows < self.num_tokens:
+            expected = [self.num_tokens, shape.num_heads, shape.head_dim]
+            raise StepError(f"queries come as {list(query.shape)}, expected {expected}")
+        if query.stride()[1:] != (shape.head_dim, 1):
+            query = query.contiguous()
+        assert query.dtype == torch.float32
+        if sinks is not None:
+            sinks = sinks.detach().to(torch.float32).contiguous()
+            assert sinks.shape == (shape.num_heads,)
         make = torch.empty if num_rows == self.num_tokens else torch.zeros
-        out = make(num_rows, shape.num_heads, shape.head_dim)
-        for chunk in self._chunks:
-            threads = torch.get_num_threads() if chunk.num_pairs > _FEW_PAIRS else 1
-            shares = torch.empty(chunk.num_scores)
-            library.convoy_scores(
-                *(of, chunk.chunk, turned.data_ptr(), pool.address, shares.data_ptr(), threads)
-            )
-            # Torch's own `exp`: a compiled one would have other bits.
-            shares.exp_()
-            library.convoy_mix(*(of, chunk.chunk, pool.address, shares.data_ptr(), out.data_ptr(), threads))
+        out = make(num_rows, shape.num_heads, shape.out_dim)
+        keys, values = pool.addresses
+        threads = min(torch.get_num_threads(), len(self._memory) // self._floats)
+        self._library.convoy_attend(
+            ctypes.byref(
+                AttentionStruct(
+                    *(ctypes.pointer(self._shape), self._tiles, len(self._tiles)),
+                    *(query.data_ptr(), query.stride(0), keys, values),
+                    *(None if sinks is None else sinks.data_ptr(), self._memory.data_ptr(), out.data_ptr()),
+                )
+            ),
+            threads,
+        )
         return out
 
     @property
     def num_scores(self) -> int:
-        """Return the number of scores of all chunks."""
+        """Return the number of scores of all chunks of lone rows."""
         return sum(chunk.num_scores for chunk in self._chunks)
 
     @property
     def chunks(self) -> list[ChunkStruct]:
-        """Return the chunks in the form that compiled code reads.
+        """Return the chunks in the form that compiled layers read.
 
         They are valid while this object is alive.
         """
         return [chunk.chunk for chunk in self._chunks]
 
     def heads(self, rotary_dim: int) -> HeadsStruct:
-        """Return the geometry of the heads in the form that compiled code reads."""
+        """Return the geometry of the heads in the form that compiled layers read."""
         shape, of = self.shape, self._heads.get(rotary_dim)
         if of is None:
             of = HeadsStruct(
@@ -116,14 +162,9 @@ class NativeGroup:
 def native_group(group: GroupBatch) -> NativeGroup | None:
     """Return compiled code for ``group``.
 
-    Returns None where nothing is compiled, and for batches and heads that compiled code does not support.
+    Returns None where nothing is compiled, and for heads that compiled code does not support.
     """
-    shape = group.shape
-    if native_library() is None or not fits_native(shape):
-        return None
-    if any(chunk.tile_tokens != 1 for chunk in group.chunks):
-        return None
-    return NativeGroup(group)
+    return NativeGroup(group) if exp_library() is not None and fits_native(group.shape) else None
 
 
 def fits_native(shape: HeadShape) -> bool:
@@ -131,8 +172,18 @@ def fits_native(shape: HeadShape) -> bool:
 
     Their bits are compared by `attention_check`.
     """
-    whole = shape.head_dim % _VECTOR == 0 and shape.head_dim <= _MAX_DIM and shape.block_size % _VECTOR == 0
-    return whole and shape.is_joined and shape.kv_dtype in _KV_DTYPES
+    widths = (shape.head_dim, shape.out_dim, shape.block_size)
+    whole = all(width % _VECTOR == 0 for width in widths) and shape.kv_dtype in _KV_DTYPES
+    return whole and (shape.head_dim <= _MAX_DIM or not shape.is_joined)
+
+
+def _native_tiles(tiles: TileChunk) -> TilesStruct:
+    num_pairs, longest = tiles.pair_tile.shape[0], tiles.tile_pairs.shape[1]
+    tensors = (tiles.query_rows, tiles.kv_runs, tiles.bag_pairs, tiles.bag_starts, tiles.hidden)
+    return TilesStruct(
+        *(tensor.data_ptr() for tensor in tensors),
+        *(tiles.tile_pairs.shape[0], num_pairs, tiles.hidden.shape[0], longest, tiles.tile_tokens),
+    )
 
 
 def _native_chunk(shape: HeadShape, tiles: TileChunk) -> _NativeChunk:
@@ -142,4 +193,4 @@ def _native_chunk(shape: HeadShape, tiles: TileChunk) -> _NativeChunk:
         *(tensor.data_ptr() for tensor in tensors),
         *(tiles.tile_pairs.shape[0], num_pairs, tiles.hidden.shape[0], longest),
     )
-    return _NativeChunk(tiles, chunk, num_pairs * shape.group * KEY_BLOCK, num_pairs)
+    return _NativeChunk(tiles, chunk, num_pairs * shape.group * KEY_BLOCK)

@@ -1,7 +1,9 @@
-"""Compile the C sources once, into the user's cache, and return the place of the result.
+"""Find the compiled C sources: shipped in the wheel, or compiled once into the user's cache.
 
-The loaded code runs as this process. It is therefore only ever taken from a directory that no other user
-may write to, under a name that is the digest of the sources, the options and the compiler's version.
+The loaded code runs as this process. What is compiled here is only ever taken from a directory that no
+other user may write to, under a name that is the digest of the sources, the options and the compiler's
+version. A wheel's files lie beside the modules that load them, under the digest of sources and options: a
+file of other sources is not found.
 """
 
 from __future__ import annotations
@@ -15,46 +17,99 @@ import stat
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.errors import SelfCheckError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "stored.c"))
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("shared.h", "vector.h"))
+_HERE = Path(__file__).parent
+PREBUILT = _HERE / "prebuilt"
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Describe an instruction set for which the C files are compiled, and the CPU features that it needs."""
+
+    name: str
+    # By Linux's names.
+    needed: tuple[str, ...]
+    # The folder of the wheel's files.
+    shipped_in: Path = PREBUILT
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the compiler's options."""
+        return (*_OPTIONS, *(f"-m{name.replace('_', '')}" for name in self.needed))
+
+    @property
+    def digest(self) -> bytes:
+        """Return the SHA-256 of the sources and the options."""
+        texts = [(_HERE / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+        return hashlib.sha256(b"\0".join((*texts, " ".join(self.options).encode()))).digest()
+
+    @property
+    def prebuilt(self) -> Path:
+        """Return the place of the wheel's file, which exists in a wheel for this platform alone."""
+        return self.shipped_in / f"kernels-{self.digest.hex()[:32]}.so"
+
+
+# All have the same functions with the same bits.
+AVX512 = InstructionSet("AVX-512", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"))
+AVX2 = InstructionSet("AVX2", ("avx2", "fma", "f16c"))
+# Best first.
+INSTRUCTION_SETS = (AVX512, AVX2)
+_SOURCES = ("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c")
+_HEADERS = (
+    *("shared.h", "kernels.h", "ranges.h", "exp.h", "attention.h"),
+    *("vector.h", "vector_avx512.h", "vector_avx2.h"),
+)
 FOLDER = Path("~/.cache/convoy/native")
-# CPU features, by Linux's names.
-NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
 # No contraction: torch rounds a product and a sum separately, so they must stay two operations. No
 # -march=native: several machines may share a home directory.
-_OPTIONS = (
-    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off"),
-    *(f"-m{name.replace('_', '')}" for name in NEEDED),
-)
+_OPTIONS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 180
 
 
 @functools.cache
-def built_library() -> Path:
-    """Return the path of the compiled library.
+def built_library(of: InstructionSet) -> Path:
+    """Return the path of the library for an instruction set: the wheel's, or the one compiled here.
 
     Raises SelfCheckError with the reason why this machine has none.
     """
-    missing = missing_features()
+    missing = missing_features(of)
     if missing:
         raise SelfCheckError(f"this machine has no {', '.join(missing)}")
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if of.prebuilt.exists():
+        return of.prebuilt
+    compiler = find_compiler()
     if compiler is None:
         raise SelfCheckError("no C compiler was found", hint=f"install one of {', '.join(_COMPILERS)}")
     try:
         folder = FOLDER.expanduser()
     except RuntimeError as error:
         raise SelfCheckError("this user has no home directory for the compiled library") from error
-    return compile_into(folder, compiler)
+    return compile_into(folder, compiler, of)
 
 
-def missing_features(info: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Return the features that the kernels need and this machine lacks.
+def find_compiler() -> str | None:
+    """Return the path of a C compiler, or None."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def best_built() -> InstructionSet | None:
+    """Return the best instruction set that has a library here, or None. It does not load the library."""
+    for one in INSTRUCTION_SETS:
+        try:
+            built_library(one)
+        except SelfCheckError:
+            continue
+        return one
+    return None
+
+
+def missing_features(of: InstructionSet, info: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Return the features that an instruction set's code needs and this machine lacks.
 
     On anything but x86-64 Linux the result names only that.
     """
@@ -66,10 +121,10 @@ def missing_features(info: Path = Path("/proc/cpuinfo")) -> list[str]:
         return ["readable list of CPU features"]
     # The first processor's flags: the processors of one machine are alike.
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return [name for name in NEEDED if name not in flags]
+    return [name for name in of.needed if name not in flags]
 
 
-def compile_into(folder: Path, compiler: str) -> Path:
+def compile_into(folder: Path, compiler: str, of: InstructionSet = AVX512) -> Path:
     """Return the library's path in ``folder``, after compiling it if it is missing. Raises SelfCheckError."""
     try:
         for path in reversed((folder, *folder.parents)):
@@ -79,17 +134,21 @@ def compile_into(folder: Path, compiler: str) -> Path:
         require_own(folder)
         # Use the directory that was checked, and not a link to it that may change.
         folder = folder.resolve()
-        version = _run([compiler, "--version"])
-        options = " ".join(_OPTIONS).encode()
-        texts = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
-        named = hashlib.sha256(b"\0".join((*texts, options, compiler.encode(), version)))
+        version = _version(compiler)
+        named = hashlib.sha256(b"\0".join((of.digest, compiler.encode(), version)))
         place = folder / f"kernels-{named.hexdigest()[:32]}.so"
         if not place.exists():
-            _compile(compiler, place)
+            compile_to(place, compiler, of)
         require_own(place)
     except OSError as error:
         raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
     return place
+
+
+@functools.cache
+def _version(compiler: str) -> bytes:
+    """Return what a compiler says of itself. Raises SelfCheckError."""
+    return _run([compiler, "--version"])
 
 
 def require_own(place: Path) -> None:
@@ -110,17 +169,18 @@ def require_own(place: Path) -> None:
             raise SelfCheckError(f"others may write to {path}", hint=f"chmod go-w {path}")
 
 
-def _compile(compiler: str, place: Path) -> None:
+def compile_to(place: Path, compiler: str, of: InstructionSet) -> None:
     """Compile under another name, then rename the file. Two processes may compile at the same time.
 
-    Neither then loads half a file. The file is synced before the rename, and the directory after it, so
-    that a power loss leaves no partial file.
+    Neither process then loads half a file. The file is synced before the rename, and the directory after
+    it, so that a power loss leaves no partial file. Raises SelfCheckError and OSError.
     """
     handle, name = tempfile.mkstemp(suffix=".part", dir=place.parent)
     os.close(handle)
     half = Path(name)
     try:
-        _run([compiler, *_OPTIONS, "-o", str(half), *map(str, SOURCES), "-lm"])
+        sources = [str(_HERE / name) for name in _SOURCES]
+        _run([compiler, *of.options, "-o", str(half), *sources, "-lm"])
         half.chmod(0o500)
         _sync(half)
         half.replace(place)
@@ -148,5 +208,5 @@ def _run(command: list[str]) -> bytes:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         reason = said[0] if said else f"exit status {done.returncode}"
-        raise SelfCheckError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
+        raise SelfCheckError(f"{command[0]} could not compile {_SOURCES[0]}: {reason}")
     return done.stdout

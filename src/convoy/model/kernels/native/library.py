@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
-import torch  # noqa: F401 - brings the OpenMP whose threads are used
+import torch
 
 from convoy.errors import SelfCheckError
-from convoy.model.kernels.native.build import built_library
+from convoy.model.kernels.native.build import AVX2, INSTRUCTION_SETS, InstructionSet, built_library
 
 _THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -33,8 +34,18 @@ class I8Linear(ctypes.Structure):
     )
 
 
+class StoredCodesStruct(ctypes.Structure):
+    """Mirror `StoredCodes` of `ranges.h`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "scale_values", "places")),
+        *((name, c_int64) for name in ("bits", "inputs", "centre", "how", "blocks", "rounded")),
+        *(("groups", c_int64), ("outers", c_int64), ("offset", c_float * 2)),
+    )
+
+
 class StoredRangeStruct(ctypes.Structure):
-    """Mirror `StoredRange` of `stored.c`."""
+    """Mirror `StoredRange` of `ranges.h`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "table", "bias")),
@@ -42,6 +53,7 @@ class StoredRangeStruct(ctypes.Structure):
             (name, c_int64)
             for name in ("kind", "outputs", "first", "group", "scale", "second", "panel_bytes")
         ),
+        ("codes", c_void_p),
     )
 
 
@@ -55,7 +67,7 @@ class StoredLinearStruct(ctypes.Structure):
 
 
 class StoredSourceStruct(ctypes.Structure):
-    """Mirror `StoredSource` of `stored.c`."""
+    """Mirror `StoredSource` of `ranges.h`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "seconds", "fifths")),
@@ -81,8 +93,39 @@ class ChunkStruct(ctypes.Structure):
     )
 
 
+class ShapeStruct(ctypes.Structure):
+    """Mirror `Shape` of `attention.h`."""
+
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            *("num_heads", "kv_heads", "dim", "value_dim", "value_stride"),
+            *("block_size", "kv_dtype", "joined"),
+        )
+    )
+
+
+class TilesStruct(ctypes.Structure):
+    """Mirror `Tiles` of `attention.h`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query_rows", "kv_runs", "bag_pairs", "bag_starts", "hidden")),
+        *((name, c_int64) for name in ("num_tiles", "num_pairs", "num_masked", "longest", "tile_tokens")),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    """Mirror `Attention` of `attention.h`."""
+
+    _fields_ = (
+        *(("shape", POINTER(ShapeStruct)), ("tiles", POINTER(TilesStruct)), ("num_tiles", c_int64)),
+        *(("queries", c_void_p), ("stride", c_int64)),
+        *((name, c_void_p) for name in ("keys", "values", "sinks", "memory", "out")),
+    )
+
+
 class LinearStruct(ctypes.Structure):
-    """Mirror `Linear` of `kernels.c`: exactly one of the three pointers is set."""
+    """Mirror `Linear` of `layers.c`: one of the three pointers is set, or none for no linear."""
 
     _fields_ = (
         *(("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)), ("stored", POINTER(StoredLinearStruct))),
@@ -90,34 +133,79 @@ class LinearStruct(ctypes.Structure):
     )
 
 
-class LayerStruct(ctypes.Structure):
-    """Mirror `Layer` of `kernels.c`."""
+class NormStruct(ctypes.Structure):
+    """Mirror `Norm` of `layers.c`."""
 
     _fields_ = (
-        ("norms", c_void_p * 4),
-        *((name, LinearStruct) for name in ("qkv", "out", "gate", "up", "down")),
-        *(("eps", c_float * 4), ("hidden", c_int64), ("between", c_int64)),
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("kind", "size", "step")),
+        ("eps", c_float),
+    )
+
+
+class ActivationStruct(ctypes.Structure):
+    """Mirror `Activation` of `layers.c`."""
+
+    _fields_ = (("kind", c_int64), ("numbers", c_float * 4))
+
+
+class LayerStruct(ctypes.Structure):
+    """Mirror `Layer` of `layers.c`."""
+
+    _fields_ = (
+        *(("norms", NormStruct * 6), ("qkv", LinearStruct * 3)),
+        *((name, LinearStruct) for name in ("out", "gate", "up", "down")),
+        *(("sinks", c_void_p), ("activation", ActivationStruct)),
+        *((name, c_int64) for name in ("hidden", "between", "rotation", "is_capped", "is_parallel")),
+        *(("scale", c_float), ("residual", c_float)),
     )
 
 
 class WorkStruct(ctypes.Structure):
-    """Mirror `Work` of `kernels.c`."""
+    """Mirror `Work` of `layers.c`."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "normed", "heads", "turned", "mixed", "both", "raised")),
-        *((name, c_void_p) for name in ("shares", "cos", "sin", "write_rows")),
+        *((name, c_void_p) for name in ("x", "normed", "made", "heads", "turned", "mixed", "both", "raised")),
+        *((name, c_void_p) for name in ("shares", "sunk", "cos", "sin", "write_rows")),
         *(("of", POINTER(HeadsStruct)), ("chunks", POINTER(ChunkStruct))),
         *((name, c_int64) for name in ("num_chunks", "rows", "tokens", "threads")),
+    )
+
+
+class LayerRunStruct(ctypes.Structure):
+    """Mirror `LayerRun` of `layers.c`."""
+
+    _fields_ = (("layer", POINTER(LayerStruct)), ("work", POINTER(WorkStruct)), ("pool", c_void_p))
+
+
+class ExpertStruct(ctypes.Structure):
+    """Mirror `Expert` of `layers.c`."""
+
+    _fields_ = tuple((name, LinearStruct) for name in ("gate", "up", "down"))
+
+
+class ExpertsStruct(ctypes.Structure):
+    """Mirror `Experts` of `layers.c`."""
+
+    _fields_ = (
+        *(("each", POINTER(ExpertStruct)), ("activation", ActivationStruct)),
+        *((name, c_int64) for name in ("num", "hidden", "between")),
+    )
+
+
+class ChoiceStruct(ctypes.Structure):
+    """Mirror `Choice` of `layers.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "numbers", "gathered", "both", "raised", "made")),
+        *((name, c_void_p) for name in ("y", "order", "places")),
+        *((name, c_int64) for name in ("rows", "chosen", "threads")),
     )
 
 
 _LINEAR = [c_void_p, c_int64, c_void_p, c_int64, c_int64]  # x, stride, y, rows, threads
 _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_init": [c_void_p] * 3,
-    "convoy_f32_linear": [POINTER(F32Linear), *_LINEAR],
-    "convoy_i8_linear": [POINTER(I8Linear), *_LINEAR],
-    "convoy_i8_size": [c_int64, c_int64],
-    "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "convoy_stored_linear": [POINTER(StoredLinearStruct), *[c_void_p, c_int64] * 2, c_int64, c_int64],
     "convoy_stored_panel_bytes": [POINTER(StoredRangeStruct), c_int64],
     "convoy_stored_pack": [
@@ -126,39 +214,107 @@ _ARGUMENTS: dict[str, list[Any]] = {
         c_void_p,
         c_int64,
     ],
-    "convoy_stored_unpack": [POINTER(StoredRangeStruct), c_int64, c_void_p, c_int64, c_int64, c_void_p],
+    "convoy_stored_unpack": [
+        *(POINTER(StoredRangeStruct), c_int64, c_void_p),
+        *(c_int64, c_int64, c_void_p),
+    ],
+    "convoy_f32_linear": [POINTER(F32Linear), *_LINEAR],
+    "convoy_i8_linear": [POINTER(I8Linear), *_LINEAR],
+    "convoy_i8_size": [c_int64, c_int64],
+    "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
-    "convoy_turn": [POINTER(HeadsStruct), *[c_void_p] * 6, c_int64],
-    "convoy_scores": [POINTER(HeadsStruct), POINTER(ChunkStruct), *[c_void_p] * 3, c_int64],
-    "convoy_mix": [POINTER(HeadsStruct), POINTER(ChunkStruct), *[c_void_p] * 3, c_int64],
-    "convoy_layer_scores": [POINTER(LayerStruct), POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
+    "convoy_layer_begin": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
+    "convoy_layers": [POINTER(LayerRunStruct), c_int64],
+    "convoy_layer_shares": [POINTER(LayerStruct), POINTER(WorkStruct)],
     "convoy_layer_mix": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
+    "convoy_layer_end": [POINTER(LayerStruct), POINTER(WorkStruct)],
+    "convoy_experts": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
+    "convoy_experts_raise": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
+    "convoy_experts_mix": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
+    "convoy_rotate": [
+        *(POINTER(ShapeStruct), *[c_void_p] * 3, c_int64),
+        *(*[c_void_p] * 3, c_int64, c_int64),
+    ],
+    "convoy_attend_floats": [POINTER(ShapeStruct), POINTER(TilesStruct), c_int64],
+    "convoy_attend": [POINTER(AttentionStruct), c_int64],
+    "convoy_use_exp": [c_void_p],
+    "convoy_activate": [*[c_void_p, c_int64] * 2, c_void_p, *[c_int64] * 4],
 }
 _RESULTS: dict[str, Any] = dict.fromkeys(
-    ("convoy_i8_size", "convoy_stored_panel_bytes"), c_int64
-) | dict.fromkeys(("convoy_i8_linear", "convoy_layer_scores", "convoy_layer_mix"), c_int)
+    ("convoy_i8_size", "convoy_stored_panel_bytes", "convoy_attend_floats"), c_int64
+) | dict.fromkeys(
+    (
+        *("convoy_i8_linear", "convoy_layers"),
+        *("convoy_layer_begin", "convoy_layer_mix", "convoy_layer_end"),
+        *("convoy_experts", "convoy_experts_raise", "convoy_experts_mix"),
+    ),
+    c_int,
+)
+
+
+class NativeLibrary(ctypes.CDLL):
+    """Hold the compiled functions for one instruction set."""
+
+    instruction_set: InstructionSet
+    # The wheel's file, and not one that was compiled here.
+    is_prebuilt: bool
+
+    @property
+    def description(self) -> str:
+        """Return the instruction set, and where the code was made."""
+        return f"{self.instruction_set.name}, {'prebuilt' if self.is_prebuilt else 'compiled here'}"
+
+
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """Return the instruction sets to choose from, best first.
+
+    A process that limits torch (`ATEN_CPU_CAPABILITY`) limits them too.
+    """
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return INSTRUCTION_SETS if is_wide else (AVX2,)
 
 
 @functools.cache
-def native_library() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None. `why_no_native` returns the reason."""
-    try:
-        return _load()
-    except SelfCheckError:
-        return None
+def native_library() -> NativeLibrary | None:
+    """Return the compiled functions for the best instruction set, or None. `why_no_native` says why."""
+    return next(native_libraries(), None)
+
+
+def native_libraries() -> Iterator[NativeLibrary]:
+    """Yield the compiled functions for each instruction set of this machine, best first.
+
+    Each is compiled and loaded as it is asked for.
+    """
+    for one in instruction_sets():
+        found = find_library(one)
+        if isinstance(found, NativeLibrary):
+            yield found
+
+
+def keeps_stored() -> bool:
+    """Return whether a stage here keeps matrices in the form of their file. If not, it unpacks them."""
+    return native_library() is not None
 
 
 def why_no_native() -> str:
     """Return why nothing is compiled here, or ""."""
+    if native_library() is not None:
+        return ""
+    found = find_library(INSTRUCTION_SETS[-1])
+    return "" if isinstance(found, NativeLibrary) else found.message
+
+
+@functools.cache
+def find_library(of: InstructionSet) -> NativeLibrary | SelfCheckError:
+    """Return the library for an instruction set, or why there is none. Nothing is compiled twice."""
     try:
-        _load()
+        return _load(of)
     except SelfCheckError as error:
-        return error.message
-    return ""
+        return error
 
 
-def _load() -> ctypes.CDLL:
-    """Compile and load the library, and share torch's threads with it. Raises SelfCheckError."""
+def _load(of: InstructionSet) -> NativeLibrary:
+    """Compile and load a library, and share torch's threads with it. Raises SelfCheckError."""
     try:
         # The functions of the OpenMP that torch has loaded: a second OpenMP would start threads of its own.
         own = ctypes.CDLL(None)
@@ -168,9 +324,11 @@ def _load() -> ctypes.CDLL:
             "this build of torch does not run on GNU OpenMP, so its threads cannot be shared"
         ) from error
     try:
-        library = ctypes.CDLL(str(built_library()))
+        place = built_library(of)
+        library = NativeLibrary(str(place))
     except OSError as error:
         raise SelfCheckError(f"the compiled kernels cannot be loaded: {error}") from error
+    library.instruction_set, library.is_prebuilt = of, place == of.prebuilt
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)

@@ -1,8 +1,8 @@
 """Multiply few rows by compiled code, over the weights that are resident anyway.
 
-In float32 the weights are oneDNN's own packed weights, and the bits are oneDNN's: one chain of products
-for each output, in runs of a length that is measured here. With 8 bits sums are whole numbers, so any
-order gives the same result.
+In float32 the weights are oneDNN's own packed weights: one chain of products for each output, in runs of a
+written length, compared with oneDNN's bits. With 8 bits sums are whole numbers, so any order gives the
+same result.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from convoy.model.kernels.native.library import F32Linear, I8Linear, native_library
+from convoy.model.kernels.native.choice import choose_library
+from convoy.model.kernels.native.library import F32Linear, I8Linear, NativeLibrary
+from convoy.model.kernels.packing import has_place, pack_float32
 
 # oneDNN multiplies more rows as fast: then products take the time, and not the reading of weights.
 MAX_F32_ROWS = 18
 _PANEL, _INPUTS = 64, 16
-_RUNS = (1024, 512, 256, 384, 768, 2048)
+# The written order: runs of 1,024 inputs, or of 512 in parts of up to 1,024.
+_LONG_RUN, _SHORT_RUN = 1024, 512
 _PROBE_ROWS = 5
 
 
@@ -26,10 +29,12 @@ class NativeF32:
     """Compute x W^T + b over oneDNN's packed weights, for up to `MAX_F32_ROWS` rows."""
 
     def __init__(
-        self, packed: Sequence[torch.Tensor], runs: Sequence[int], bias: torch.Tensor | None
+        self,
+        packed: Sequence[torch.Tensor],
+        runs: Sequence[int],
+        bias: torch.Tensor | None,
+        library: NativeLibrary,
     ) -> None:
-        library = native_library()
-        assert library is not None, "nothing is compiled here"
         self._outputs, self._inputs = packed[0].shape[0], [part.shape[1] for part in packed]
         none = [0] * (2 - len(packed))
         # Kept alive: the struct below has only their addresses.
@@ -59,30 +64,65 @@ def native_f32(packed: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Nat
 
     Returns None where nothing is compiled, or where oneDNN uses another layout or order of sums.
     """
-    if native_library() is None or not all(_is_in_panels(part) for part in packed):
+    if not all(_is_in_panels(part) for part in packed):
         return None
-    runs = [run_length(part.shape[1], min(part.shape[0], 2 * _PANEL)) for part in packed]
-    return NativeF32(packed, runs, bias) if all(runs) else None
+    chosen = {f32_library(part.shape[1], min(part.shape[0], 2 * _PANEL)) for part in packed}
+    library = chosen.pop()
+    if library is None or chosen or not all(map(_is_as_compared, packed)):
+        return None
+    return NativeF32(packed, [run_length(part.shape[1]) for part in packed], bias, library)
+
+
+def run_length(inputs: int) -> int:
+    """Return how many products of a part are added one after the other: see docs/exact.md."""
+    if inputs > _LONG_RUN:
+        return _LONG_RUN
+    return min(inputs, _SHORT_RUN)
 
 
 @functools.cache
-def run_length(inputs: int, outputs: int) -> int:
-    """Return how many products oneDNN adds one after the other, or 0 where no length gives its bits."""
+def f32_library(
+    inputs: int, outputs: int, offered: tuple[NativeLibrary, ...] | None = None
+) -> NativeLibrary | None:
+    """Return the compiled code that has oneDNN's bits over its packed weights, or None.
+
+    ``offered`` is as `choose_library` takes it.
+    """
+    # oneDNN may have another layout or order, which is no fault of compiled code.
+    holds = functools.partial(_holds, inputs, outputs)
+    return choose_library("float32 linears", holds, offered, may_lack=True)
+
+
+def _holds(inputs: int, outputs: int, library: NativeLibrary) -> bool:
+    """Return whether the compiled linear over oneDNN's packed weights has oneDNN's bits."""
     generator = torch.Generator().manual_seed(20)
     weight = torch.randn(outputs, inputs, generator=generator)
     x = torch.randn(_PROBE_ROWS, inputs, generator=generator)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
+    packed = pack_float32(weight)
     if not _is_in_panels(packed):
-        return 0
+        return False
     expected = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    runs = (inputs, *(run for run in _RUNS if run < inputs))
-    return next((run for run in runs if torch.equal(expected, NativeF32([packed], [run], None)(x))), 0)
+    return torch.equal(expected, NativeF32([packed], [run_length(inputs)], None, library)(x))
+
+
+def _is_as_compared(packed: torch.Tensor) -> bool:
+    """Return whether a matrix has the layout of the smaller one that was compared.
+
+    oneDNN chooses the layout by the number of outputs. With AVX2 a block of 192 outputs is another one.
+    """
+    outputs, inputs = packed.shape
+    return outputs <= 2 * _PANEL or has_place(_compared(inputs), packed)
+
+
+@functools.cache
+def _compared(inputs: int) -> torch.Tensor:
+    return pack_float32(torch.zeros(2 * _PANEL, inputs))
 
 
 def _is_in_panels(packed: torch.Tensor) -> bool:
     """Return whether the packed memory has the size of panels.
 
-    The contents are compared by `run_length`. The size must match first, so that compiled code stays
+    The contents are compared by `_holds`. The size must match first, so that compiled code stays
     inside.
     """
     outputs, inputs = packed.shape
@@ -98,14 +138,13 @@ class NativeI8:
         shape: Sequence[int],
         runs: Iterable[tuple[torch.Tensor, torch.Tensor]],
         bias: torch.Tensor | None,
+        library: NativeLibrary,
     ) -> None:
         """Pack the weights. ``shape`` is (outputs, inputs).
 
         ``runs`` yields int8 [some outputs, inputs] and their scales, over 127. All runs but the last are
         of whole panels of 64 outputs.
         """
-        library = native_library()
-        assert library is not None, "nothing is compiled here"
         self._outputs, inputs = shape
         padded = -(-self._outputs // _PANEL) * _PANEL
         packed = torch.zeros(library.convoy_i8_size(inputs, self._outputs), dtype=torch.int8)

@@ -8,21 +8,37 @@
 #include <string.h>
 
 #define PANEL 64    /* outputs with weights that lie together */
-#define MOST_ROWS 6 /* rows of one pass over a panel: 24 sums in registers */
+#define MOST_ROWS 6 /* rows of one pass over a panel: their sums stay in registers */
 #define AHEAD 4096  /* bytes: the processor's own prefetching ends with a page */
 
 #define HIDDEN __attribute__((visibility("hidden")))
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL_ALL _Pragma("GCC unroll 16")
 
 typedef void (*share_fn)(void *);
 
 /* Run `share` on that many threads of the OpenMP that torch runs on. */
 HIDDEN void convoy_run(share_fn share, void *job, int64_t threads);
 
+/* Compute this thread's part [start, end) of `count`. `threads` is the number that the job was started with. */
+HIDDEN void convoy_my_part(int64_t threads, int64_t count, int64_t *start, int64_t *end);
+
 /* Matrices in the form of the model's file, see `stored.c`. */
 typedef struct StoredLinear StoredLinear;
 void convoy_stored_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
                           int64_t rows, int64_t threads);
+
+/* Rows of x begin `stride` floats apart, and those of y `y_stride`. */
+typedef struct {
+  const StoredLinear *linear;
+  const float *x;
+  int64_t stride;
+  float *y;
+  int64_t y_stride, rows, next;
+} StoredJob;
+
+HIDDEN void convoy_stored_share(void *job);
 
 /* Return the next panel, for the thread that asks first. Fixed shares would wait for a thread that wakes late or
    loses its core. */

@@ -1,54 +1,36 @@
 /* Multiply by matrices in the form of the model's file: codes and scales are unpacked in registers, or a tile at a
    time in the cache.
 
-   The sums are those of `convoy_f32_linear` over the unpacked matrix, to the bit: one chain of fused multiply-adds for
-   each output in the order of the inputs, in runs that are added in order. A weight is unpacked with the operations
-   of the format's reader, each rounded by itself. */
+   The sums are those of the unpacked matrix in the order of docs/exact.md, to the bit: one chain of fused
+   multiply-adds for each output in the order of the inputs, in runs that are added in order. A weight is unpacked with
+   the operations of the format's reader, each rounded by itself. */
 
-#include "vector.h"
+#include "ranges.h"
 
-enum {
-  BF16, F16, NIBBLES, NIBBLES_ADD, NIBBLES_LESS, FIVES, FIVES_ADD, SIGNED, BYTES_ADD, E4M3, Q4_K, Q5_K, Q6_K, NUM_KINDS
-};
-enum { IN_HALVES, IN_BF16, IN_FLOATS, IN_HALF_POWERS, IN_BYTES };
-
-#define TILE 64        /* inputs of a tile: with 64 outputs 16 KiB of float32 */
-#define CHUNK 128      /* inputs for which 32 outputs are computed before the other 32 */
-#define SPLIT_ROWS 4   /* rows from which on outputs are split so */
-#define MOST_STEP 64   /* inputs that a form unpacks together, at most */
+#define CHUNK 128      /* inputs for which some outputs are computed before the others of a panel */
+#define MOST_TILE 256  /* inputs that are unpacked together, at most: TILE and two steps, or a super-block */
 #define BLOCK_ROWS 120 /* rows for which a tile is unpacked once */
-#define SUPER 256      /* inputs of a super-block of ggml's K types */
 #define PLANES 192     /* bytes of the scales and minima of 64 inputs of Q4_K and Q5_K: three planes */
 #define FIFTHS 256     /* bytes of the fifth bits of 32 inputs: a lane of 32 bits for each output */
 #define Q6_K_PART 1664 /* bytes of 32 inputs: two scales, then the highest bits, then the lowest */
 #define Q6_K_BYTES (2 * PANEL + 8 * Q6_K_PART)
 
-#define UNROLL _Pragma("GCC unroll 8")
-
-/* Outputs of one form, in panels of 64 outputs: `panel_bytes` each, and in each the blocks in the order of the inputs.
-   A block has the scales of 64 outputs, then their second numbers (biases or zeros), then the codes of `group` inputs.
-   Eight inputs of 4 bits lie in a lane of 32 bits; bytes lie by input, then by output. Of 5 bits, the fifth bits of
-   32 inputs lie in a lane in front of the others. */
-typedef struct {
-  const uint8_t *packed;
-  const float *table; /* the values of 4-bit codes */
-  const float *bias;
-  int64_t kind, outputs, first; /* `first` is the place of the first output in a row of y */
-  int64_t group, scale, second, panel_bytes;
-} StoredRange;
-
-/* The inputs come in one or two parts, as those of F32Linear do. */
+/* The inputs come in one or two parts, and those of a part in runs. The bias stands behind the first part. */
 typedef struct StoredLinear {
   const StoredRange *ranges;
   int64_t num_ranges, inputs[2], run[2];
 } StoredLinear;
 
-static const int64_t widths[] = {2, 2, 4, 1, 1};
-static const int64_t steps[NUM_KINDS] = {2, 1, 8, 8, 8, 32, 32, 1, 1, 1, 64, 64, 32};
+static const int64_t steps[NUM_FUSED] = {1, 2, 1, 8, 8, 8, 8, 32, 32, 1, 1, 1, 64, 64, 32};
 
-/* Return whether so many rows are computed in passes that unpack in registers. Widening a float costs less than
-   reading it from a tile. */
-INLINE int fits_passes(int64_t kind, int64_t rows) { return rows <= MOST_ROWS || kind == BF16 || kind == F16; }
+/* Return the inputs of a tile. A block that is looked up in grids is read once. */
+INLINE int64_t tile_inputs(int64_t kind) { return kind == GRIDS ? SUPER : TILE; }
+INLINE int is_plain(int64_t kind) { return kind <= F16; }
+/* Return whether so many rows are computed in passes that unpack in registers. With AVX-512, widening a float costs
+   less than reading it from a tile. */
+INLINE int fits_passes(int64_t kind, int64_t rows) {
+  return rows <= FUSED_ROWS || (FUSED_ROWS == MOST_ROWS && is_plain(kind));
+}
 
 INLINE int has_second(int64_t kind) {
   return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == FIVES_ADD || kind == BYTES_ADD;
@@ -57,8 +39,8 @@ INLINE int has_fifths(int64_t kind) { return kind == FIVES || kind == FIVES_ADD 
 INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= FIVES_ADD ? PANEL / 2 : PANEL; }
 /* Return the bytes in front of the codes of a block. */
 INLINE int64_t head_bytes(const StoredRange *of) {
-  int64_t seconds = has_second(of->kind) ? widths[of->second] : 0;
-  return PANEL * (widths[of->scale] + seconds) + (has_fifths(of->kind) ? FIFTHS : 0);
+  int64_t seconds = has_second(of->kind) ? widths_of[of->second] : 0;
+  return PANEL * (widths_of[of->scale] + seconds) + (has_fifths(of->kind) ? FIFTHS : 0);
 }
 /* Return the bytes of 64 inputs of Q4_K or Q5_K, and of a super-block. */
 INLINE int64_t half_bytes(int64_t kind) { return PLANES + 32 * PANEL + (kind == Q5_K ? 2 * FIFTHS : 0); }
@@ -74,14 +56,16 @@ typedef struct {
   const float *x;
   int64_t stride;
   float *tile;
+  const uint8_t *next; /* memory that is needed soon: `step` bytes for each input */
+  int64_t step;
 } Walk;
 
-INLINE void use(const int rows, const Walk *walk, int64_t at, V (*s)[4], int v, V w) {
-  if (!rows) v_store(walk->tile + at * PANEL + LANES * v, w);
+INLINE void use(const int rows, const Walk *walk, int64_t at, V (*s)[VECTORS], int v, V w) {
+  if (!rows) v_store(walk->tile + at * PANEL + walk->lane + LANES * v, w);
   UNROLL for (int r = 0; r < rows; r++) s[r][v] = v_fma(v_set(walk->x[r * walk->stride + at]), w, s[r][v]);
 }
 
-/* Widen the numbers of 16 outputs from `lane` on. */
+/* Widen the numbers of a vector of outputs from `lane` on. */
 INLINE V widened(int64_t type, const uint8_t *numbers, int64_t lane) {
   switch (type) {
     case IN_HALVES: return v_half(numbers + 2 * lane);
@@ -92,36 +76,69 @@ INLINE V widened(int64_t type, const uint8_t *numbers, int64_t lane) {
   }
 }
 
-INLINE void walk_bf16(const int rows, const Walk *walk, V (*s)[4]) {
-  const uint8_t *p = walk->panel + walk->k * 2 * PANEL;
+INLINE void walk_f32(const int rows, const int vectors, const int ahead, const Walk *walk, V (*s)[VECTORS]) {
+  const uint8_t *p = walk->panel + walk->k * 4 * PANEL + 4 * walk->lane;
   int64_t n = walk->end - walk->k;
-  for (int64_t at = 0; at < n; at += 2, p += 4 * PANEL) {
-    UNROLL for (int v = 0; v < 4; v++) {
-      v_prefetch(p + 64 * v);
-      use(rows, walk, at, s, v, v_bits(i_left(i_load(p + 64 * v), 16)));
+  for (int64_t at = 0; at < n; at++, p += 4 * PANEL) {
+    for (int64_t b = 0; !ahead && b < walk->step; b += LINE)
+      _mm_prefetch((const char *)walk->next + at * walk->step + b, _MM_HINT_T0);
+    V w[VECTORS];
+    UNROLL for (int v = 0; v < vectors; v++) {
+      if (ahead) v_prefetch(p, v, 4 * LANES);
+      w[v] = v_load(p + 4 * LANES * v);
+      if (!rows) v_store(walk->tile + at * PANEL + walk->lane + LANES * v, w[v]);
     }
-    UNROLL for (int v = 0; v < 4; v++)
-      use(rows, walk, at + 1, s, v, v_bits(i_and(i_load(p + 64 * v), i_set(0xffff0000))));
+    UNROLL for (int r = 0; r < rows; r++) {
+      V f = v_set(walk->x[r * walk->stride + at]);
+      UNROLL for (int v = 0; v < vectors; v++) s[r][v] = v_fma(f, w[v], s[r][v]);
+    }
   }
 }
 
-INLINE void walk_f16(const int rows, const Walk *walk, V (*s)[4]) {
-  const uint8_t *p = walk->panel + walk->k * 2 * PANEL;
+INLINE void walk_bf16(const int rows, const int vectors, const Walk *walk, V (*s)[VECTORS]) {
+  const uint8_t *p = walk->panel + walk->k * 2 * PANEL + 4 * walk->lane;
+  int64_t n = walk->end - walk->k;
+  for (int64_t at = 0; at < n; at += 2, p += 4 * PANEL) {
+    UNROLL for (int v = 0; v < vectors; v++) {
+      v_prefetch(p, v, 4 * LANES);
+      use(rows, walk, at, s, v, v_bits(i_left(i_load(p + 4 * LANES * v), 16)));
+    }
+    UNROLL for (int v = 0; v < vectors; v++)
+      use(rows, walk, at + 1, s, v, v_bits(i_and(i_load(p + 4 * LANES * v), i_set(0xffff0000))));
+  }
+}
+
+INLINE void walk_f16(const int rows, const int vectors, const Walk *walk, V (*s)[VECTORS]) {
+  const uint8_t *p = walk->panel + walk->k * 2 * PANEL + 2 * walk->lane;
   int64_t n = walk->end - walk->k;
   for (int64_t at = 0; at < n; at++, p += 2 * PANEL) {
-    v_prefetch(p);
-    v_prefetch(p + 64);
-    UNROLL for (int v = 0; v < 4; v++) use(rows, walk, at, s, v, v_half(p + 2 * LANES * v));
+    UNROLL for (int v = 0; v < vectors; v++) {
+      v_prefetch(p, v, 2 * LANES);
+      use(rows, walk, at, s, v, v_half(p + 2 * LANES * v));
+    }
   }
+}
+
+/* The values of a kind's codes. */
+typedef struct {
+  Table nibbles;
+  Steps fives;
+} Values;
+
+INLINE Values load_values(const int kind, const StoredRange *of) {
+  Values values;
+  if (has_fifths(kind)) values.fives = t_steps(of->table);
+  else if (of->table) values.nibbles = t_load(of->table);
+  return values;
 }
 
 /* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. The lowest eight bits of `fifths` are their fifth
    bits, if the kind has them. */
-INLINE void use_nibbles(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4], int64_t at,
-                        const uint8_t *p, const V *table, const I *fifths, const V *scale, const V *second) {
-  I codes[4];
+INLINE void use_nibbles(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS],
+                        int64_t at, const uint8_t *p, Values values, const I *fifths, const V *scale, const V *second) {
+  I codes[VECTORS];
   UNROLL for (int v = 0; v < vectors; v++) {
-    v_prefetch(p + 4 * LANES * v);
+    v_prefetch(p, v, 4 * LANES);
     codes[v] = i_load(p + 4 * LANES * v);
   }
   UNROLL for (int j = 0; j < 8; j++)
@@ -129,9 +146,10 @@ INLINE void use_nibbles(const int rows, const int vectors, const int kind, const
       V w;
       if (has_fifths(kind)) {
         I fifth = j < 4 ? i_left(fifths[v], 4 - (j & 3)) : i_right(fifths[v], j & 3);
-        w = v_look_32(table[0], table[1], i_merge(i_set(15), i_right(codes[v], 4 * j), fifth));
+        w = v_step(values.fives, i_merge(i_set(15), i_right(codes[v], 4 * j), fifth));
       } else
-        w = v_look(table[0], i_right(codes[v], 4 * j));
+        w = kind == NIBBLES ? v_look(values.nibbles, codes[v], j)
+                            : v_count(values.nibbles, codes[v], j, kind == CENTRED ? -8 : 0);
       if (kind == NIBBLES_LESS) w = v_sub(w, second[v]);
       w = v_mul(w, scale[v]);
       if (kind == NIBBLES_ADD || kind == FIVES_ADD) w = v_add(w, second[v]);
@@ -140,44 +158,38 @@ INLINE void use_nibbles(const int rows, const int vectors, const int kind, const
     }
 }
 
-INLINE void use_bytes(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4], int64_t at,
-                      const uint8_t *p, const V *scale, const V *second) {
-  v_prefetch(p);
+INLINE void use_bytes(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS],
+                      int64_t at, const uint8_t *p, const V *scale, const V *second) {
   UNROLL for (int v = 0; v < vectors; v++) {
     const uint8_t *q = p + LANES * v;
+    v_prefetch(p, v, LANES);
     V w = v_mul(kind == E4M3 ? v_e4m3(q) : v_int(kind == SIGNED ? i_signed(q) : i_bytes(q)), scale[v]);
     if (kind == BYTES_ADD) w = v_add(w, second[v]);
     use(rows, walk, at, s, v, w);
   }
 }
 
-/* Load the values of the codes, 16 or 32. */
-INLINE void load_table(const int kind, const StoredRange *of, V *table) {
-  if (of->table) table[0] = v_load(of->table);
-  if (has_fifths(kind)) table[1] = v_load(of->table + LANES);
-}
-
-INLINE void walk_groups(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
+INLINE void walk_groups(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS]) {
   const StoredRange *of = walk->of;
   int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, number = (uint32_t)walk->k / (uint32_t)group;
   int64_t in = walk->k - number * group, lane = walk->lane, n = walk->end - walk->k, at = 0;
   const uint8_t *block = walk->panel + number * (head + group * bytes);
-  V table[2] = {v_set(0), v_set(0)}, scale[4], second[4];
-  I fifths[4];
-  load_table(kind, of, table);
+  Values values = load_values(kind, of);
+  V scale[VECTORS], second[VECTORS];
+  I fifths[VECTORS];
   for (; at < n; block += head + group * bytes, in = 0) {
     UNROLL for (int v = 0; v < vectors; v++) {
       scale[v] = widened(of->scale, block, lane + LANES * v);
       /* `v_e4m3` has divided by 256. */
       if (kind == E4M3) scale[v] = v_mul(scale[v], v_set(256));
-      if (has_second(kind)) second[v] = widened(of->second, block + PANEL * widths[of->scale], lane + LANES * v);
+      if (has_second(kind)) second[v] = widened(of->second, block + PANEL * widths_of[of->scale], lane + LANES * v);
       if (has_fifths(kind)) fifths[v] = i_load(block + head - FIFTHS + 4 * (lane + LANES * v));
     }
     const uint8_t *p = block + head + in * bytes + lane * (bytes < PANEL ? 4 : 1);
     int64_t stop = least(n, at + group - in);
     if (bytes < PANEL)
       for (; at < stop; at += 8, p += 8 * bytes) {
-        use_nibbles(rows, vectors, kind, walk, s, at, p, table, fifths, scale, second);
+        use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
         UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
       }
     else
@@ -187,10 +199,10 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
 
 /* Use 64 inputs of a super-block at a time. Each 32 have a scale and a minimum of 6 bits, in three planes of bytes: the
    third has the second scale, and the highest two bits of all hold the second minimum. */
-INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
-  V table[2], scale[4], second[4];
-  I fifths[4];
-  load_table(kind, walk->of, table);
+INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS]) {
+  Values values = load_values(kind, walk->of);
+  V scale[VECTORS], second[VECTORS];
+  I fifths[VECTORS];
   int64_t n = walk->end - walk->k, lane = walk->lane;
   for (int64_t at = 0; at < n;) {
     int64_t k = walk->k + at;
@@ -207,7 +219,7 @@ INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const W
       }
       if (has_fifths(kind)) p += FIFTHS;
       for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL) {
-        use_nibbles(rows, vectors, kind, walk, s, at, p, table, fifths, scale, second);
+        use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
         UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
       }
     }
@@ -215,30 +227,30 @@ INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const W
 }
 
 /* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. */
-INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s)[4]) {
+INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s)[VECTORS]) {
   int64_t n = walk->end - walk->k, lane = walk->lane;
-  V raised = v_set(8388608.0f + 32.0f), scale[4];
+  V raised = v_set(8388608.0f + 32.0f), scale[VECTORS];
   for (int64_t at = 0; at < n; at += 16) {
     int64_t k = walk->k + at, half = k / 16 % 2;
     const uint8_t *block = walk->panel + k / SUPER * Q6_K_BYTES;
     const uint8_t *part = block + 2 * PANEL + k % SUPER / 32 * Q6_K_PART;
     const uint8_t *high = part + 2 * PANEL + half * 4 * PANEL + 4 * lane;
     const uint8_t *low = part + 10 * PANEL + half * 8 * PANEL + 4 * lane;
-    I highs[4], lows[4];
+    I highs[VECTORS], lows[VECTORS];
     UNROLL for (int v = 0; v < vectors; v++) {
       int64_t own = lane + LANES * v;
       scale[v] = v_mul(v_half(block + 2 * own), v_int(i_signed(part + half * PANEL + own)));
       /* Bits 4 and 5 of each byte are those of four inputs. */
       highs[v] = i_load(high + 4 * LANES * v);
-      v_prefetch(high + 4 * LANES * v);
+      v_prefetch(high, v, 4 * LANES);
     }
     for (int pair = 0; pair < 2; pair++, low += 4 * PANEL) {
       UNROLL for (int v = 0; v < vectors; v++) {
-        v_prefetch(low + 4 * LANES * v);
+        v_prefetch(low, v, 4 * LANES);
         lows[v] = i_load(low + 4 * LANES * v);
       }
       UNROLL for (int quad = 0; quad < 2; quad++) {
-        I codes[4];
+        I codes[VECTORS];
         UNROLL for (int v = 0; v < vectors; v++) {
           I both = i_merge(i_set(0x0f0f0f0f), i_right(lows[v], 4 * quad), i_left(highs[v], 4 - 2 * quad));
           codes[v] = i_and(both, i_set(0x3f3f3f3f));
@@ -253,9 +265,10 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
   }
 }
 
-INLINE void walk_kind(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[4]) {
-  if (kind == BF16) walk_bf16(rows, walk, s);
-  else if (kind == F16) walk_f16(rows, walk, s);
+INLINE void walk_kind(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS]) {
+  if (kind == F32) walk_f32(rows, vectors, 1, walk, s);
+  else if (kind == BF16) walk_bf16(rows, vectors, walk, s);
+  else if (kind == F16) walk_f16(rows, vectors, walk, s);
   else if (kind == Q4_K || kind == Q5_K) walk_q4_k(rows, vectors, kind, walk, s);
   else if (kind == Q6_K) walk_q6_k(rows, vectors, walk, s);
   else walk_groups(rows, vectors, kind, walk, s);
@@ -263,98 +276,104 @@ INLINE void walk_kind(const int rows, const int vectors, const int kind, const W
 
 /* ---- the functions of each kind: a run's chain for 1 to 6 rows, and unpacking to a tile ---- */
 
-INLINE void clear(const int rows, const int vectors, V (*s)[4]) {
-  UNROLL for (int r = 0; r < rows; r++)
-    UNROLL for (int v = 0; v < vectors; v++) s[r][v] = v_set(0);
-}
-
-/* Compute one run's chains, and add them to `total` if `add` is not 0. */
+/* Compute one run's chains, and add them to `total` if `add` is not 0. Where a panel's outputs do not all have
+   registers, sums wait in memory while those of other outputs go on. */
 INLINE void fuse(const int rows, const int kind, const Walk *walk, float *total, int add) {
-  V s[MOST_ROWS][4];
-  /* Scales and codes of 64 outputs need registers beside the sums. So several rows use 32 outputs at a time, and the
-     sums wait in memory for the other 32. */
-  if (rows < SPLIT_ROWS || kind == BF16 || kind == F16) {
-    clear(rows, 4, s);
-    walk_kind(rows, 4, kind, walk, s);
+  const int vectors = vectors_at_once(rows, is_plain(kind));
+  V s[MOST_ROWS][VECTORS];
+  if (vectors == VECTORS) {
     UNROLL for (int r = 0; r < rows; r++)
-      UNROLL for (int v = 0; v < 4; v++) {
+      UNROLL for (int v = 0; v < VECTORS; v++) s[r][v] = v_set(0);
+    walk_kind(rows, VECTORS, kind, walk, s);
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < VECTORS; v++) {
         float *t = total + r * PANEL + LANES * v;
         v_store(t, add ? v_add(v_load(t), s[r][v]) : s[r][v]);
       }
     return;
   }
-  V sums[2][MOST_ROWS][2];
+  V sums[VECTORS][MOST_ROWS];
   Walk some = *walk;
   for (int64_t k = walk->k; k < walk->end; k += CHUNK) {
     some.k = k, some.end = least(walk->end, k + CHUNK), some.x = walk->x + (k - walk->k);
-    for (int side = 0; side < 2; side++) {
-      some.lane = side * PANEL / 2;
+    for (int first = 0; first < VECTORS; first += vectors) {
+      some.lane = first * LANES;
       UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < 2; v++) s[r][v] = k > walk->k ? sums[side][r][v] : v_set(0);
-      walk_kind(rows, 2, kind, &some, s);
+        UNROLL for (int v = 0; v < vectors; v++) s[r][v] = k > walk->k ? sums[first + v][r] : v_set(0);
+      walk_kind(rows, vectors, kind, &some, s);
       UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < 2; v++) sums[side][r][v] = s[r][v];
+        UNROLL for (int v = 0; v < vectors; v++) sums[first + v][r] = s[r][v];
     }
   }
   for (int r = 0; r < rows; r++)
-    UNROLL for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < VECTORS; v++) {
       float *t = total + r * PANEL + LANES * v;
-      v_store(t, add ? v_add(v_load(t), sums[v / 2][r][v % 2]) : sums[v / 2][r][v % 2]);
+      v_store(t, add ? v_add(v_load(t), sums[v][r]) : sums[v][r]);
     }
+}
+
+/* Unpack all outputs of a panel to a tile. */
+INLINE void unpack(const int kind, const Walk *walk) {
+  const int vectors = vectors_at_once(0, is_plain(kind));
+  Walk some = *walk;
+  for (; some.lane < PANEL; some.lane += vectors * LANES) walk_kind(0, vectors, kind, &some, 0);
 }
 
 #define FUSED(KIND, ROWS)                                                      \
   static void fused_##KIND##_##ROWS(const Walk *walk, float *total, int add) { \
     fuse(ROWS, KIND, walk, total, add);                                        \
   }
-#define KIND(NAME)                                                                          \
-  FUSED(NAME, 1) FUSED(NAME, 2) FUSED(NAME, 3) FUSED(NAME, 4) FUSED(NAME, 5) FUSED(NAME, 6) \
-  static void unpack_##NAME(const Walk *walk) { walk_kind(0, 4, NAME, walk, 0); }
-KIND(BF16) KIND(F16) KIND(NIBBLES) KIND(NIBBLES_ADD) KIND(NIBBLES_LESS) KIND(FIVES) KIND(FIVES_ADD)
-KIND(SIGNED) KIND(BYTES_ADD) KIND(E4M3) KIND(Q4_K) KIND(Q5_K) KIND(Q6_K)
+#if FUSED_ROWS == 6
+#define ALL_FUSED(KIND) FUSED(KIND, 1) FUSED(KIND, 2) FUSED(KIND, 3) FUSED(KIND, 4) FUSED(KIND, 5) FUSED(KIND, 6)
+#define ALL(KIND) {fused_##KIND##_1, fused_##KIND##_2, fused_##KIND##_3, \
+                   fused_##KIND##_4, fused_##KIND##_5, fused_##KIND##_6}
+#else
+#define ALL_FUSED(KIND) FUSED(KIND, 1)
+#define ALL(KIND) {fused_##KIND##_1}
+#endif
+#define KIND(NAME) \
+  ALL_FUSED(NAME)  \
+  static void unpack_##NAME(const Walk *walk) { unpack(NAME, walk); }
+KIND(F32) KIND(BF16) KIND(F16) KIND(NIBBLES) KIND(CENTRED) KIND(NIBBLES_ADD) KIND(NIBBLES_LESS) KIND(FIVES)
+KIND(FIVES_ADD) KIND(SIGNED) KIND(BYTES_ADD) KIND(E4M3) KIND(Q4_K) KIND(Q5_K) KIND(Q6_K)
 
 typedef void (*fused_fn)(const Walk *, float *, int);
 typedef void (*unpack_fn)(const Walk *);
-#define ALL(NAME) {fused_##NAME##_1, fused_##NAME##_2, fused_##NAME##_3, fused_##NAME##_4, fused_##NAME##_5, fused_##NAME##_6}
-static const fused_fn fused[NUM_KINDS][MOST_ROWS] = {
-    ALL(BF16), ALL(F16), ALL(NIBBLES), ALL(NIBBLES_ADD), ALL(NIBBLES_LESS), ALL(FIVES), ALL(FIVES_ADD),
-    ALL(SIGNED), ALL(BYTES_ADD), ALL(E4M3), ALL(Q4_K), ALL(Q5_K), ALL(Q6_K)};
-static const unpack_fn unpacks[NUM_KINDS] = {
-    unpack_BF16, unpack_F16, unpack_NIBBLES, unpack_NIBBLES_ADD, unpack_NIBBLES_LESS, unpack_FIVES, unpack_FIVES_ADD,
-    unpack_SIGNED, unpack_BYTES_ADD, unpack_E4M3, unpack_Q4_K, unpack_Q5_K, unpack_Q6_K};
+static const fused_fn fused[NUM_FUSED][FUSED_ROWS] = {
+    ALL(F32), ALL(BF16), ALL(F16), ALL(NIBBLES), ALL(CENTRED), ALL(NIBBLES_ADD), ALL(NIBBLES_LESS), ALL(FIVES),
+    ALL(FIVES_ADD), ALL(SIGNED), ALL(BYTES_ADD), ALL(E4M3), ALL(Q4_K), ALL(Q5_K), ALL(Q6_K)};
+static const unpack_fn unpacks[NUM_FUSED] = {
+    unpack_F32, unpack_BF16, unpack_F16, unpack_NIBBLES, unpack_CENTRED, unpack_NIBBLES_ADD, unpack_NIBBLES_LESS,
+    unpack_FIVES, unpack_FIVES_ADD, unpack_SIGNED, unpack_BYTES_ADD, unpack_E4M3, unpack_Q4_K, unpack_Q5_K,
+    unpack_Q6_K};
 
-/* Go on with the chains of some rows over n inputs of a tile. */
-#define GO_ON(ROWS)                                                                                            \
-  static void go_on_##ROWS(const float *x, int64_t stride, const float *w, int64_t n, float *sums) {            \
-    V s[ROWS][4];                                                                                              \
-    UNROLL for (int r = 0; r < ROWS; r++)                                                                      \
-      UNROLL for (int v = 0; v < 4; v++) s[r][v] = v_load(sums + r * PANEL + LANES * v);                       \
-    for (int64_t k = 0; k < n; k++, w += PANEL) {                                                              \
-      V w0 = v_load(w), w1 = v_load(w + LANES), w2 = v_load(w + 2 * LANES), w3 = v_load(w + 3 * LANES);        \
-      UNROLL for (int r = 0; r < ROWS; r++) {                                                                  \
-        V f = v_set(x[r * stride + k]);                                                                        \
-        s[r][0] = v_fma(f, w0, s[r][0]);                                                                       \
-        s[r][1] = v_fma(f, w1, s[r][1]);                                                                       \
-        s[r][2] = v_fma(f, w2, s[r][2]);                                                                       \
-        s[r][3] = v_fma(f, w3, s[r][3]);                                                                       \
-      }                                                                                                        \
-    }                                                                                                          \
-    UNROLL for (int r = 0; r < ROWS; r++)                                                                      \
-      UNROLL for (int v = 0; v < 4; v++) v_store(sums + r * PANEL + LANES * v, s[r][v]);                       \
+/* Go on with the chains of some rows over n inputs of a tile, and prefetch the packed `bytes` of the tile behind it.
+   Reading memory then takes no time of its own. */
+INLINE void go_on(const int rows, const float *x, int64_t stride, const float *tile, int64_t n, float *sums,
+                  const uint8_t *next, int64_t bytes) {
+  const int vectors = vectors_at_once(rows, 1);
+  int64_t step = bytes * vectors / VECTORS / n;
+  Walk walk = {0, (const uint8_t *)tile, 0, n, 0, x, stride, 0, next, step};
+  for (; walk.lane < PANEL; walk.lane += vectors * LANES, walk.next += n * step) {
+    V s[MOST_ROWS][VECTORS];
+    float *own = sums + walk.lane;
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < vectors; v++) s[r][v] = v_load(own + r * PANEL + LANES * v);
+    walk_f32(rows, vectors, 0, &walk, s);
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < vectors; v++) v_store(own + r * PANEL + LANES * v, s[r][v]);
+  }
+}
+#define GO_ON(ROWS)                                                                                    \
+  static void go_on_##ROWS(const float *x, int64_t stride, const float *tile, int64_t n, float *sums, \
+                           const uint8_t *next, int64_t bytes) {                                      \
+    go_on(ROWS, x, stride, tile, n, sums, next, bytes);                                                \
   }
 GO_ON(1) GO_ON(2) GO_ON(3) GO_ON(4) GO_ON(5) GO_ON(6)
-typedef void (*go_on_fn)(const float *, int64_t, const float *, int64_t, float *);
-static const go_on_fn go_on[MOST_ROWS] = {go_on_1, go_on_2, go_on_3, go_on_4, go_on_5, go_on_6};
+typedef void (*go_on_fn)(const float *, int64_t, const float *, int64_t, float *, const uint8_t *, int64_t);
+static const go_on_fn go_ons[MOST_ROWS] = {go_on_1, go_on_2, go_on_3, go_on_4, go_on_5, go_on_6};
 
 /* ---- linears ---- */
-
-typedef struct {
-  const StoredLinear *linear;
-  const float *x;
-  int64_t stride;
-  float *y;
-  int64_t y_stride, rows, next;
-} StoredJob;
 
 /* Return whether halves and runs begin and end with whole steps, so that few rows need no tile. */
 static int is_fused(const StoredLinear *l, int64_t step) {
@@ -367,9 +386,18 @@ static int is_fused(const StoredLinear *l, int64_t step) {
 
 /* Unpack the inputs [k, end) of a panel into `memory`, and return the place of input k. */
 static const float *unpack_tile(const StoredRange *of, int64_t panel, int64_t k, int64_t end, float *memory) {
-  int64_t step = steps[of->kind], from = k / step * step;
-  Walk walk = {of, of->packed + panel * of->panel_bytes, from, round_up(end, step), 0, 0, 0, memory};
-  unpacks[of->kind](&walk);
+  const uint8_t *packed = of->packed + panel * of->panel_bytes;
+  if (of->kind == GRIDS) {
+    grids_tile(of, packed, k, end, memory);
+    return memory;
+  }
+  int64_t step = of->kind == CODES ? 32 : steps[of->kind], from = k / step * step;
+  if (of->kind == CODES) {
+    codes_tile(of, packed, from, round_up(end, step), memory);
+  } else {
+    Walk walk = {of, packed, from, round_up(end, step), 0, 0, 0, memory};
+    unpacks[of->kind](&walk);
+  }
   return memory + (k - from) * PANEL;
 }
 
@@ -392,17 +420,18 @@ static void fused_run(const StoredJob *job, const StoredRange *of, int64_t panel
 }
 
 /* Compute some rows of one run by tiles. `sums` is [rows][64]. */
-static void run_by_tiles(const StoredRange *of, int64_t panel, int64_t k, int64_t end, const float *x, int64_t stride,
-                         float *sums, int64_t rows) {
-  float memory[(TILE + 2 * MOST_STEP) * PANEL];
+static void run_by_tiles(const StoredRange *of, int64_t inputs, int64_t panel, int64_t k, int64_t end, const float *x,
+                         int64_t stride, float *sums, int64_t rows) {
+  float memory[MOST_TILE * PANEL];
   memset(sums, 0, 4 * PANEL * rows);
-  int64_t passes = num_passes(rows);
-  for (int64_t at = k; at < end; at += TILE) {
-    int64_t n = least(TILE, end - at);
+  int64_t width = tile_inputs(of->kind), passes = num_passes(rows), bytes = width * of->panel_bytes / inputs;
+  for (int64_t at = k; at < end; at += width) {
+    int64_t n = least(width, end - at);
     const float *tile = unpack_tile(of, panel, at, at + n, memory);
+    const uint8_t *next = of->packed + panel * of->panel_bytes + (at + n) * of->panel_bytes / inputs;
     for (int64_t pass = 0; pass < passes; pass++) {
       int64_t r = rows * pass / passes, count = rows * (pass + 1) / passes - r;
-      go_on[count - 1](x + r * stride + at, stride, tile, n, sums + r * PANEL);
+      go_ons[count - 1](x + r * stride + at, stride, tile, n, sums + r * PANEL, next, pass ? 0 : bytes);
     }
   }
 }
@@ -412,7 +441,7 @@ static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t pan
   const StoredLinear *l = job->linear;
   const float *x = job->x + row * job->stride;
   int64_t width = least(PANEL, of->outputs - panel * PANEL), k = 0;
-  int few = fits_passes(of->kind, rows) && is_fused(l, steps[of->kind]), add = 0;
+  int few = of->kind < NUM_FUSED && fits_passes(of->kind, rows) && is_fused(l, steps[of->kind]), add = 0;
   float total[BLOCK_ROWS * PANEL], sums[BLOCK_ROWS * PANEL];
   for (int part = 0; part < 2 && l->inputs[part]; part++) {
     for (int64_t stop = k + l->inputs[part]; k < stop; add = 1) {
@@ -420,7 +449,7 @@ static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t pan
       if (few) {
         fused_run(job, of, panel, k, end, x, rows, total, add);
       } else {
-        run_by_tiles(of, panel, k, end, x, job->stride, add ? sums : total, rows);
+        run_by_tiles(of, l->inputs[0] + l->inputs[1], panel, k, end, x, job->stride, add ? sums : total, rows);
         for (int64_t i = 0; add && i < rows * PANEL; i++) total[i] += sums[i];
       }
       k = end;
@@ -431,7 +460,7 @@ static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t pan
   for (int64_t r = 0; r < rows; r++) memcpy(y + r * job->y_stride, total + r * PANEL, 4 * width);
 }
 
-static void stored_share(void *p) {
+void convoy_stored_share(void *p) {
   StoredJob *job = p;
   int64_t panel, blocks = (job->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   for (;;) {
@@ -450,18 +479,23 @@ static void stored_share(void *p) {
 void convoy_stored_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
                           int64_t rows, int64_t threads) {
   StoredJob job = {linear, x, stride, y, y_stride, rows, 0};
-  convoy_run(stored_share, &job, threads);
+  convoy_run(convoy_stored_share, &job, threads);
 }
 
 /* Unpack outputs of a range to out[count][inputs]: those of `ids`, or those from `first` on if that is null. */
 void convoy_stored_unpack(const StoredRange *of, int64_t inputs, const int64_t *ids, int64_t first, int64_t count,
                           float *out) {
-  float memory[(TILE + 2 * MOST_STEP) * PANEL];
+  float memory[MOST_TILE * PANEL];
   for (int64_t done = 0, width; done < count; done += width) {
     int64_t output = ids ? ids[done] : first + done;
+    if (of->kind == GRIDS) {
+      grids_row(of, output, out + done * inputs);
+      width = 1;
+      continue;
+    }
     width = ids ? 1 : least(PANEL - output % PANEL, count - done);
-    for (int64_t k = 0; k < inputs; k += TILE) {
-      int64_t n = least(TILE, inputs - k);
+    for (int64_t k = 0, n; k < inputs; k += n) {
+      n = least(tile_inputs(of->kind), inputs - k);
       const float *tile = unpack_tile(of, output / PANEL, k, k + n, memory) + output % PANEL;
       for (int64_t j = 0; j < width; j++)
         for (int64_t i = 0; i < n; i++) out[(done + j) * inputs + k + i] = tile[i * PANEL + j];
@@ -470,14 +504,6 @@ void convoy_stored_unpack(const StoredRange *of, int64_t inputs, const int64_t *
 }
 
 /* ---- packing ---- */
-
-/* Rows of codes and of scales as the file has them. The numbers of one group lie `_step` bytes behind those of the
-   group before. Of codes of 4 bits, the low ones of `span` bytes come first, then the high ones; 0 means that two
-   inputs of a byte follow each other. Bytes are exclusive-ored with `flip`. */
-typedef struct {
-  const uint8_t *codes, *scales, *seconds, *fifths; /* `fifths` lie as codes do */
-  int64_t codes_row, codes_step, scales_row, scales_step, seconds_row, seconds_step, span, flip;
-} StoredSource;
 
 typedef struct {
   const StoredRange *of;
@@ -488,6 +514,9 @@ typedef struct {
 
 /* Return the bytes of one panel. */
 int64_t convoy_stored_panel_bytes(const StoredRange *of, int64_t inputs) {
+  if (of->kind == CODES) return codes_panel_bytes(of);
+  if (of->kind == GRIDS) return grids_panel_bytes(of);
+  if (of->kind == F32) return inputs * 4 * PANEL;
   if (of->kind == BF16) return round_up(inputs, 2) * 2 * PANEL;
   if (of->kind == F16) return inputs * 2 * PANEL;
   if (of->kind >= Q4_K) return inputs / SUPER * super_bytes(of->kind);
@@ -519,22 +548,28 @@ static void pack_nibbles(const uint8_t *codes, int64_t n, int64_t span, int64_t 
   }
 }
 
-static void pack_floats(const PackJob *job, int64_t first, int64_t width, uint8_t *panel) {
-  uint16_t *to = (uint16_t *)panel;
-  int together = job->of->kind == BF16 ? 2 : 1;
+/* Pack numbers of `wide` bytes, so that `together` inputs of an output lie side by side. */
+INLINE void pack_numbers(const int wide, const int together, const PackJob *job, int64_t first, int64_t width,
+                         uint8_t *panel) {
   for (int64_t start = 0; start < job->inputs; start += TILE)
     for (int64_t o = 0; o < width; o++) {
       const uint8_t *row = job->source->codes + (first + o) * job->source->codes_row;
       for (int64_t k = start; k < least(start + TILE, job->inputs); k++)
-        memcpy(to + (k / together * PANEL + o) * together + k % together, row + 2 * k, 2);
+        memcpy(panel + wide * ((k / together * PANEL + o) * together + k % together), row + wide * k, wide);
     }
+}
+
+static void pack_floats(const PackJob *job, int64_t first, int64_t width, uint8_t *panel) {
+  if (job->of->kind == F32) pack_numbers(4, 1, job, first, width, panel);
+  else if (job->of->kind == BF16) pack_numbers(2, 2, job, first, width, panel);
+  else pack_numbers(2, 1, job, first, width, panel);
 }
 
 static void pack_groups(const PackJob *job, int64_t first, int64_t width, uint8_t *panel) {
   const StoredRange *of = job->of;
   const StoredSource *from = job->source;
   int64_t head = head_bytes(of), bytes = code_bytes(of->kind), group = of->group;
-  int64_t wide = widths[of->scale], second = has_second(of->kind) ? widths[of->second] : 0;
+  int64_t wide = widths_of[of->scale], second = has_second(of->kind) ? widths_of[of->second] : 0;
   for (int64_t number = 0; number * group < job->inputs; number++) {
     uint8_t *block = panel + number * (head + group * bytes);
     int64_t n = least(group, job->inputs - number * group);
@@ -631,7 +666,9 @@ static void pack_share(void *p) {
     uint8_t *to = job->packed + panel * of->panel_bytes;
     int64_t first = panel * PANEL, width = least(PANEL, of->outputs - first);
     memset(to, 0, of->panel_bytes);
-    if (of->kind <= F16) pack_floats(job, first, width, to);
+    if (of->kind == CODES) codes_pack(of, job->source, first, width, to);
+    else if (of->kind == GRIDS) grids_pack(of, job->source, first, width, to);
+    else if (is_plain(of->kind)) pack_floats(job, first, width, to);
     else if (of->kind >= Q4_K) pack_supers(job, first, width, to);
     else pack_groups(job, first, width, to);
   }

@@ -16,13 +16,12 @@ class StoredEmbedding(nn.Module):
     It is used after `own_memory`, or after `share` with `lm_head`.
     """
 
-    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype = torch.float32) -> None:
-        """Store ``matrix``. Rows are rounded to ``dtype`` as they are looked up."""
+    def __init__(self, matrix: StoredMatrix) -> None:
+        """Store ``matrix``."""
         super().__init__()
         self.matrix = matrix
         self._row_values = matrix.row_values
         self.num_bytes = matrix.num_bytes
-        self._dtype = dtype
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def own_memory(self) -> None:
@@ -37,7 +36,7 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map int64 [T] to float32 [T, hidden_size]."""
-        return self._row_values(tokens).to(self._dtype).to(torch.float32)
+        return self._row_values(tokens)
 
 
 Embedding = nn.Embedding | StoredEmbedding

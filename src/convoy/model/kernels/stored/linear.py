@@ -1,4 +1,4 @@
-"""Multiply by a matrix in its stored form, with the bits of `PackedLinear` over the unpacked matrix.
+"""Multiply by a matrix in its stored form, with the bits of `float_linear` over the unpacked matrix.
 
 The unpacked matrix never exists as a whole. Where no compiled kernel knows a form, some outputs at a time
 are unpacked and multiplied in float32, and forgotten again.
@@ -6,7 +6,7 @@ are unpacked and multiplied in float32, and forgotten again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -14,9 +14,16 @@ from torch import nn
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
+from convoy.model.kernels.native.library import NativeLibrary, native_library
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
-from convoy.model.kernels.stored.packed import NativeStored, PackedRange, pack_range, run_lengths
-from convoy.model.kernels.stored.weights import own_range
+from convoy.model.kernels.stored.packed import (
+    NativeStored,
+    PackedRange,
+    float_library,
+    onednn_holds,
+    pack_range,
+)
+from convoy.model.kernels.stored.weights import own_range, plain_matrix
 
 # Numbers unpacked at a time: 4 MiB of float32.
 _SLICE_ELEMENTS = 1 << 20
@@ -28,27 +35,36 @@ class StoredLinear(PackedLinear):
     """Compute y = activation(x W^T + b) in float32 over a stored matrix.
 
     A row has the same bits alone and beside others. ``activation`` is one of `ACTIVATIONS`. Ranges with a
-    compiled kernel are copied into its layout, and the others are copied as they are.
+    compiled kernel are copied into its layout, and the others are copied as they are. ``offered`` is as
+    `choose_library` takes it.
     """
 
     _native = None
+    _left_native = False
 
     def __init__(
-        self, matrix: StoredMatrix, bias: torch.Tensor | None, activation: str | None = None
+        self,
+        matrix: StoredMatrix,
+        bias: torch.Tensor | None,
+        activation: str | None = None,
+        offered: Sequence[NativeLibrary] | None = None,
     ) -> None:
         # The parent's constructor would pack float32 weights, so it is skipped.
         nn.Module.__init__(self)
-        if not packed_available():
+        if not exact_available():
             raise SelfCheckError("this build of torch has no packed oneDNN linears")
         self.out_features, self.in_features = matrix.shape
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self.activation = activation
-        runs = run_lengths(self.in_features, self.out_features)
         self._parts: list[PackedRange | StoredRange] = [
-            (pack_range(one) if runs else None) or own_range(one) for one in matrix.ranges
+            pack_range(one, offered) or own_range(one) for one in matrix.ranges
         ]
-        packed = [(first, one) for first, one in self._placed() if isinstance(one, PackedRange)]
-        self._stored = NativeStored(packed, runs, self._bias) if packed else None
+        packed: dict[NativeLibrary, list[tuple[int, PackedRange]]] = {}
+        for first, one in self._placed():
+            if isinstance(one, PackedRange):
+                packed.setdefault(one.library, []).append((first, one))
+        # One for each library. All forms have the same one, unless a form's kernel was refused.
+        self._stored = [NativeStored(ranges, self._bias) for ranges in packed.values()]
         self.weight_bytes = sum(one.num_bytes for one in self._parts)
         self.weight_bytes += 0 if bias is None else 4 * bias.numel()
 
@@ -65,26 +81,27 @@ class StoredLinear(PackedLinear):
     @property
     def is_compiled(self) -> bool:
         """Return whether compiled kernels multiply by all ranges."""
-        return self._stored is not None and all(isinstance(one, PackedRange) for one in self._parts)
+        return bool(self._stored) and all(isinstance(one, PackedRange) for one in self._parts)
 
     @property
     def stored(self) -> NativeStored | None:
-        """Return the compiled form, or None unless it multiplies by all ranges."""
-        return self._stored if self.is_compiled else None
+        """Return the compiled form, or None unless it alone multiplies by all ranges."""
+        return self._stored[0] if self.is_compiled and len(self._stored) == 1 else None
 
     def leave_native(self) -> None:
         """Unpack some outputs at a time from now on, and multiply by torch's operators."""
-        self._stored = None
+        self._stored = []
+        self._left_native = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., rows, in_features] to [..., rows, out_features]."""
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         y = torch.empty(len(rows), self.out_features)
-        if self._stored is not None:
-            self._stored(rows, y)
+        for stored in self._stored:
+            stored(rows, y)
         for first, one in self._placed():
-            if len(rows) and (self._stored is None or isinstance(one, StoredRange)):
+            if len(rows) and (not self._stored or isinstance(one, StoredRange)):
                 self._by_slices(one, rows, first, y)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
@@ -128,7 +145,13 @@ class StoredLinear(PackedLinear):
             bias = None if self._bias is None else self._bias[outputs]
             if bias is not None and len(bias) < least:
                 bias = nn.functional.pad(bias, (0, least - len(bias)))
-            y[:, outputs] = PackedLinear(values, bias)(padded)[: len(x), : rows.stop - rows.start]
+            linear = PackedLinear(values, bias) if self._left_native else float_linear(values, bias)
+            y[:, outputs] = linear(padded)[: len(x), : rows.stop - rows.start]
+
+
+def exact_available() -> bool:
+    """Return whether there are float32 linears with one order of sums: oneDNN's packed, or compiled ones."""
+    return packed_available() or native_library() is not None
 
 
 def stored_linear(
@@ -137,4 +160,22 @@ def stored_linear(
     """Return a linear over a float matrix, or over a stored one."""
     if isinstance(weight, StoredMatrix):
         return StoredLinear(weight, bias, activation)
-    return PackedLinear(weight, bias, activation)
+    return float_linear(weight, bias, activation)
+
+
+def float_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+) -> PackedLinear:
+    """Return a linear over a float matrix, in the written order of sums.
+
+    It is oneDNN's, or the compiled one where oneDNN adds in another order, or has a layout that compiled
+    code does not read. With AVX2 some shapes have such an order or layout.
+    """
+    outputs, inputs = weight.shape
+    # A panel around a single output would be mostly empty.
+    if (outputs == 1 and packed_available()) or onednn_holds(inputs, min(outputs, 2 * _PANEL)):
+        linear = PackedLinear(weight, bias, activation)
+        if linear.takes_lone_rows or outputs == 1 or float_library() is None:
+            return linear
+        del linear
+    return StoredLinear(plain_matrix(weight.detach().to(torch.float32)), bias, activation)

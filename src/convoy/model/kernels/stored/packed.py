@@ -1,50 +1,56 @@
 """Pack stored ranges into panels of 64 outputs, and multiply by them with compiled kernels.
 
-A panel keeps the file's codes and scales at their width, in the order in which the kernels read them. Each
-kernel is compared with the reader's values and with `PackedLinear`, bit by bit, before it is used.
+A panel keeps the file's codes and scales at their width, in the order in which the kernels read them. The
+kernel of float32 is compared with slow sums in the written order (docs/exact.md), bit by bit. The kernels of
+all other forms, and oneDNN, are compared with it before they are used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from convoy.config.kernels import KEPT_FORMS
-from convoy.model.kernels.linear import PackedLinear, split_inputs
+from convoy.model.kernels.linear import PackedLinear, packed_available, split_inputs
+from convoy.model.kernels.native.choice import choose_library
 from convoy.model.kernels.native.library import (
+    NativeLibrary,
     StoredLinearStruct,
     StoredRangeStruct,
     StoredSourceStruct,
-    native_library,
+    native_libraries,
 )
 from convoy.model.kernels.native.linears import run_length
 from convoy.model.kernels.pages import empty_on_huge_pages
-from convoy.model.kernels.stored.matrix import GGUF, PLACES, StoredRange
+from convoy.model.kernels.stored.matrix import GGUF, PLACES, DeferredRange, StoredRange, is_shared
+from convoy.model.kernels.stored.sample import Shape, sample_range, usual_shape
+from convoy.model.kernels.stored.tiled import Tiled, tiled_form
+from convoy.model.kernels.stored.weights import MADE_ELEMENTS
 
-_log = logging.getLogger(__name__)
-
-# The kinds and widths of numbers, in the order of the enums of `stored.c`.
+# The kinds and widths of numbers, in the order of the enums of `ranges.h`.
 _KINDS = (
-    *("BF16", "F16", "NIBBLES", "NIBBLES_ADD", "NIBBLES_LESS", "FIVES", "FIVES_ADD"),
-    *("SIGNED", "BYTES_ADD", "E4M3", "Q4_K", "Q5_K", "Q6_K"),
+    *("F32", "BF16", "F16", "NIBBLES", "CENTRED", "NIBBLES_ADD", "NIBBLES_LESS"),
+    *("FIVES", "FIVES_ADD", "SIGNED", "BYTES_ADD", "E4M3", "Q4_K", "Q5_K", "Q6_K"),
+    *("CODES", "GRIDS"),
 )
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HALF_POWERS, _BYTES = 3, 4
-_NIBBLES = frozenset({"NIBBLES", "NIBBLES_ADD", "NIBBLES_LESS"})
+_FLOATS = frozenset({"F32", "BF16", "F16"})
+_NIBBLES = frozenset({"NIBBLES", "CENTRED", "NIBBLES_ADD", "NIBBLES_LESS"})
 _PANEL = 64
 # Outputs and rows of a check: two panels, and two passes of rows. Fewer rows than these are fused.
 _CHECK_OUTPUTS, _CHECK_ROWS = 70, 13
 _FUSED_ROWS = range(1, 7)
 # Of a sample of each form.
 _SAMPLE_INPUTS = 256
+# Inputs of the checks of float32: two parts, and two runs.
+_FLOAT_INPUTS = (201, 1100)
 _E4M3_NAN = 0x7F
-# The role, the dtype and the width of each part.
-PartWidths = tuple[tuple[str, torch.dtype, int], ...]
 
 
 @dataclass(frozen=True)
@@ -85,19 +91,20 @@ _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 _GGML_E2M1 = (*_TWICE_E2M1, 0.0, *(-one for one in _TWICE_E2M1[1:]))
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# A form that is missing is unpacked by its reader, some outputs at a time.
+# The forms with kernels that unpack in registers.
 _PACKINGS: dict[str, _Packing] = {
+    "F32": _Packing("F32", codes="values"),
     "BF16": _Packing("BF16", codes="values"),
     "F16": _Packing("F16", codes="values"),
     "I8": _Packing("SIGNED", codes="values"),
     "F8_E4M3": _Packing("E4M3", codes="values"),
     "affine4": _Packing("NIBBLES_ADD", second="biases", table=_UNSIGNED),
     "affine8": _Packing("BYTES_ADD", second="biases"),
-    "centred4": _Packing("NIBBLES", table=_CENTRED),
+    "centred4": _Packing("CENTRED", table=_CENTRED),
     "centred8": _Packing("SIGNED", flip=128),
     "MXFP4": _Packing("NIBBLES", table=(*_TWICE_E2M1, *(-one for one in _TWICE_E2M1)), scale=_HALF_POWERS),
     f"{GGUF}Q8_0": _Packing("SIGNED", blocks=_Blocks(32, 34, codes=2)),
-    f"{GGUF}Q4_0": _Packing("NIBBLES", table=_CENTRED, blocks=_Blocks(32, 18, codes=2), span=16),
+    f"{GGUF}Q4_0": _Packing("CENTRED", table=_CENTRED, blocks=_Blocks(32, 18, codes=2), span=16),
     f"{GGUF}Q4_1": _Packing(
         "NIBBLES_ADD", table=_UNSIGNED, blocks=_Blocks(32, 20, codes=4, second=2), span=16
     ),
@@ -125,39 +132,58 @@ _K_KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K"})
 class PackedRange:
     """Hold the outputs of one form in panels, in the layout of the compiled kernels."""
 
-    def __init__(self, one: StoredRange, packing: _Packing) -> None:
-        library = native_library()
-        assert library is not None, "nothing is compiled here"
-        self.outputs, self.inputs = one.outputs, one.inputs
-        self._library = library
-        self._table = torch.tensor(packing.table) if packing.table else None
-        scale, second = _scale_types(one, packing)
+    def __init__(
+        self, whole: StoredRange | DeferredRange, packing: _Packing | Tiled, library: NativeLibrary
+    ) -> None:
+        """Pack a range for the functions of ``library``."""
+        self.outputs, self.inputs, self.library = whole.outputs, whole.inputs, library
+        one = whole if isinstance(whole, StoredRange) else whole.sample
+        # Kept alive, as the numbers in `struct` are addresses: of a table, or of codes and their tables.
+        self._table = torch.tensor(packing.table) if isinstance(packing, _Packing) and packing.table else None
+        self._tiled = packing if isinstance(packing, Tiled) else None
+        self._shared_bytes = sum(part.nbytes for role, part in one.parts.items() if is_shared(role))
+        self._codes = None if self._tiled is None else self._tiled.struct(one.inputs)
+        group, types = (
+            (packing.group, packing.types)
+            if isinstance(packing, Tiled)
+            else (_group(one, packing), _scale_types(one, packing))
+        )
         self.struct = StoredRangeStruct(
             *(None, None if self._table is None else self._table.data_ptr(), None),
-            *(_KINDS.index(packing.kind), one.outputs, 0, _group(one, packing), scale, second, 0),
+            *(_KINDS.index(packing.kind), whole.outputs, 0, group, *types, 0),
+            None if self._codes is None else ctypes.addressof(self._codes),
         )
         of = ctypes.byref(self.struct)
         self.struct.panel_bytes = library.convoy_stored_panel_bytes(of, one.inputs)
-        num_panels = -(-one.outputs // _PANEL)
+        num_panels = -(-whole.outputs // _PANEL)
         self._packed = empty_on_huge_pages(num_panels * self.struct.panel_bytes)
         self.struct.packed = self._packed.data_ptr()
-        source, held = _source(one, packing)
-        library.convoy_stored_pack(
-            of, ctypes.byref(source), one.inputs, self._packed.data_ptr(), torch.get_num_threads()
+        pieces = [(0, whole)] if isinstance(whole, StoredRange) else whole.pieces(MADE_ELEMENTS, _PANEL)
+        for first, piece in pieces:
+            self._pack(first, piece, packing)
+
+    def _pack(self, first: int, one: StoredRange, packing: _Packing | Tiled) -> None:
+        """Pack outputs from the output ``first`` on, with which a panel begins."""
+        source, held = packing.source(one) if isinstance(packing, Tiled) else _source(one, packing)
+        struct = StoredRangeStruct.from_buffer_copy(self.struct)
+        struct.outputs = one.outputs
+        place = self._packed.data_ptr() + first // _PANEL * struct.panel_bytes
+        self.library.convoy_stored_pack(
+            ctypes.byref(struct), ctypes.byref(source), one.inputs, place, torch.get_num_threads()
         )
         del held
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the panels."""
-        return self._packed.nbytes
+        """Return the bytes of the panels, and of tables that belong to this range alone."""
+        return self._packed.nbytes + self._shared_bytes
 
     def values(self, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the values of outputs, float32 [n, inputs], for a slice with bounds or int64 ids [n]."""
         ids, start = (None, rows.start) if isinstance(rows, slice) else (rows.contiguous(), 0)
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         out = torch.empty(count, self.inputs)
-        self._library.convoy_stored_unpack(
+        self.library.convoy_stored_unpack(
             *(ctypes.byref(self.struct), self.inputs, None if ids is None else ids.data_ptr()),
             *(start, count, out.data_ptr()),
         )
@@ -167,12 +193,8 @@ class PackedRange:
 class NativeStored:
     """Compute x W^T + b over packed ranges, for any number of rows."""
 
-    def __init__(
-        self, ranges: Sequence[tuple[int, PackedRange]], runs: Sequence[int], bias: torch.Tensor | None
-    ) -> None:
-        """Take ranges with the place of their first output in a row of results."""
-        library = native_library()
-        assert library is not None, "nothing is compiled here"
+    def __init__(self, ranges: Sequence[tuple[int, PackedRange]], bias: torch.Tensor | None) -> None:
+        """Take ranges of the same inputs and library, with the place of their first output in a row."""
         # Kept alive: the structs below have only their addresses.
         self._held = (ranges, bias)
         self._structs = (StoredRangeStruct * len(ranges))(*(one.struct for _, one in ranges))
@@ -181,12 +203,13 @@ class NativeStored:
             struct.bias = None if bias is None else bias[first:].data_ptr()
         widths = split_inputs(ranges[0][1].inputs)
         none = [0] * (2 - len(widths))
+        runs = map(run_length, widths)
         self.described = StoredLinearStruct(
             *(self._structs, len(ranges)),
             *((ctypes.c_int64 * 2)(*widths, *none), (ctypes.c_int64 * 2)(*runs, *none)),
         )
         self._reference = ctypes.byref(self.described)
-        self._run = library.convoy_stored_linear
+        self._run = ranges[0][1].library.convoy_stored_linear
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Write the outputs of the ranges for x [rows, inputs] to y [rows, all outputs].
@@ -199,79 +222,158 @@ class NativeStored:
         )
 
 
-def run_lengths(inputs: int, outputs: int) -> list[int]:
-    """Return the run of each part of a linear, or [] where no length gives oneDNN's bits."""
-    if native_library() is None:
-        return []
-    runs = [run_length(width, min(outputs, 2 * _PANEL)) for width in split_inputs(inputs)]
-    return runs if all(runs) else []
+def pack_range(
+    whole: StoredRange | DeferredRange, offered: Sequence[NativeLibrary] | None = None
+) -> PackedRange | None:
+    """Return the packed form of a range, for the first library whose kernel has the right bits here.
 
-
-def pack_range(one: StoredRange) -> PackedRange | None:
-    """Return the packed form of a range.
-
-    Returns None where nothing is compiled, where no kernel knows the form, and where the kernel's bits
-    differ on this machine.
+    A deferred range is made as it is packed. Returns None where nothing is compiled, where no kernel knows
+    the form, and where the bits of all kernels differ. ``offered`` is as `choose_library` takes it.
     """
+    one = whole if isinstance(whole, StoredRange) else whole.sample
     packing = _packing(one)
-    if packing is None or not run_lengths(one.inputs, _CHECK_OUTPUTS):
+    if packing is None:
         return None
-    parts = tuple(
-        (role, part.dtype, 1 if role == PLACES else part.shape[1]) for role, part in sorted(one.parts.items())
-    )
-    if not kernel_holds(one.form, one.inputs, one.group, parts):
-        _log.warning("the compiled kernel of %s has other bits here, and is not used", one.form)
-        return None
-    return PackedRange(one, packing)
+    is_float, shape = packing.kind == "F32", Shape.of(one)
+
+    def holds(library: NativeLibrary) -> bool:
+        return floats_hold(library) and (is_float or kernel_holds(library, shape))
+
+    library = choose_library(one.form, holds, offered)
+    return None if library is None else PackedRange(whole, packing, library)
+
+
+def float_library() -> NativeLibrary | None:
+    """Return the first library here whose kernel of float32 adds in the written order, or None."""
+    return next(filter(floats_hold, native_libraries()), None)
 
 
 @functools.cache
-def kernel_holds(form: str, inputs: int, group: int, parts: PartWidths) -> bool:
-    """Return whether a form's kernel has the reader's values and the bits of `PackedLinear` here.
+def floats_hold(library: NativeLibrary) -> bool:
+    """Return whether a library's kernel of float32 adds in the written order."""
+    for inputs in _FLOAT_INPUTS:
+        values, bias, x = _drawn(inputs)
+        # With 8 bits of each input, products and sums are exact in float64 before they are rounded.
+        x = x.to(torch.bfloat16).to(torch.float32)
+        expected = add_in_order(x, values, bias)
+        if not _has_bits(_float_range(values, library), bias, x, expected):
+            return False
+    return True
 
-    ``parts`` are the role, the dtype and the width of each part.
-    """
-    one = sample_range(form, (_CHECK_OUTPUTS, inputs), group, parts)
-    packing, runs = _packing(one), run_lengths(inputs, _CHECK_OUTPUTS)
+
+@functools.cache
+def kernel_holds(library: NativeLibrary, shape: Shape) -> bool:
+    """Return whether a form's kernel has the reader's values, and the bits of the kernel of float32."""
+    one = sample_range(shape, _CHECK_OUTPUTS)
+    packing = _packing(one)
     assert packing is not None, "a kernel is checked that is not there"
-    generator = torch.Generator().manual_seed(20)
-    bias = torch.randn(_CHECK_OUTPUTS, generator=generator)
-    x = torch.randn(_CHECK_ROWS, inputs, generator=generator)
-    packed, values = PackedRange(one, packing), one.unpack()
+    packed, values = PackedRange(one, packing, library), one.unpack()
     if not torch.equal(packed.values(slice(0, _CHECK_OUTPUTS)), values):
         return False
-    expected = PackedLinear(values, bias)(x)
-    native = NativeStored([(0, packed)], runs, bias)
-    for num_rows in (*_FUSED_ROWS, _CHECK_ROWS):
-        found = torch.empty(num_rows, _CHECK_OUTPUTS)
+    _, bias, x = _drawn(shape.inputs)
+    expected = torch.empty(_CHECK_ROWS, _CHECK_OUTPUTS)
+    NativeStored([(0, _float_range(values, library))], bias)(x, expected)
+    return _has_bits(packed, bias, x, expected)
+
+
+@functools.cache
+def onednn_holds(inputs: int, outputs: int) -> bool:
+    """Return whether oneDNN's packed linear adds in the written order, or nothing compiled does either."""
+    library = float_library()
+    if library is None:
+        return True
+    if not packed_available():
+        return False
+    values, bias, x = _drawn(inputs, outputs)
+    linear = PackedLinear(values, bias)
+    linear.leave_native()
+    return _has_bits(_float_range(values, library), bias, x, linear(x))
+
+
+def add_in_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x W^T + b slowly, in the written order, for x [rows, inputs] and weight [outputs, inputs].
+
+    A sum is rounded to float64 before it is rounded to float32. So the bits are those of fused
+    multiply-adds where products have few bits.
+    """
+    columns, weights = x.double().t().unsqueeze(-1), weight.double().t().unsqueeze(1)
+    total: torch.Tensor | None = None
+    start = 0
+    for width in split_inputs(x.shape[1]):
+        for first in range(start, start + width, run_length(width)):
+            chain = torch.zeros(len(x), len(weight))
+            for k in range(first, min(first + run_length(width), start + width)):
+                chain = chain.double().addcmul_(columns[k], weights[k]).float()
+            total = chain if total is None else total + chain
+        assert total is not None, "a part has inputs"
+        if start == 0 and bias is not None:
+            total = total + bias
+        start += width
+    assert total is not None, "a linear has inputs"
+    return total
+
+
+def _drawn(inputs: int, outputs: int = _CHECK_OUTPUTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random weights [outputs, inputs], a bias and some rows of inputs."""
+    generator = torch.Generator().manual_seed(20)
+    shapes = ((outputs, inputs), (outputs,), (_CHECK_ROWS, inputs))
+    values, bias, x = (torch.randn(shape, generator=generator) for shape in shapes)
+    return values, bias, x
+
+
+def _float_range(values: torch.Tensor, library: NativeLibrary) -> PackedRange:
+    """Return float32 values [outputs, inputs], packed without a check."""
+    outputs, inputs = values.shape
+    one = StoredRange("F32", outputs, inputs, {"values": values})
+    return PackedRange(one, _PACKINGS["F32"], library)
+
+
+def _has_bits(packed: PackedRange, bias: torch.Tensor, x: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether a kernel gives these bits for few rows and for several passes."""
+    native = NativeStored([(0, packed)], bias)
+    for num_rows in (*_FUSED_ROWS, len(x)):
+        found = torch.empty(num_rows, packed.outputs)
         native(x[:num_rows], found)
         if not torch.equal(found, expected[:num_rows]):
             return False
     return True
 
 
-def failing_forms() -> list[str]:
+def failing_forms(offered: Sequence[NativeLibrary] | None = None) -> list[str]:
     """Return the forms that plans count as kept and that have no kernel with the right bits here.
 
-    One small matrix of each form is compared, in some tens of milliseconds. A stage compares its own shapes.
+    One small matrix of each form is compared, in about a second. A stage compares its own shapes. Types of
+    ggml are left out without the package that reads them. ``offered`` is as `choose_library` takes it.
     """
-    if not run_lengths(_SAMPLE_INPUTS, _CHECK_OUTPUTS):
-        return sorted(KEPT_FORMS)
+
+    def holds(form: str) -> bool:
+        shape = usual_shape(form, _SAMPLE_INPUTS)
+        return any(
+            floats_hold(library) and kernel_holds(library, shape)
+            for library in (native_libraries() if offered is None else offered)
+        )
+
+    has_reader = importlib.util.find_spec("gguf") is not None
     return [
-        form
-        for form in sorted(KEPT_FORMS)
-        if not kernel_holds(form.partition(" ")[0], _SAMPLE_INPUTS, *part_widths(form, _SAMPLE_INPUTS))
+        form for form in sorted(KEPT_FORMS) if (has_reader or not form.startswith(GGUF)) and not holds(form)
     ]
 
 
-def _packing(one: StoredRange) -> _Packing | None:
-    """Return how a range is packed, or None if no kernel knows its form and parts."""
+def _packing(one: StoredRange) -> _Packing | Tiled | None:
+    """Return how a range is packed, or None if compiled code does not know its form and parts."""
+    return _fused_packing(one) or tiled_form(one)
+
+
+def _fused_packing(one: StoredRange) -> _Packing | None:
+    """Return how a range is packed for a kernel that unpacks in registers, or None without one."""
+    if one.rounded:
+        return None
     packing = _PACKINGS.get(one.form)
     if "zeros" in one.parts:
         packing = _WITH_ZEROS.get(one.form)
     if packing is None or PLACES in one.parts:
         return None
-    if packing.blocks is None and packing.kind not in {"BF16", "F16"}:
+    if packing.blocks is None and packing.kind not in _FLOATS:
         try:
             _scale_types(one, packing)
         except ValueError:
@@ -334,61 +436,3 @@ def _source(one: StoredRange, packing: _Packing) -> tuple[StoredSourceStruct, li
         ),
         held,
     )
-
-
-def part_widths(form: str, inputs: int) -> tuple[int, PartWidths]:
-    """Return the inputs of a group and the parts of a usual matrix in one of `KEPT_FORMS`."""
-    kind, _, zeros = form.partition(" ")
-    blocks, bits = _PACKINGS[kind].blocks, 8 if kind.endswith("8") else 4
-    if blocks is not None:
-        return 0, (("stored", torch.uint8, inputs // blocks.inputs * blocks.size),)
-    plain: dict[str, tuple[int, PartWidths]] = {
-        "BF16": (0, (("values", torch.bfloat16, inputs),)),
-        "F16": (0, (("values", torch.float16, inputs),)),
-        "I8": (0, (("scales", torch.float32, 1), ("values", torch.int8, inputs))),
-        "F8_E4M3": (128, (("scales", torch.float32, inputs // 128), ("values", torch.float8_e4m3fn, inputs))),
-        "MXFP4": (32, (("codes", torch.uint8, inputs // 2), ("scales", torch.uint8, inputs // 32))),
-    }
-    if kind in plain:
-        return plain[kind]
-    groups, dtype = inputs // 64, torch.bfloat16 if kind.startswith("affine") else torch.float16
-    parts: PartWidths = (("codes", torch.uint8, inputs * bits // 8), ("scales", dtype, groups))
-    if kind.startswith("affine"):
-        parts = (("biases", dtype, groups), *parts)
-    return 64, (*parts, ("zeros", torch.uint8, groups)) if zeros else parts
-
-
-def sample_range(form: str, shape: tuple[int, int], group: int, parts: PartWidths) -> StoredRange:
-    """Return a range [outputs, inputs] of random codes and scales, with parts of these dtypes and widths."""
-    generator, (outputs, inputs) = torch.Generator().manual_seed(20), shape
-    made: dict[str, torch.Tensor] = {}
-    for role, dtype, width in parts:
-        numbers = torch.randn(outputs, width, generator=generator)
-        size = (outputs, width * dtype.itemsize)
-        raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        if role == "stored":
-            made[role] = _with_halves(_PACKINGS[form], raw, numbers)
-        elif dtype in _TYPES:
-            made[role] = numbers.to(dtype)
-        elif form == "MXFP4" and role == "scales":
-            made[role] = raw.clamp_(100, 150).view(dtype)
-        elif form == "F8_E4M3" and role == "values":
-            made[role] = raw.where(raw.bitwise_and(_E4M3_NAN) != _E4M3_NAN, 0).view(dtype)
-        else:
-            made[role] = raw.view(dtype)
-    return StoredRange(form, outputs, inputs, made, group)
-
-
-def _with_halves(packing: _Packing, raw: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return raw blocks with numbers of common sizes in place of their halves."""
-    blocks = packing.blocks
-    assert blocks is not None, "raw rows have blocks"
-    raw = raw.view(len(raw), -1, blocks.size)
-    if packing.scale == _HALF_POWERS:
-        raw[..., 0] = raw[..., 0].clamp(100, 150)
-        return raw.flatten(1)
-    places = {blocks.second, blocks.codes} if packing.kind in _K_KINDS else {0, blocks.second}
-    for place in places:
-        halves = numbers[:, : raw.shape[1]].to(torch.float16).contiguous()
-        raw[..., place : place + 2] = halves.view(torch.uint8).view(*raw.shape[:2], 2)
-    return raw.flatten(1)

@@ -10,17 +10,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+from convoy.model.kernels.stored.matrix import DeferredRange, StoredMatrix, StoredRange
 
 # The names that `StoredMatrix` has for plain numbers.
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# Weights of a deferred range that are made at a time.
+MADE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class StoredStack:
-    """Hold the matrices [outputs, inputs] of a layer's experts, in the order of their numbers."""
+    """Hold the matrices [outputs, inputs] of a layer's experts, in the order of their numbers.
+
+    If it ``is_joined``, all outputs of gates lie before those of ups, where the library has them in turn.
+    """
 
     matrices: tuple[StoredMatrix, ...]
+    is_joined: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -49,10 +55,37 @@ def own_memory(matrix: StoredMatrix) -> StoredMatrix:
     return StoredMatrix(tuple(own_range(one) for one in matrix.ranges))
 
 
-def own_range(one: StoredRange) -> StoredRange:
-    """Return a copy of a range that shares no memory with a mapped file."""
+def own_range(one: StoredRange | DeferredRange) -> StoredRange:
+    """Return a copy of a range that shares no memory with a mapped file. A deferred one is made."""
+    if isinstance(one, DeferredRange):
+        return _made(one)
     layout = torch.contiguous_format
     return replace(one, parts={role: part.clone(memory_format=layout) for role, part in one.parts.items()})
+
+
+def _made(one: DeferredRange) -> StoredRange:
+    sample = one.sample
+    parts = {
+        role: torch.empty(one.outputs, *part.shape[1:], dtype=part.dtype)
+        for role, part in sample.parts.items()
+    }
+    for first, piece in one.pieces(MADE_ELEMENTS):
+        for role, part in piece.parts.items():
+            parts[role][first : first + piece.outputs] = part
+    return replace(sample, outputs=one.outputs, parts=parts)
+
+
+def dense_of(value: Stored, *, turned: bool) -> torch.Tensor:
+    """Return all values, as the library has them: its stacks may be [experts, inputs, outputs]."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, StoredMatrix):
+        return value.dense()
+    whole = torch.stack([matrix.dense() for matrix in value.matrices])
+    if value.is_joined:
+        count, outputs, inputs = whole.shape
+        whole = whole.view(count, 2, outputs // 2, inputs).transpose(1, 2).flatten(1, 2)
+    return whole.mT.contiguous() if turned else whole
 
 
 def take_rows(weight: Weight, index: slice | torch.Tensor) -> Weight:
@@ -67,9 +100,10 @@ def take_rows(weight: Weight, index: slice | torch.Tensor) -> Weight:
 def join_rows(weights: Sequence[Weight]) -> Weight:
     """Return weights of the same inputs as one, with their outputs one after the other.
 
-    If one of them is a tensor, all are unpacked to one.
+    They are a tensor if all of them are. Beside stored matrices, a tensor is a range of plain numbers.
     """
-    matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
-    if len(matrices) == len(weights):
-        return StoredMatrix.joined(matrices)
-    return torch.cat([one if isinstance(one, torch.Tensor) else one.dense() for one in weights])
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(tensors) == len(weights):
+        return torch.cat(tensors)
+    matrices = (plain_matrix(one.detach()) if isinstance(one, torch.Tensor) else one for one in weights)
+    return StoredMatrix.joined(list(matrices))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.model.kernels.linear import PackedLinear, pad_rows
-from convoy.model.kernels.stored.linear import stored_linear
+from convoy.model.kernels.linear import pad_rows
+from convoy.model.kernels.stored.linear import float_linear, stored_linear
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, TileChunk
 from convoy.model.kv.pool import ApartPool
 from convoy.model.layers.attention import LayerBatch, attend
@@ -35,7 +35,7 @@ def own_linear(linear: Any, *, packed: bool) -> nn.Module:
 def linear_of(weight: torch.Tensor, *, packed: bool) -> nn.Module:
     """Return a linear for a matrix that the library multiplies with directly."""
     if packed:
-        return PackedLinear(weight, None)
+        return float_linear(weight, None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear

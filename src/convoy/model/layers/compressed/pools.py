@@ -43,7 +43,7 @@ class CompressedPools:
     @property
     def layers(self) -> frozenset[int]:
         """Return all compressed layers of the model, also those of other stages."""
-        return frozenset(layer for group in self._groups if group.kind == "entries" for layer in group.layers)
+        return frozenset(layer for group in self._groups if group.is_compressed for layer in group.layers)
 
     def forget(self) -> None:
         """Free the pools."""
@@ -56,7 +56,7 @@ class CompressedPools:
         """
         for index, group in enumerate(self._groups):
             mine = [layer for layer in group.layers if layer in self._layers]
-            if group.kind == "entries" and mine:
+            if group.is_compressed and mine:
                 shape = self._shape(index, num_blocks, least_rows)
                 for layer in mine:
                     self._shapes[layer] = shape
@@ -78,8 +78,8 @@ class CompressedPools:
         alike = [
             (index, other) for index, other in enumerate(self._groups) if group.layers[0] in other.layers
         ]
-        (window,) = (index for index, other in alike if other.kind == "latent")
-        (pending,) = (index for index, other in alike if other.kind == "pending")
+        (window,) = (index for index, other in alike if other.attends)
+        (pending,) = (index for index, other in alike if other.is_pending)
         span = self._groups[pending].window
         assert span is not None, "what is pending has a window"
         heads = HeadShape(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from convoy.errors import RequestError
@@ -165,7 +165,7 @@ class CallRules:
         if text is None:
             return grammar
         alone, behind, body = text
-        return Grammar("lark", self._whole(alone, behind, [body, *extra]), grammar.strict, grammar.param)
+        return replace(grammar, kind="lark", text=self._whole(alone, behind, [body, *extra]))
 
     def _text(self, grammar: Grammar, prelude: str | None) -> tuple[str, str, str] | None:
         """Return the expressions of a text, alone and behind a reasoning, and the rule that they name.

@@ -174,7 +174,7 @@ class ReplyFormat:
         assert self.row.grammar is not None, "only a format with calls can force them"
         lenient = tuple(replace(tool, strict=False) for tool in tools)
         rules = replace(self._rules(lenient, parallel, thinking, may_think, opened), form=grammar)
-        return Grammar("lark", self.row.grammar(rules), grammar.strict, grammar.param)
+        return replace(grammar, kind="lark", text=self.row.grammar(rules))
 
     def _rules(
         self, tools: tuple[Tool, ...], parallel: bool, thinking: bool, may_think: bool, opened: bool

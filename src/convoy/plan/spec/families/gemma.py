@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_LAYERS, MAX_WIDTH, Family, GgufForm, Shape
+from convoy.plan.spec.family import FOUR_NORMS, MAX_LAYERS, MAX_WIDTH, Family, GgufForm, LayerForm, Shape
 from convoy.plan.spec.heads import pattern_of_layers
 
 _GEMMA: dict[str, object] = {
@@ -83,6 +83,7 @@ ROWS = (
         counted=True,
         norm="one plus weight",
         plain_attention=True,
+        layer_form=LayerForm(),
         gguf=GgufForm("gemma", fixed=GGUF_GELU, norms_plus_one=True),
     ),
     Family(
@@ -96,6 +97,7 @@ ROWS = (
         divides_hidden=True,
         refused_keys=("use_bidirectional_attention",),
         norm="one plus weight",
+        layer_form=LayerForm(FOUR_NORMS),
         gguf=GgufForm(
             "gemma2",
             settings={**GGUF_CAPS, "attn_logit_softcapping": "attn_logit_softcapping"},
@@ -119,6 +121,7 @@ ROWS = (
         refused_keys=("use_bidirectional_attention",),
         norm="one plus weight",
         plain_attention=True,
+        layer_form=LayerForm(FOUR_NORMS),
         gguf=GgufForm(
             "gemma3",
             settings=GGUF_CAPS,

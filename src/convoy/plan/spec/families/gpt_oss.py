@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_WIDTH, Family, GgufForm, GgufTensor, LayerHeads, Shape, Tensors
+from convoy.plan.spec.family import (
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    GgufTensor,
+    LayerForm,
+    LayerHeads,
+    Shape,
+    Tensors,
+)
 from convoy.plan.spec.heads import pattern_of_layers
 from convoy.plan.spec.tensors import linear, num_experts
 
@@ -88,6 +97,7 @@ ROWS = (
         plain_attention=True,
         router="softmax of chosen",
         expert_gate="clamped",
+        layer_form=LayerForm(),
         gguf=_GGUF,
     ),
 )

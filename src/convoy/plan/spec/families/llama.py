@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family, GgufForm
+from convoy.plan.spec.family import Family, GgufForm, LayerForm
 
 # Synthetic models and the probe of a layer's speed are of this type.
 LLAMA = "llama"
@@ -19,5 +19,6 @@ ROWS = (
         gguf=GgufForm(LLAMA, turned=GGUF_TURNED),
         plain_attention=True,
         plain_layers=True,
+        layer_form=LayerForm(),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.plan.spec.families.llama import GGUF_TURNED, LLAMA
-from convoy.plan.spec.family import GGUF_EXPERTS, Family, GgufForm
+from convoy.plan.spec.family import GGUF_EXPERTS, Family, GgufForm, LayerForm
 
 ROWS = (
     Family(
@@ -12,6 +12,7 @@ ROWS = (
         window="always",
         plain_attention=True,
         plain_layers=True,
+        layer_form=LayerForm(),
     ),
     Family(
         "mixtral",
@@ -21,6 +22,7 @@ ROWS = (
         expert_width_key="intermediate_size",
         plain_attention=True,
         router="softmax of all",
+        layer_form=LayerForm(),
         # llama.cpp has no architecture of its own for it; files of Mistral are files of Llama.
         gguf=GgufForm(
             LLAMA,

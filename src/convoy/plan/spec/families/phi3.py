@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import MAX_CONTEXT, Family, GgufForm, Shape
+from convoy.plan.spec.family import MAX_CONTEXT, Family, GgufForm, LayerForm, Shape
 
 
 def _read_gguf(reader: ConfigReader, shapes: Mapping[str, Shape]) -> dict[str, object]:  # noqa: ARG001 - one form for all
@@ -28,6 +28,7 @@ ROWS = (
         # The loader takes these three words for one.
         long_ropes=frozenset({"longrope", "su", "yarn"}),
         plain_attention=True,
+        layer_form=LayerForm(),
         gguf=GgufForm(
             "phi3",
             settings={"rope.scaling.original_context_length": "original_max_position_embeddings"},

@@ -6,7 +6,7 @@ its tensors in a GGUF file from here.
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import GGUF_CHOICE, GGUF_EXPERTS, Family, GgufForm, GgufTensor
+from convoy.plan.spec.family import GGUF_CHOICE, GGUF_EXPERTS, Family, GgufForm, GgufTensor, LayerForm
 
 _DEFAULTS: dict[str, object] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 # The expert for all rows, and its gate.
@@ -29,12 +29,14 @@ ROWS = (
         gguf=GgufForm("qwen2"),
         plain_attention=True,
         plain_layers=True,
+        layer_form=LayerForm(),
     ),
     Family(
         "qwen2_moe",
         counted=True,
         refused_keys=("use_sliding_window",),
         router="softmax of all",
+        layer_form=LayerForm(),
         gguf=GgufForm(
             "qwen2moe",
             settings={

@@ -10,6 +10,7 @@ from convoy.plan.spec.family import (
     MAX_WIDTH,
     Family,
     GgufForm,
+    LayerForm,
     LayerHeads,
     Tensors,
 )
@@ -48,6 +49,7 @@ ROWS = (
         gguf=GgufForm("qwen3"),
         plain_attention=True,
         plain_layers=True,
+        layer_form=LayerForm(),
     ),
     Family(
         "qwen3_moe",
@@ -65,6 +67,7 @@ ROWS = (
         window="if used",
         plain_attention=True,
         router="softmax of all",
+        layer_form=LayerForm(),
         gguf=GgufForm(
             "qwen3moe",
             settings=GGUF_CHOICE,

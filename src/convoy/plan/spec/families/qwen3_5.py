@@ -73,7 +73,7 @@ def _delta_heads(reader: ConfigReader) -> LayerHeads:
 
 
 def _attention(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: int) -> Tensors:
-    if heads.kind == "recurrent":
+    if heads.is_state:
         return _delta_net(heads, hidden)
     return attention(reader, family, heads, hidden)
 

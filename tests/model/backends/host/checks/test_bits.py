@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not packed_available(), reason="this build of to
 
 
 def elsewhere(**changes: str) -> str:
-    """The digest of another process, as on another machine."""
+    """Return the digest of another process, as on another machine."""
     program = "from convoy.model.backends.host.checks.bits import bits_digest; print(bits_digest())"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -31,6 +31,7 @@ def elsewhere(**changes: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_every_run_of_one_machine_computes_the_same_bits() -> None:
     before, found = torch.get_num_threads(), elsewhere()
     try:

@@ -28,7 +28,7 @@ from support.tiny_models import Models, Threads
 
 
 def drifting(x: torch.Tensor) -> torch.Tensor:
-    """A last bit that depends on the number of rows."""
+    """Change the last bit with the number of rows."""
     return x * (1 + 2.0**-23) if x.shape[0] == 17 else x
 
 
@@ -92,7 +92,7 @@ def test_attention_that_depends_on_chunks_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def bmm_that_drifts(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[int], bool]) -> None:
-    """Batched matmuls of a number of rows that is ``wrong`` are a last bit off."""
+    """Let batched matmuls drift by a last bit where the number of rows is ``wrong``."""
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) * (1 + 2.0**-23 * wrong(a.shape[1])))
 
@@ -112,7 +112,7 @@ def test_where_large_matmuls_differ_exact_mode_is_refused(monkeypatch: pytest.Mo
 
 
 def test_without_packed_linears_the_plain_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "packed_available", lambda: False)
+    monkeypatch.setattr(selfcheck, "exact_available", lambda: False)
     assert choose_kernel("auto") == "plain-f32"
     assert "packed" in why_not_exact()
 

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from convoy.errors import ModelError
 from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_int4, few_int8, unpack
-from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
+from convoy.model.backends.cuda.kernels.rounded import DeviceMatrix, Matrix, round_matrix
 from convoy.model.backends.cuda.kernels.single_row import lone_linear
 
 # Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
@@ -37,7 +37,7 @@ def multiply_in_parts(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
 class DeviceLinear(nn.Module):
     """Replace a linear of the library's on the device, with rounded weights."""
 
-    def __init__(self, weight: RoundedMatrix, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: DeviceMatrix, bias: torch.Tensor | None) -> None:
         super().__init__()
         # Buffers, so that code which counts a module's memory finds them.
         self.register_buffer("numbers", weight.numbers)

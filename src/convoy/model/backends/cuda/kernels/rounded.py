@@ -22,7 +22,7 @@ _ROUNDED_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class RoundedMatrix:
+class DeviceMatrix:
     """Hold a rounded matrix.
 
     With 8 bits, ``numbers`` is int8 [outputs, inputs] and ``scales`` float32 [outputs]. With 4 bits they
@@ -67,10 +67,10 @@ class RoundedMatrix:
         return (both * scale + least).view(outputs, inputs)
 
 
-Matrix = torch.Tensor | RoundedMatrix
+Matrix = torch.Tensor | DeviceMatrix
 
 
-def round_matrix(weight: torch.Tensor, bits: int) -> RoundedMatrix:
+def round_matrix(weight: torch.Tensor, bits: int) -> DeviceMatrix:
     """Round [outputs, inputs] on its device. 4 bits need a multiple of 64 inputs, else 8 bits are used."""
     outputs, inputs = weight.shape
     if bits == 4 and inputs % GROUP:
@@ -87,7 +87,7 @@ def round_matrix(weight: torch.Tensor, bits: int) -> RoundedMatrix:
     for start in range(0, outputs, _ROUNDED_ROWS):
         rows = slice(start, start + _ROUNDED_ROWS)
         numbers[rows], scales[rows] = rounded(weight[rows].float())
-    return RoundedMatrix(numbers, scales, bits)
+    return DeviceMatrix(numbers, scales, bits)
 
 
 def _to_8_bits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
+from convoy.model.backends.cuda.kernels.rounded import DeviceMatrix, Matrix, round_matrix
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.read_tensor import unpack_into
@@ -80,7 +80,7 @@ class StageWeights:
 
 def tensors_of(part: Matrix | None) -> list[torch.Tensor]:
     """Return the tensors that hold ``part``: two for a rounded matrix, none for None."""
-    if isinstance(part, RoundedMatrix):
+    if isinstance(part, DeviceMatrix):
         return [part.numbers, part.scales]
     return [] if part is None else [part]
 

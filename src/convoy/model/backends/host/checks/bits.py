@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from convoy.model.backends.host.checks.selfcheck import least_tile_rows
-from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.linear import pad_rows
+from convoy.model.kernels.native.norm import rms_norm
+from convoy.model.kernels.stored.linear import float_linear
 from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
@@ -71,7 +73,7 @@ def check_numbers(name: str, *shape: int) -> torch.Tensor:
 def _linears() -> list[torch.Tensor]:
     found = []
     for width, rows, activation in _LINEARS:
-        linear = PackedLinear(check_numbers("weight", rows, width), check_numbers("bias", rows), activation)
+        linear = float_linear(check_numbers("weight", rows, width), check_numbers("bias", rows), activation)
         x = check_numbers("rows", max(_ROW_COUNTS), width)
         found += [linear(pad_rows(x[:count]))[:count] for count in _ROW_COUNTS]
     return found
@@ -81,7 +83,7 @@ def _elementwise() -> list[torch.Tensor]:
     x = check_numbers("rows", 7, 1031)
     angles = torch.arange(64).float()[:, None] / torch.pow(10_000.0, torch.arange(0, 64, 2).float() / 64)
     return [
-        nn.functional.rms_norm(x, (1031,), check_numbers("norm", 1031), 1e-6),
+        rms_norm(x, check_numbers("norm", 1031), 1e-6),
         torch.exp(8 * x),
         torch.rsqrt(x * x + 1e-6),
         x.sum(-1),

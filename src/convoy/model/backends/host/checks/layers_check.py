@@ -2,80 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
+from convoy.errors import SelfCheckError
 from convoy.model.backends.host.checks.attention_check import attention_holds
-from convoy.model.backends.host.native_layers import NativeLayers, native_layers
+from convoy.model.backends.host.layer_description import LayerDescription
+from convoy.model.backends.host.native_layers import NativeLayers
+from convoy.model.kernels.linear import LEAST_ROWS
 from convoy.model.kernels.native.attention import native_group
 from convoy.model.kv.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
 from convoy.model.layers.attention import LayerBatch
-from convoy.model.layers.rope import RopeUse
+from convoy.model.layers.rope import RopeUse, Rotation, Rotations
 from convoy.plan.spec.cache import CacheGroup
+from convoy.plan.spec.family import LayerForm
 from convoy.wire.messages.control import Row
 
+_log = logging.getLogger(__name__)
 _BLOCK = 16  # tokens
 _POSITIONS = (2 * KEY_BLOCK, 5, KEY_BLOCK - 1, KEY_BLOCK + 9, 0)
 _ROW_BLOCKS = 2 * KEY_BLOCK // _BLOCK + 1
-# Padding rows behind the batch's rows, as a stage may have them.
-_PADDING = 1
+# A lone row, and five rows together with a padding row, as a stage may have them.
+_CASES = ((1, 0), (5, 1))
 
 
 def checked_layers(
-    layers: Mapping[int, nn.Module], ropes: Mapping[int, RopeUse], groups: Iterable[CacheGroup]
+    layers: Mapping[int, nn.Module],
+    form: LayerForm,
+    ropes: Mapping[int, RopeUse],
+    rotations: Rotations,
+    groups: Iterable[CacheGroup],
 ) -> NativeLayers | None:
-    """Return compiled code for these layers, if the first layer of each cache group has the same bits there.
+    """Return compiled code for the layers that have the same bits there, or None if there are none.
 
-    Returns None where compiled code cannot run them. Takes some milliseconds, and steps of one layer.
+    Of the layers of a cache group that are alike to compiled code, the first is compared. Takes some
+    milliseconds, and steps of one layer.
     """
-    native = native_layers(layers)
-    if native is None:
-        return None
+    described: dict[int, LayerDescription] = {}
     for group in groups:
-        number = next((layer for layer in group.layers if layer in layers), None)
-        if number is None:
-            continue
-        if not group.attends or ropes[number].spread is None:
-            return None
-        heads = (group.num_heads, group.num_kv_heads, group.head_dim)
-        num_blocks = _ROW_BLOCKS * len(_POSITIONS)
-        shape = HeadShape(
-            *(*heads, _BLOCK, num_blocks, group.window),
-            value_dim=group.value_dim,
-            kv_dtype=group.host_dtype,
-        )
-        # A lone row and five rows together, since both occur in decodes.
-        if not attention_holds(shape) or not all(_agree(number, layers[number], shape, n) for n in (1, 5)):
-            return None
-    return native
+        shape = _head_shape(group) if group.attends else None
+        held: dict[object, bool] = {}
+        for number in group.layers:
+            if number not in layers:
+                continue
+            try:
+                if shape is None or not attention_holds(shape):
+                    raise SelfCheckError("compiled layers have no attention of its kind")
+                layer = LayerDescription(layers[number], form, has_window=group.window is not None)
+            except SelfCheckError as error:
+                _log.debug("layer %d runs part by part: %s", number, error.message)
+                continue
+            if layer.alike not in held:
+                held[layer.alike] = has_equal_bits(layer, shape, ropes[number], rotations)
+                if not held[layer.alike]:
+                    _log.warning(
+                        "layers like layer %d have other bits in compiled code, and run by parts", number
+                    )
+            if held[layer.alike]:
+                described[number] = layer
+    return NativeLayers(described) if described else None
+
+
+def _head_shape(group: CacheGroup) -> HeadShape:
+    return HeadShape(
+        *(group.num_heads, group.num_kv_heads, group.head_dim, _BLOCK, _ROW_BLOCKS * len(_POSITIONS)),
+        group.window,
+        value_dim=group.value_dim,
+        kv_dtype=group.host_dtype,
+    )
 
 
 @torch.inference_mode()
-def _agree(number: int, layer: Any, shape: HeadShape, num_rows: int) -> bool:
+def has_equal_bits(layer: LayerDescription, shape: HeadShape, rope: RopeUse, rotations: Rotations) -> bool:
+    """Return whether a layer has the bits of its parts in compiled code, K and V included."""
+
+    def rotated(positions: list[int]) -> Rotation:
+        return rotations.look_up([rope], torch.tensor(positions), max(_POSITIONS))[rope]
+
+    return all(_agree(layer, shape, rotated, *case) for case in _CASES)
+
+
+def _agree(
+    layer: LayerDescription,
+    shape: HeadShape,
+    rotated: Callable[[list[int]], Rotation],
+    num_rows: int,
+    padding: int,
+) -> bool:
     generator = torch.Generator().manual_seed(20)
-
-    def numbers(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator)
-
-    x = numbers(num_rows + _PADDING, layer.self_attn.qkv.in_features)
-    heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-    rotation = (numbers(len(x), *heads), numbers(len(x), *heads))
-    filled = numbers(shape.num_blocks * shape.kv_rows[0] * _BLOCK, shape.head_dim)
-    tables = [range(row * _ROW_BLOCKS, (row + 1) * _ROW_BLOCKS) for row in range(num_rows)]
+    x = torch.randn(LEAST_ROWS + padding, layer.hidden, generator=generator)
+    filled = torch.randn(shape.num_blocks * shape.kv_rows[0] * _BLOCK, shape.head_dim, generator=generator)
     group = describe_group(
-        [(Row(row, _POSITIONS[row], 1, 0), BlockTable([[*table][::-1]])) for row, table in enumerate(tables)],
+        [(Row(row, _POSITIONS[row], 1, 0), BlockTable([_reversed_blocks(row)])) for row in range(num_rows)],
         *(0, shape),
     )
     size = (shape.num_blocks, shape.num_kv_heads, _BLOCK, shape.head_dim)
     pools = [KvPool(*size, shape.kv_dtype) for _ in range(2)]
     for pool in pools:
         pool.write(torch.arange(len(filled)), filled)
+    positions = [*_POSITIONS[:num_rows], *[0] * (len(x) - num_rows)]
+    number = layer.layer.self_attn.layer_idx
     parts, whole = ({number: LayerBatch(group, pool, native_group(group))} for pool in pools)
-    expected = layer(x[None], position_embeddings=rotation, use_cache=False, batch=parts)[0]
-    found = NativeLayers({number: layer}).run(x, {number: rotation}, whole)
-    return found is not None and torch.equal(expected, found) and torch.equal(*(p.all_rows for p in pools))
+    expected = layer.layer(x[None], position_embeddings=rotated(positions), use_cache=False, batch=parts)[0]
+    native, count = NativeLayers({number: layer}), num_rows + padding
+    if not native.can_run(count, whole):
+        return False
+    found = native.run([number], x[:count], {number: rotated(positions[:count])}, whole)
+    return torch.equal(expected[:count], found) and torch.equal(*(pool.all_rows for pool in pools))
+
+
+def _reversed_blocks(row: int) -> list[int]:
+    """Return a table in reverse, so that code which ignored it would be found out."""
+    return list(range(row * _ROW_BLOCKS, (row + 1) * _ROW_BLOCKS))[::-1]

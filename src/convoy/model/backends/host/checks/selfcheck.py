@@ -12,6 +12,7 @@ from torch import nn
 from convoy.config.kernels import (
     AUTO,
     EXACT,
+    EXACT_KERNELS,
     HOST_KERNELS,
     KERNELS,
     PLAIN,
@@ -19,8 +20,9 @@ from convoy.config.kernels import (
     host_kernels_text,
 )
 from convoy.errors import ModelError, SelfCheckError, UsageError
-from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
+from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.registry import rounded_kernels
+from convoy.model.kernels.stored.linear import exact_available, float_linear
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.model.kv.pool import make_pool
 from convoy.model.kv.pools import BlockTable
@@ -53,12 +55,12 @@ def check_exact(num_threads: int | None = None) -> None:
 
     Takes about a third of a second. It covers a sample of shapes. `check_linears` covers those of a stage.
     """
-    if not packed_available():
+    if not exact_available():
         raise SelfCheckError("this build of torch has no packed oneDNN linears")
     threads = sorted({1, num_threads or torch.get_num_threads()})
-    linears = [PackedLinear(_numbers(rows, width), _numbers(rows)) for width, rows in _SHAPES]
+    linears = [float_linear(_numbers(rows, width), _numbers(rows)) for width, rows in _SHAPES]
     linears += [
-        PackedLinear(_numbers(105, 40), None, activation) for activation in ("silu", "gelu", "gelu_new")
+        float_linear(_numbers(105, 40), None, activation) for activation in ("silu", "gelu", "gelu_new")
     ]
     with torch.inference_mode(), _threads_restored():
         for linear in linears:
@@ -96,7 +98,7 @@ def check_heads(groups: Iterable[CacheGroup]) -> None:
     known = list(groups)
     shapes = {_head_shape(group) for group in known if group.attends}
     # Compressed groups have second keys, by which a query chooses its entries; their width is checked too.
-    dims = {group.row_elements - group.head_dim for group in known if group.kind == "entries"} - {0}
+    dims = {group.index_dim for group in known} - {0}
     with torch.inference_mode(), _threads_restored():
         for shape in shapes | {_shape(2, 1, dim) for dim in dims}:
             _check_attention(shape, threads)
@@ -146,7 +148,7 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> str:
     """
     if requested not in {AUTO, *HOST_KERNELS}:
         raise UsageError(f"kernel {requested!r} is not known, expected {host_kernels_text()}")
-    if requested in {EXACT, *ROUNDED}:
+    if requested in {*EXACT_KERNELS, *ROUNDED}:
         check_exact(num_threads)
     if requested in ROUNDED and requested not in rounded_kernels():
         bits = KERNELS[requested].form.bits
@@ -168,13 +170,14 @@ def why_not_exact(num_threads: int | None = None) -> str:
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
     """Return the kernels that this machine can run under the setting ``requested``, best first.
 
-    Rounded linears come last: they are used where the head requests them by name. Raises as
+    Rounded weights come last: they are used where the head requests them by name. Raises as
     `choose_kernel` does.
     """
     kernel = choose_kernel(requested, num_threads)
     if requested != AUTO or kernel != EXACT:
         return [kernel]
-    return [EXACT, PLAIN, *rounded_kernels()]
+    rounded = [name for name in EXACT_KERNELS if name != EXACT]
+    return [EXACT, PLAIN, *rounded, *rounded_kernels()]
 
 
 @contextmanager
@@ -264,7 +267,7 @@ def _head_shape(group: CacheGroup) -> HeadShape:
     return replace(
         shape,
         value_dim=group.value_dim,
-        latent=group.kind == "latent",
+        latent=group.is_latent,
         least_rows=least,
         kv_dtype=group.host_dtype,
     )

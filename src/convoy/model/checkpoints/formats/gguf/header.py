@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its settings and the places of its tensors.
 
-Every length is checked against the file. ggml's docs/gguf.md describes the format. The vocabulary's tokens
-are skipped, not read.
+Every length is checked against the file, and against bounds that no model reaches, before memory is taken.
+ggml's docs/gguf.md describes the format. The vocabulary's tokens are skipped, not read.
 """
 
 from __future__ import annotations
@@ -60,13 +60,20 @@ _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_KEY_BYTES = 1 << 16
-_MAX_ENTRIES = 1 << 20
+_MAX_TENSORS, _MAX_SETTINGS = 1 << 17, 1 << 14
+# the largest vocabularies take 20 MB, and a chat template some kilobytes
+MAX_HEADER_BYTES = 128 << 20
+_MAX_TEXT_BYTES = 16 << 20
 _MAX_DIMENSIONS = 4
 # longer arrays are skipped
 _MAX_READ = 1 << 10
 # of all settings together; the largest vocabulary has a quarter of a million tokens and twice as many merges
 _MAX_STRINGS = 1 << 23
 _ALIGNMENT = 32
+
+
+class TruncatedHeaderError(ModelError):
+    """Say that a header continues past the end of its file."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class _Reading:
         magic, version = self._take(4), self._number("I")
         if magic != b"GGUF" or version not in _VERSIONS:
             raise ModelError(f"{self._path} is no GGUF file of version 2 or 3", hint=FETCH_AGAIN)
-        num_tensors, num_settings = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
+        num_tensors, num_settings = self._count(_MAX_TENSORS), self._count(_MAX_SETTINGS)
         settings: dict[str, object] = {}
         for _ in range(num_settings):
             key = self._word()
@@ -186,7 +193,7 @@ class _Reading:
     def _array(self) -> object:
         kind, length = self._number("I"), self._number("Q")
         if kind in _NUMBERS and length > _MAX_READ:
-            self._take(struct.calcsize(f"<{_NUMBERS[kind]}") * length)
+            self._pass(struct.calcsize(f"<{_NUMBERS[kind]}") * length)
             return _Passed(length)
         if kind not in _NUMBERS and (kind != _STRING or length > self._strings_left):
             raise ModelError(f"{self._path}: a setting has {length} values of the type {kind}")
@@ -194,14 +201,14 @@ class _Reading:
         if length <= _MAX_READ:
             return [self._value(kind) for _ in range(length)]
         for _ in range(length):
-            self._take(self._number("Q"))
+            self._pass(self._number("Q"))
         return _Passed(length)
 
     def _word(self) -> str:
         return str(self._take(self._count(_MAX_KEY_BYTES)), "utf-8", "replace")
 
     def _text(self) -> str:
-        return str(self._take(self._number("Q")), "utf-8", "replace")
+        return str(self._take(self._count(_MAX_TEXT_BYTES)), "utf-8", "replace")
 
     def _count(self, most: int, form: str = "Q") -> int:
         found = self._number(form)
@@ -217,14 +224,22 @@ class _Reading:
         return found  # type: ignore[no-any-return]
 
     def _take(self, num_bytes: int) -> bytes:
+        start = self._at
+        self._pass(num_bytes)
+        return self._data[start : self._at]
+
+    def _pass(self, num_bytes: int) -> None:
         end = self._at + num_bytes
-        if end > len(self._data):
+        if end > MAX_HEADER_BYTES:
             raise ModelError(
+                f"{self._path} is no GGUF file: its header takes more than {MAX_HEADER_BYTES} bytes",
+                hint=FETCH_AGAIN,
+            )
+        if end > len(self._data):
+            raise TruncatedHeaderError(
                 f"{self._path} is truncated: its header continues past its end", hint=FETCH_AGAIN
             )
-        found = self._data[self._at : end]
         self._at = end
-        return found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +25,18 @@ class GgufModel:
     tensors: dict[str, StoredTensor]
 
 
-def open_gguf(path: Path) -> GgufModel:
+def config_bytes(config: Mapping[str, object]) -> bytes:
+    """Return the config.json that a GGUF file stands for; equal settings give equal bytes."""
+    return json.dumps(dict(config), sort_keys=True, separators=(",", ":")).encode()
+
+
+def open_gguf(path: Path, *, whole: bool = True) -> GgufModel:
     """Read the description of the model that ``path`` is a file of.
 
-    Raises ModelError for an architecture or a tensor that is not supported, and for a missing file.
+    The tensors, apart from factors of frequencies, need not be there if the files are not ``whole``. Raises
+    ModelError for an architecture or a tensor that is not supported, and for a missing file.
     """
-    header, first = read_shards(path), shards_of(path)[0]
+    header, first = read_shards(path, whole=whole), shards_of(path)[0]
     architecture = header.settings.get("general.architecture")
     experts = header.settings.get(f"{architecture}.expert_count")
     found = find_family(path, architecture, has_experts=bool(experts))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from convoy.config.kernels import KEPT_FORMS
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.gguf.header import TYPES
@@ -49,8 +48,8 @@ class GgufRows(Unpacking):
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of the rows, for types that are kept."""
-        return self.parts["stored"].num_bytes if self._form in KEPT_FORMS else 0
+        """Return the bytes of the rows. Float32 is not among the forms that are kept."""
+        return 0 if self._form == "F32" else self.parts["stored"].num_bytes
 
     @property
     def _form(self) -> str:

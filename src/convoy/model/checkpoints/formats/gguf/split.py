@@ -19,8 +19,8 @@ _MAX_SHARDS = 4096
 _BESIDE = "mmproj"
 
 
-def shards_of(path: Path) -> list[Path]:
-    """Return all files of the model that ``path`` is a file of. Raises ModelError naming a missing one."""
+def shard_paths(path: Path) -> list[Path]:
+    """Return the paths of all files of the model that ``path`` is a file of, whether or not they exist."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
         return [path]
@@ -29,11 +29,16 @@ def shards_of(path: Path) -> list[Path]:
         raise ModelError(
             f"{path} is named as file {number} of {count}, expected 1 to the last of at most {_MAX_SHARDS}"
         )
-    shards = [path.with_name(f"{match['stem']}-{one:05}-of-{count:05}.gguf") for one in range(1, count + 1)]
+    return [path.with_name(f"{match['stem']}-{one:05}-of-{count:05}.gguf") for one in range(1, count + 1)]
+
+
+def shards_of(path: Path) -> list[Path]:
+    """Return all files of the model that ``path`` is a file of. Raises ModelError naming a missing one."""
+    shards = shard_paths(path)
     lacking = next((shard for shard in shards if not shard.is_file()), None)
-    if lacking is not None:
+    if lacking is not None and len(shards) > 1:
         raise ModelError(
-            f"{path.parent} lacks the shard {lacking.name}, and {path.name} is one of {count}",
+            f"{path.parent} lacks the shard {lacking.name}, and {path.name} is one of {len(shards)}",
             hint="fetch that file too; all shards of a model are needed",
         )
     return shards
@@ -45,6 +50,11 @@ def model_name(path: Path) -> str:
     return path.stem if match is None else match["stem"]
 
 
+def is_beside(path: Path) -> bool:
+    """Return whether a file belongs to a model and holds none of its own, such as a projector of images."""
+    return path.name.startswith(_BESIDE)
+
+
 def find_gguf(directory: Path) -> Path | None:
     """Return the first file of the only GGUF model in a directory, or None without one.
 
@@ -52,7 +62,7 @@ def find_gguf(directory: Path) -> Path | None:
     """
     found: dict[str, Path] = {}
     for path in sorted(directory.glob(f"*{SUFFIX}")):
-        if not path.name.startswith(_BESIDE):
+        if not is_beside(path):
             found.setdefault(model_name(path), path)
     if len(found) > 1:
         names = ", ".join(sorted(path.name for path in found.values())[:4])
@@ -63,13 +73,14 @@ def find_gguf(directory: Path) -> Path | None:
     return next(iter(found.values()), None)
 
 
-def read_shards(path: Path) -> GgufHeader:
+def read_shards(path: Path, *, whole: bool = True) -> GgufHeader:
     """Return the settings of a model and the tensors of all its files.
 
-    Raises ModelError for files that do not belong together, and as `header.read_gguf` does.
+    Tensors need not be there if the files are not ``whole``. Raises ModelError for files that do not belong
+    together, and as `header.read_gguf` does.
     """
     shards = shards_of(path)
-    headers = [read_gguf(shard) for shard in shards]
+    headers = [read_gguf(shard, whole=whole) for shard in shards]
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     num_tensors = sum(len(header.tensors) for header in headers)
     for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family
+from convoy.plan.spec.family import Family, LayerForm
+
+_NORMS = ("input_layernorm", "", "", "")
 
 ROWS = (
     Family(
@@ -11,6 +13,7 @@ ROWS = (
         counted=True,
         unshared="its norms have a weight for each head",
         norm=None,
+        layer_form=LayerForm(_NORMS, mean_norms=True, parallel=True, rotation="pairs apart"),
     ),
     Family(
         "cohere2",
@@ -20,5 +23,8 @@ ROWS = (
         full_every_key="sliding_window_pattern",
         counted=True,
         norm=None,
+        layer_form=LayerForm(
+            _NORMS, mean_norms=True, parallel=True, rotation="pairs apart", full_unturned=True
+        ),
     ),
 )

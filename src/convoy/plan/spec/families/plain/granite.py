@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.plan.spec.families.llama import GGUF_TURNED
-from convoy.plan.spec.family import Family, GgufForm
+from convoy.plan.spec.family import Family, GgufForm, LayerForm
 
 _SCALES = {
     "attention.scale": "attention_multiplier",
@@ -17,6 +17,7 @@ ROWS = (
         "granite",
         counted=True,
         plain_attention=True,
+        layer_form=LayerForm(),
         gguf=GgufForm("granite", settings=_SCALES, turned=GGUF_TURNED),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.plan.spec.families.llama import GGUF_TURNED
-from convoy.plan.spec.family import Family, GgufForm
+from convoy.plan.spec.family import Family, GgufForm, LayerForm
 
 ROWS = (
     Family(
@@ -11,6 +11,7 @@ ROWS = (
         {"tie_word_embeddings": True, "num_key_value_heads": 4},
         counted=True,
         refused_keys=("use_sliding_window",),
+        layer_form=LayerForm(),
         gguf=GgufForm("smollm3", turned=GGUF_TURNED),
     ),
 )

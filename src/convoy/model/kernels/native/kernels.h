@@ -1,0 +1,73 @@
+/* Declare what `kernels.c` offers to the other C files: linears, norms, and attention of rows of one token. */
+
+#ifndef CONVOY_KERNELS_H
+#define CONVOY_KERNELS_H
+
+#include "shared.h"
+
+#define KEYS 64     /* keys of a key block, `model.kv.packed.KEY_BLOCK` */
+#define FEW_PAIRS 4 /* starting a second thread takes longer than so few pairs */
+
+typedef struct F32Linear F32Linear;
+typedef struct I8Linear I8Linear;
+
+/* Rows of x begin `stride` floats apart, and those of y `y_stride`. */
+typedef struct {
+  const F32Linear *linear;
+  const float *x;
+  int64_t stride;
+  float *y;
+  int64_t y_stride, rows, next;
+} F32Job;
+
+HIDDEN void convoy_f32_share(void *job);
+
+/* Compute y[rows][y_stride]. Return 0 where there is no memory for the rounded rows. */
+HIDDEN int convoy_i8_rows(const I8Linear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
+                          int64_t rows, int64_t threads);
+
+/* Return the sum of n floats, or of their squares, in ATen's order. */
+HIDDEN float convoy_row_sum(const float *x, int64_t n, int squared);
+
+/* Normalise one row. `y` may be `x`. */
+HIDDEN void convoy_norm_row(const float *x, const float *weight, float eps, float *y, int64_t n);
+
+/* The heads of a token lie side by side, [num_heads + 2 * kv_heads][dim]: queries, keys, values. `kv_dtype` is the
+   type of the numbers in the pool. */
+typedef struct {
+  int64_t num_heads, kv_heads, dim, rotary_dim, block_size, kv_dtype;
+} Heads;
+
+/* The tiles and their pairs with key blocks, as `packed.TileChunk` describes them. */
+typedef struct {
+  const int64_t *query_rows, *kv_runs, *bag_pairs, *bag_starts;
+  const uint8_t *hidden;
+  int64_t num_tiles, num_pairs, num_masked, longest;
+} Chunk;
+
+/* The parts of the shares: products of queries and keys, and e^x of what they are below the greatest. */
+enum { PRODUCTS = 1, POWERS = 2 };
+
+/* `shares` is [pairs][group][KEYS], and `out` [tokens][num_heads][dim]. With `sinks`, a score of each query head, a
+   tile's heads have their sinks' shares in `sunk`, [tiles][group]. */
+typedef struct {
+  const Heads *heads;
+  const Chunk *chunk;
+  const float *turned;
+  const void *pool;
+  float *shares, *out;
+  int64_t threads, parts;
+  const float *sinks;
+  float *sunk;
+} AttendJob;
+
+HIDDEN void convoy_shares_share(void *job);
+HIDDEN void convoy_mix_share(void *job);
+
+void convoy_turn(const Heads *h, const float *x, const float *cos, const float *sin, float *turned, void *pool,
+                 const int64_t *write_rows, int64_t tokens);
+
+/* Write keys and values to their rows of the pool. */
+HIDDEN void convoy_write_kv(const Heads *h, const float *turned, void *pool, const int64_t *write_rows, int64_t tokens);
+
+#endif
