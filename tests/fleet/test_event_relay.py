@@ -84,6 +84,46 @@ def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     relayed("messages", scene, max_event_bytes=100)
 
 
+LAST_EVENTS: list[tuple[Kind, bytes]] = [
+    ("chat", b"data: [DONE]\n\n"),
+    ("completion", b"data: [DONE]\n\n"),
+    ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+    ("responses", b'event: response.completed\ndata: {"type":"response.completed","sequence_number":0}\n\n'),
+    ("responses", b'event: response.incomplete\ndata: {"type":"response.incomplete","sequence_number":0}\n\n'),
+    ("responses", b'event: response.failed\ndata: {"type":"response.failed","sequence_number":0}\n\n'),
+]
+
+
+@pytest.mark.parametrize(("kind", "last"), LAST_EVENTS)
+def test_the_last_event_waits_for_the_end_of_the_answer(kind: Kind, last: bytes) -> None:
+    async def scene(relay: EventRelay, client: Client) -> None:
+        await relay.begin(200, EVENTS)
+        await relay.send(b"data: {}\n\n" + last)
+        assert client.body == b"data: {}\n\n"
+        await relay.end(b": done\n\n")
+
+    assert relayed(kind, scene).body == b"data: {}\n\n" + last + b": done\n\n"
+
+
+def test_an_answer_that_breaks_after_its_last_event_has_none() -> None:
+    async def scene(relay: EventRelay, _: Client) -> None:
+        await relay.begin(200, EVENTS)
+        await relay.send(b"data: [DONE]\n\n")
+        await relay.fail(b"data: {}\n\n")
+
+    assert relayed("chat", scene).body == b"data: {}\n\n"
+
+
+def test_an_event_after_the_last_one_is_sent_after_it() -> None:
+    async def scene(relay: EventRelay, client: Client) -> None:
+        await relay.begin(200, EVENTS)
+        await relay.send(b"data: [DONE]\n\ndata: {}\n\n")
+        assert client.body == b"data: [DONE]\n\ndata: {}\n\n"
+        await relay.end()
+
+    relayed("chat", scene)
+
+
 def test_an_answer_without_events_passes_as_it_is() -> None:
     async def scene(relay: EventRelay, _: Client) -> None:
         await relay.begin(200, {"content-type": "application/json"})

@@ -50,6 +50,8 @@ class EventRelay:
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
         self._rest = bytearray()
+        # The engine's last event, until the answer has its end.
+        self._last = b""
         self._late: Mapping[str, str] = {}
         self._over = False
         # Whether something of an engine was sent.
@@ -89,7 +91,15 @@ class EventRelay:
             await self._send(piece if self._form is None else self._events(self._form, piece))
 
     async def end(self, tail: bytes = b"") -> None:
-        """Send ``tail`` as the last bytes. A last event without its end is left out."""
+        """Send the engine's last event and ``tail`` as the last bytes. An event without its end is left out.
+
+        Clients close their connections at the last event, so it waits until the answer is settled.
+        """
+        async with self._lock:
+            await self._end(self._last + tail)
+
+    async def fail(self, tail: bytes) -> None:
+        """Send ``tail`` as the last bytes of an answer that broke. The engine's last event is left out."""
         async with self._lock:
             await self._end(tail)
 
@@ -122,7 +132,13 @@ class EventRelay:
             return b""
         complete = bytes(self._rest[:end])
         del self._rest[: end + 2]
-        return b"".join(form.pass_on(event) for event in complete.split(b"\n\n") if event)
+        passed = bytearray()
+        for event in filter(None, complete.split(b"\n\n")):
+            passed += self._last
+            written = form.pass_on(event)
+            self._last = written if form.is_last(event) else b""
+            passed += b"" if self._last else written
+        return bytes(passed)
 
     async def _send(self, data: bytes) -> None:
         if data:

@@ -40,6 +40,10 @@ class EventForm(Protocol):
         """Return the bytes for the client of one event, which has no end yet."""
         ...
 
+    def is_last(self, event: bytes) -> bool:
+        """Return whether a client may close its connection once it has this event of the engine."""
+        ...
+
     def keep_alive(self) -> bytes:
         """Return the events of a silent stream, also before the engine's first event."""
         ...

@@ -174,6 +174,7 @@ _LEFT_OUT = frozenset(
 )
 # Values of theirs that change nothing at a head change the answer of some engines.
 _MEANT_ELSEWHERE = frozenset({"lora", "reasoning_format"})
+_LAST_EVENT = b"data: [DONE]"
 _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1
 
 
@@ -295,6 +296,9 @@ class ChunkForm:
     def pass_on(self, event: bytes) -> bytes:
         self._id = self._id or _id_of(event)
         return event + b"\n\n"
+
+    def is_last(self, event: bytes) -> bool:
+        return event.strip() == _LAST_EVENT
 
     def keep_alive(self) -> bytes:
         """Return a chunk without text. Before the engine's first chunk its id is not known, and empty."""

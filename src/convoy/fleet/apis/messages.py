@@ -150,6 +150,9 @@ class MessageForm:
     def pass_on(self, event: bytes) -> bytes:
         return event + b"\n\n"
 
+    def is_last(self, event: bytes) -> bool:
+        return event.startswith(b"event: message_stop\n")
+
     def keep_alive(self) -> bytes:
         return encode_event(PingEvent())
 

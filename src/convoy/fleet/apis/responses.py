@@ -106,6 +106,9 @@ _KNOWN: Mapping[str, Any] = {
 }
 _ENCODED_REASONING = "reasoning.encrypted_content"
 _OWN_TOOLS = frozenset({"function", "namespace"})
+_LAST_EVENTS = tuple(
+    b"event: response." + state + b"\n" for state in (b"completed", b"incomplete", b"failed")
+)
 # Events whose ``delta`` adds text; each of them is about a token.
 _ADDS = ".delta"
 
@@ -239,6 +242,9 @@ class ResponseForm:
             self._shown = shown
             found["response"] = msgspec.Raw(msgspec.json.encode(shown))
         return self._event(kind, found)
+
+    def is_last(self, event: bytes) -> bool:
+        return event.startswith(_LAST_EVENTS)
 
     def keep_alive(self) -> bytes:
         opening = b"".join(map(encode_event, self._opening()))

@@ -406,6 +406,21 @@ def test_tokens_that_count_back_end_a_stream_with_an_error(fleet: FleetUnderTest
         assert raw.is_put_out()
 
 
+def test_the_last_event_waits_until_the_answer_is_settled(fleet: FleetUnderTest) -> None:
+    # A client closes its connection at the last event. If it came
+    # earlier, the client would pay for the tokens that were counted so far.
+    with ThreadPoolExecutor(1) as pool, RawProvider(fleet) as raw:
+        raw.approved("ends badly")
+        asked = pool.submit(ask, fleet)
+        serve = raw.next_request()
+        *before, _, _ = whole(serve, opened(raw, serve, "ends badly"))
+        for message in [*before, Failed(serve.request_id, "no counts", full=False)]:
+            raw.send(message)
+        text = asked.result().text
+        assert streamed(text) == "4!the provider failed before the answer was complete"
+        assert "[DONE]" not in text
+
+
 def test_more_chunks_than_a_provider_has_leave_for_are_refused() -> None:
     answer = Answering("r", 4, lambda _: None)
     answer.put(Began("r", bytes(32)))

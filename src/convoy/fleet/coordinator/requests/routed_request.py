@@ -343,7 +343,7 @@ async def pass_on(
         routed.is_broken = True
         await routed.end(attempt)
         exchange.outcome = type(error).__name__
-        await relay.end(form.broken())
+        await relay.fail(form.broken())
         return
     await routed.end(attempt)
     routed.timing.reach("total_e2e")
