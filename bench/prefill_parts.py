@@ -142,6 +142,7 @@ def torchs_operators(used: bool) -> Iterator[None]:
     with (
         mock.patch.object(stage_kv, "native_group", return_value=None),
         mock.patch.object(activation, "native_activate", return_value=False),
+        mock.patch.object(activation, "exp_library", return_value=None),
     ):
         yield
 

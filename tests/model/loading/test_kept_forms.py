@@ -178,14 +178,29 @@ def certified(path: str) -> str:
     return f"{found.compiled_for.partition(',')[0]} {found.bits} {bits_digest()}"
 
 
+def every_kind(folder: Path, models: Models) -> list[Path]:
+    """Return tiny models: one of each family, and one in each of seven stored forms."""
+    written = [mlx(4, 32), mlx(8, 64), fp8((128, 128)), gptq(4, 32), awq(32)]
+    paths = [write(folder / str(i), "llama", form).quantised for i, form in enumerate(written)]
+    paths += [models.directory(kind) for kind in sorted(KINDS)]
+    return paths + [models.directory("even", dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(AVX512 not in instruction_sets(), reason="this processor has no AVX-512")
+def test_logits_are_the_same_where_nothing_is_compiled(tmp_path: Path, models: Models) -> None:
+    paths = every_kind(tmp_path, models)
+    expected = [logits_digest(str(path)) for path in paths]
+    with nothing_compiled():
+        found = [logits_digest(str(path)) for path in paths]
+    pairs = zip(paths, expected, found, strict=True)
+    assert [path.name for path, compiled, by_torch in pairs if compiled != by_torch] == []
+
+
 @pytest.mark.long
 @pytest.mark.skipif(AVX512 not in instruction_sets(), reason="this processor has no AVX-512")
 def test_logits_and_digest_are_the_same_in_a_process_limited_to_avx2(tmp_path: Path, models: Models) -> None:
-    written = [mlx(4, 32), mlx(8, 64), fp8((128, 128)), gptq(4, 32), awq(32)]
-    paths = [write(tmp_path / str(i), "llama", form).quantised for i, form in enumerate(written)]
-    paths += [models.directory(kind) for kind in sorted(KINDS)]
-    even = models.directory("even")
-    paths += [models.directory("even", dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    paths, even = every_kind(tmp_path, models), models.directory("even")
     program = (
         "import sys; from model.loading.test_kept_forms import certified, logits_digest; "
         "from convoy.model.kernels.stored.packed import onednn_holds; "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.kernels.activation import exp_, tanh_
 from convoy.model.kernels.native.attention import NativeGroup
 from convoy.model.kv.packed import KEY_BLOCK, GroupBatch, TileChunk
 from convoy.model.kv.pool import ApartPool, KvPool
@@ -77,8 +78,8 @@ def attend(
     group, shape = layer.group, layer.group.shape
     num_rows, tokens = query.shape[0], group.num_tokens
     layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.kv_rows[1]))
-    if layer.native is not None and cap is None:
-        return layer.native.attend_queries(query, layer.pool, sinks)
+    if layer.native is not None:
+        return layer.native.attend_queries(query, layer.pool, sinks, cap)
     rows = query.reshape(-1, shape.group * shape.head_dim)
     outs = [_attend_chunk(rows, layer, chunk, sinks, cap) for chunk in group.chunks]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -108,7 +109,7 @@ def _attend_chunk(
     keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK)
     scores = torch.bmm(queries, keys.transpose(1, 2))
     if cap is not None:
-        scores.div_(cap).tanh_().mul_(cap)
+        tanh_(scores.div_(cap)).mul_(cap)
     _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
     # A maximum is exact in any order, so it may be taken over blocks and then over a tile's pairs.
     greatest = scores.amax(-1)
@@ -119,7 +120,7 @@ def _attend_chunk(
     sink_scores = None if sinks is None else _tile_sinks(sinks, layer, chunk)
     if sink_scores is not None:
         greatest = torch.maximum(greatest, sink_scores.index_select(0, chunk.pair_tile))
-    shares = scores.sub_(greatest.unsqueeze(-1)).exp_()
+    shares = exp_(scores.sub_(greatest.unsqueeze(-1)))
     sums = shares.sum(-1)
     out = torch.bmm(shares, values)
     if not single:
@@ -129,7 +130,7 @@ def _attend_chunk(
         order = chunk.tile_pairs.view(-1)
         sums, out = sums.index_select(0, order), out.index_select(0, order)
     if sink_scores is not None:
-        sums = sums + (sink_scores - greatest.index_select(0, chunk.tile_pairs[:, 0])).exp_()
+        sums = sums + exp_(sink_scores - greatest.index_select(0, chunk.tile_pairs[:, 0]))
     out = out.view(-1, tile_rows, shape.out_dim) / sums.unsqueeze(-1)
     return out[:, :used].reshape(-1, shape.group * shape.out_dim)
 

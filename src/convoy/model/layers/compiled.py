@@ -1,111 +1,45 @@
-"""Describe linears and activations to compiled code, and run the experts of few rows there.
-
-Torch computes an activation's `erf` or `expm1` between two compiled calls, because their bits are torch's
-own.
-"""
+"""Describe linears and activations to compiled code, and run the experts of few rows there."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from convoy.errors import SelfCheckError
+from convoy.model.kernels.activation import ExactXielu
 from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.native.activation import exp_library
-from convoy.model.kernels.native.library import (
-    ActivationStruct,
-    ChoiceStruct,
-    ExpertsStruct,
-    ExpertStruct,
-    LinearStruct,
-)
+from convoy.model.kernels.native.activation import GATED_ACTIVATIONS, Activation, exp_library
+from convoy.model.kernels.native.library import ChoiceStruct, ExpertsStruct, ExpertStruct, LinearStruct
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kernels.stored.linear import StoredLinear
 
 # The forms of linears, by their names in `LinearStruct`.
 _FORMS = {PackedLinear: "f32", Int8Linear: "i8", StoredLinear: "stored"}
-_ELSEWHERE, _SILU, _GELU, _GELU_TANH, _RELU, _RELU_SQUARED, _XIELU, _CLAMPED, _LIMITED = range(9)
-_GATED = {
-    "silu": _SILU,
-    "swish": _SILU,
-    "gelu": _GELU,
-    "gelu_pytorch_tanh": _GELU_TANH,
-    "gelu_new": _GELU_TANH,
-    "relu": _RELU,
-}
-# Torch's operator between two calls. Activations without one need none.
-_BETWEEN: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
-    _GELU: torch.Tensor.erf_,
-    _XIELU: torch.Tensor.expm1_,
-}
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Hold an activation in the form that compiled code reads."""
-
-    kind: int
-    numbers: tuple[float, ...] = ()
-
-    @property
-    def is_gated(self) -> bool:
-        """Return whether the activation multiplies a gate with a factor."""
-        return self.kind not in (_RELU_SQUARED, _XIELU)
-
-    @property
-    def struct(self) -> ActivationStruct:
-        """Return the form that compiled code reads."""
-        return ActivationStruct(self.kind, (ctypes.c_float * 4)(*self.numbers))
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether compiled code computes all of it."""
-        return self.kind not in _BETWEEN
-
-    def between(self, raised: torch.Tensor) -> None:
-        """Apply torch's operator in place, if the activation has one."""
-        if self.kind in _BETWEEN:
-            _BETWEEN[self.kind](raised)
-
-
 # The activation of parts that are not compiled.
-ELSEWHERE = Activation(_ELSEWHERE)
+ELSEWHERE = Activation("elsewhere")
 
 
 def gated_activation(name: str | None) -> Activation:
     """Return an MLP's activation. Raises SelfCheckError for one that compiled code does not know."""
-    if name not in _GATED:
+    if name not in GATED_ACTIVATIONS:
         raise SelfCheckError(f"compiled layers have no activation {name!r}")
-    return Activation(_GATED[name])
-
-
-def clamped_activation(limit: float, alpha: float) -> Activation:
-    """Return the activation of GPT-OSS's experts."""
-    return Activation(_CLAMPED, (limit, alpha))
-
-
-def limited_activation(limit: float) -> Activation:
-    """Return the activation of DeepSeek V4's experts."""
-    return Activation(_LIMITED, (limit,))
+    return Activation(name)
 
 
 def plain_activation(name: str, module: Any) -> Activation:
     """Return the activation of an MLP without a gate. Raises SelfCheckError for an unknown one.
 
-    ``module`` is the library's, with the numbers of an activation that learned some.
+    ``module`` is the layer's, with the numbers of an activation that learned some.
     """
     if name == "relu2":
-        return Activation(_RELU_SQUARED)
-    if name != "xielu":
+        return Activation(name)
+    if not isinstance(module, ExactXielu):
         raise SelfCheckError(f"compiled layers have no activation {name!r} without a gate")
-    positive = torch.nn.functional.softplus(module.alpha_p)
-    negative = module.beta + torch.nn.functional.softplus(module.alpha_n)
-    return Activation(_XIELU, tuple(float(one) for one in (positive, negative, module.beta, module.eps)))
+    return module.compiled
 
 
 def describe_linear(linear: Any) -> LinearStruct:
@@ -147,7 +81,6 @@ class NativeExperts:
             *(ExpertStruct(*map(describe_linear, linears)) for linears in experts)
         )
         self._hidden, self._between = gate.in_features, gate.out_features
-        self._activation = activation
         # Kept alive: compiled code has only the addresses of their weights.
         self._held = (list(experts), each)
         self._experts = ExpertsStruct(each, activation.struct, len(experts), self._hidden, self._between)
@@ -178,12 +111,7 @@ class NativeExperts:
             *(gathered, both, raised.data_ptr(), made, y.data_ptr()),
             *(places.data_ptr(), places.data_ptr() + 8 * pairs, rows, chosen, torch.get_num_threads()),
         )
-        if self._activation.is_whole:
-            done = self._library.convoy_experts(self._experts, choice)
-        else:
-            done = self._library.convoy_experts_raise(self._experts, choice)
-            self._activation.between(raised)
-            done = min(done, self._library.convoy_experts_mix(self._experts, choice)) if done > 0 else done
+        done = self._library.convoy_experts(self._experts, choice)
         assert done >= 0, "routers choose experts that exist"
         if not done:
             raise MemoryError(f"there is no memory for the experts of {rows} rows")

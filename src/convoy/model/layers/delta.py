@@ -20,16 +20,14 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.kernels.activation import exact_sigmoid, exp_, softplus
 from convoy.model.kernels.stored.linear import stored_linear
 from convoy.model.kernels.stored.weights import Weight, join_rows
 from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
-from convoy.model.layers.experts import exact_sigmoid
 from convoy.plan.spec.cache import STATE_TILE
 
 # The library's value.
 _L2_EPS = 1e-6
-# From here on softplus(x) is x.
-_STEEP = 20.0
 
 
 class GatedDeltaNet(nn.Module):
@@ -63,7 +61,7 @@ class GatedDeltaNet(nn.Module):
         # Queries and keys are normalised together, so that there is more than one row.
         turned, value = torch.split(mixed, [2 * shape.key_width, shape.value_width], dim=-1)
         turned = _unit(turned.reshape(num_tokens, -1, shape.key_dim)).view(num_tokens, -1)
-        decay = _softplus(step + self.dt_bias).mul_(self.A_log.exp().neg_())
+        decay = softplus(step + self.dt_bias).mul_(exp_(self.A_log.clone()).neg_())
         tokens = torch.cat((turned, value, exact_sigmoid(share), decay), dim=-1)
         found = _run(tokens, layer)
         found = nn.functional.pad(found, (0, 0, 0, len(x) - num_tokens)).view(len(x), -1, shape.value_dim)
@@ -126,8 +124,8 @@ class _Tiles:
         )
         # Decays are logarithms: the decay from j + 1 to i is the difference of two sums.
         sums = decay[..., 0].contiguous().cumsum(-1)[..., None]  # [tiles, heads, tokens, 1]
-        between = (sums - sums.transpose(-1, -2)).masked_fill_(_LATER, float("-inf")).exp_()
-        grown, rest = sums.exp(), (sums[..., -1:, :] - sums).exp_()
+        between = exp_((sums - sums.transpose(-1, -2)).masked_fill_(_LATER, float("-inf")))
+        grown, rest = exp_(sums.clone()), exp_(sums[..., -1:, :] - sums)
         products = torch.bmm(
             torch.cat((query, key), dim=2).flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
         ).view(batch.num_tiles, shape.num_key_heads, 2 * STATE_TILE, STATE_TILE)
@@ -200,10 +198,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
     return exact_sigmoid(x).mul_(x)
-
-
-def _softplus(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x > _STEEP, x, x.clamp(max=_STEEP).exp_().log1p_())
 
 
 def _linear(weight: Weight, *, packed: bool, activation: str | None = None) -> nn.Module:

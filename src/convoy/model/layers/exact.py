@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.kernels.activation import ExactXielu, exact_sigmoid
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.norm import norm_library, rms_norm
 from convoy.model.kernels.stored.linear import stored_linear
@@ -24,7 +25,6 @@ from convoy.model.layers.experts import (
     ExactRouter,
     GatedShare,
     activation_name,
-    exact_sigmoid,
     has_gated_share,
     is_experts,
     is_router,
@@ -182,6 +182,9 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int, family: Family) -> Exact
             layer.set_submodule(name, attention)
         elif _is_mlp(part):
             layer.set_submodule(name, ExactMlp(part))
+        elif hasattr(part, "alpha_p"):
+            # Apertus's activation, with numbers that it learned.
+            layer.set_submodule(name, ExactXielu(part))
         elif has_gated_share(part):
             layer.set_submodule(name, GatedShare(part))
         elif is_experts(part):

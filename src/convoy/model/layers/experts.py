@@ -14,17 +14,12 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError, SelfCheckError
-from convoy.model.kernels.activation import ACTIVATIONS
+from convoy.model.kernels.activation import ACTIVATIONS, exact_sigmoid, exp_
 from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.native.activation import Activation
 from convoy.model.kernels.stored.linear import float_linear, stored_linear
 from convoy.model.kernels.stored.weights import StoredStack, Weight, take_rows
-from convoy.model.layers.compiled import (
-    Activation,
-    NativeExperts,
-    clamped_activation,
-    gated_activation,
-    limited_activation,
-)
+from convoy.model.layers.compiled import NativeExperts, gated_activation
 from convoy.plan.spec.family import GateKind, RouterKind
 
 # Of the experts' check. Three rows with three experts each share some and not others.
@@ -132,7 +127,7 @@ class _ClampedExpert(_GatedExpert):
     @property
     def compiled_activation(self) -> Activation:
         """Return the activation for compiled code."""
-        return clamped_activation(self._limit, self._alpha)
+        return Activation("clamped", (self._limit, self._alpha))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the same shape."""
@@ -153,7 +148,7 @@ class _LimitedExpert(_GatedExpert):
     @property
     def compiled_activation(self) -> Activation:
         """Return the activation for compiled code."""
-        return limited_activation(self._limit)
+        return Activation("limited", (self._limit,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the same shape."""
@@ -212,24 +207,30 @@ def add_columns(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Return the sigmoid by `exp`, which has one code path for all elements.
+def _add_halves(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums [rows, 1] of [rows, columns].
 
-    ATen's own sigmoid takes a vector path or a scalar path by the element's place.
+    The second half of the columns is added to the first until one is left.
     """
-    return x.neg().exp_().add_(1).reciprocal_()
+    while (columns := x.shape[1]) > 1:
+        half = (columns + 1) // 2
+        x = torch.cat((x[:, : columns - half] + x[:, half:], x[:, columns - half : half]), dim=1)
+    return x
 
 
 def _choose_of_all(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and numbers of the best experts, from a softmax over all experts."""
-    weights, numbers = torch.topk(torch.softmax(logits, dim=-1), router.top_k, dim=-1)
-    return (weights / add_columns(weights)[:, None] if router.norm_topk_prob else weights), numbers
+    best, numbers = torch.topk(logits, router.top_k, dim=-1)
+    shares = exp_(best - best[:, :1])
+    if router.norm_topk_prob:
+        return shares / add_columns(shares)[:, None], numbers
+    return shares / _add_halves(exp_(logits - best[:, :1])), numbers
 
 
 def _choose_then_weigh(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and numbers of the best experts, from a softmax over the best alone."""
     best, numbers = torch.topk(logits, router.top_k, dim=-1)
-    shares = (best - best[:, :1]).exp_()
+    shares = exp_(best - best[:, :1])
     return shares / add_columns(shares)[:, None], numbers
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError, StepError
+from convoy.model.kernels.activation import exact_sigmoid
+from convoy.model.kernels.native import formulas
 from convoy.model.layers.compressed.attention import linear_of, own_linear
-from convoy.model.layers.experts import ExactExperts, ExactRouter, Routing, add_columns, exact_sigmoid
+from convoy.model.layers.experts import ExactExperts, ExactRouter, Routing, add_columns
 
 
 class RoutedExperts(nn.Module):
@@ -96,8 +98,8 @@ class ClampedMlp(nn.Module):
 
 
 def _root_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """Return sqrt(log(1 + exp(x))), by exp and log1p, which have one code path for all elements."""
-    return (logits.abs().neg_().exp_().log1p_() + logits.relu()).sqrt_()
+    """Return sqrt(log(1 + e^x)), computed in float64 and rounded once."""
+    return formulas.softplus(logits).sqrt_().to(torch.float32)
 
 
 _SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.kernels.activation import exact_sigmoid, exp_
 from convoy.model.layers.compressed.attention import CompressedAttention, linear_of
 from convoy.model.layers.exact import ExactNorm, RowNorm
-from convoy.model.layers.experts import ExactRouter, add_columns, exact_sigmoid
+from convoy.model.layers.experts import ExactRouter, add_columns
 from convoy.model.layers.rope import Rotation
 from convoy.model.layers.routed import RoutedExperts
 
@@ -88,7 +89,7 @@ class StreamMixer(nn.Module):
 
         The method is that of Sinkhorn and Knopp, 1967.
         """
-        mix = (mix - mix.amax(-1, keepdim=True)).exp_()
+        mix = exp_(mix - mix.amax(-1, keepdim=True))
         mix.div_(_row_sums(mix)).add_(self._eps)
         mix.div_(_column_sums(mix) + self._eps)
         for _ in range(self._num_rounds - 1):

@@ -1,73 +1,116 @@
-"""Test compiled `exp` and activations: torch's bits on every instruction set, and what is left to torch."""
+"""Test the formulas of `exp` and others: their errors, and their bits in compiled code and by torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from convoy.model.kernels.activation import activate
-from convoy.model.kernels.native import library
+from convoy.model.kernels.activation import ACTIVATIONS, activate, exp_, softplus
+from convoy.model.kernels.native import formulas, library
 from convoy.model.kernels.native.activation import (
-    NATIVE_ACTIVATIONS,
+    Activation,
     exp_library,
     exp_sample,
     native_activate,
-    native_exp,
+    native_apply,
 )
 from support.compiled import faulty, nothing_compiled
 from support.tiny_models import Threads
 
-pytestmark = pytest.mark.skipif(
+needs_compiled = pytest.mark.skipif(
     library.native_library() is None, reason=f"nothing is compiled here: {library.why_no_native()}"
 )
 
 
 @pytest.fixture(params=list(library.native_libraries()), ids=lambda one: one.instruction_set.name)
-def compiled(request: pytest.FixtureRequest) -> Iterator[library.NativeLibrary]:
-    """Each instruction set's library, with the choice of `exp` as it was afterwards."""
-    yield request.param
-    assert exp_library.__wrapped__((request.param,)) is request.param
+def compiled(request: pytest.FixtureRequest) -> Any:
+    """Each instruction set's library."""
+    return request.param
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    same = a.view(torch.int32) == b.view(torch.int32)
+    return bool((same | (a.isnan() & b.isnan())).all())
 
 
-def test_exp_has_torchs_bits_for_numbers_of_all_sizes_anywhere(compiled: library.NativeLibrary) -> None:
+def units(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Return the errors in units in the last place, those of denormal numbers included."""
+    exponents = torch.frexp(true)[1].clamp(min=-125).to(torch.float64)
+    return (found.double() - true).abs() * torch.exp2(24 - exponents)
+
+
+@pytest.mark.parametrize(
+    ("function", "true", "most"),
+    [
+        ("exp", torch.exp, 0.98),
+        ("expm1", torch.expm1, 1.6),
+        ("tanh", torch.tanh, 2.5),
+        ("erf", torch.erf, 1.4),
+    ],
+)
+def test_a_formula_errs_by_few_units(
+    function: str, true: Callable[[torch.Tensor], torch.Tensor], most: float
+) -> None:
+    sample = exp_sample()
+    x = sample[(sample.abs() < 88) & (sample > -103)]
+    assert len(x) > 20_000
+    assert units(formulas.FORMULAS[function](x), true(x.double())).max() <= most
+
+
+def test_exp_of_special_numbers_is_that_of_ieee() -> None:
+    infinity = float("inf")
+    x = torch.tensor(
+        [0.0, -0.0, infinity, -infinity, 88.72283, 88.722839, 3e38, -103.97, -103.973, -3e38, 1e-45]
+    )
+    found = formulas.exp(x).tolist()
+    assert found[:4] == [1.0, 1.0, infinity, 0.0]
+    assert 3.4e38 < found[4] < infinity
+    assert found[5:7] == [infinity, infinity]
+    assert found[7:] == [2.0**-149, 0.0, 0.0, 1.0]
+    assert formulas.exp(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_exp_never_falls_where_its_reduction_changes() -> None:
+    # On both sides of each half multiple of ln 2, where q changes.
+    edges = ((torch.arange(-150, 128).double() + 0.5) * 0.6931471805599453).float()
+    near = (edges.view(torch.int32)[:, None] + torch.arange(-64, 65, dtype=torch.int32)).view(torch.float32)
+    x = near.flatten().sort()[0]
+    found = formulas.exp(x)
+    assert len(x) > 30_000
+    assert (found[1:] >= found[:-1]).all()
+
+
+def test_softplus_is_the_nearest_float_to_that_of_its_exp() -> None:
+    x = exp_sample()
+    x = x[x.isfinite()]
+    assert units(softplus(x), torch.nn.functional.softplus(x.double(), threshold=40)).max() <= 1.5
+    assert softplus(torch.tensor([-float("inf"), float("inf")])).tolist() == [0.0, float("inf")]
+
+
+@needs_compiled
+def test_compiled_functions_have_the_formulas_bits_anywhere(compiled: library.NativeLibrary) -> None:
     assert exp_library((compiled,)) is compiled
     sample = exp_sample()
-    assert {float("inf"), -float("inf"), 0.0} <= set(sample[-512:].tolist())
-    expected = torch.exp(sample)
-    assert same_bits(native_exp(compiled, sample), expected)
-    for size in (1, 7, 8, 15, 17, 1025):
-        part = slice(20_000, 20_000 + size)
-        assert same_bits(native_exp(compiled, sample[part].clone()), expected[part])
+    assert {float("inf"), -float("inf"), 0.0} <= set(sample.tolist())
+    expected = formulas.exp(sample)
+    for size in (1, 7, 8, 15, 17, 1025, 40_000):
+        part = slice(10, 10 + size)
+        assert same_bits(native_apply(compiled, "exp", sample[part].clone()), expected[part])
 
 
-def test_the_formula_for_torch_without_mkl_errs_by_one_unit_at_most(compiled: library.NativeLibrary) -> None:
-    compiled.convoy_use_exp(None)
-    x = exp_sample()
-    found, true = native_exp(compiled, x), torch.exp(x.double())
-    usual = (true > 1e-37) & (true < 3e38)
-    units = torch.exp2(torch.floor(torch.log2(true[usual])) - 23)
-    assert ((found[usual].double() - true[usual]).abs() / units).max() <= 1.0
-    assert same_bits(
-        found[~usual & (true > 3.5e38)], torch.full_like(found[~usual & (true > 3.5e38)], torch.inf)
-    )
-    assert not found[true < 1e-46].any()
-    assert found[x.isnan()].isnan().all()
-
-
-def test_exp_with_other_bits_goes_to_the_next_library() -> None:
+@needs_compiled
+def test_functions_with_other_bits_go_to_the_next_library() -> None:
     right = list(library.native_libraries())
-    wrong = faulty(right[0], "convoy_activate", output=4)
+    wrong = faulty(right[0], "convoy_apply", output=0)
     assert exp_library((wrong, right[-1])) is right[-1]
     assert exp_library((wrong,)) is None
 
 
-@pytest.mark.parametrize("activation", sorted(NATIVE_ACTIVATIONS))
+@needs_compiled
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("shape", [(3, 5), (2, 40_000)])
 def test_activations_have_the_bits_of_torchs_operators(
     activation: str, shape: tuple[int, int], threads: Threads
@@ -80,18 +123,18 @@ def test_activations_have_the_bits_of_torchs_operators(
         threads(count)
         assert torch.equal(activate(x.clone(), activation), expected)
         product = x.clone()
-        assert native_activate(product, activation, factor)
+        assert native_activate(product, Activation(activation), factor)
         assert torch.equal(product, expected * factor)
 
 
-def test_other_activations_types_and_layouts_are_left_to_torch() -> None:
+@needs_compiled
+def test_other_types_and_layouts_are_left_to_torch() -> None:
     x = torch.randn(6, 8)
-    kept = x.clone()
-    assert not native_activate(x, "gelu")
-    assert not native_activate(x.t(), "silu")
-    assert not native_activate(x, "silu", torch.randn(8, 6).t())
-    assert not native_activate(x.to(torch.bfloat16), "silu")
+    kept, silu = x.clone(), Activation("silu")
+    assert not native_activate(x.t(), silu)
+    assert not native_activate(x, silu, torch.randn(8, 6).t())
+    assert not native_activate(x.to(torch.bfloat16), silu)
     assert torch.equal(x, kept)
-    assert torch.equal(
-        activate(x.t().clone(memory_format=torch.preserve_format), "silu"), activate(x, "silu").t()
-    )
+    turned: Any = x.t().clone(memory_format=torch.preserve_format)
+    assert torch.equal(activate(turned, "silu"), activate(x.clone(), "silu").t())
+    assert torch.equal(exp_(x.t().clone(memory_format=torch.preserve_format)), exp_(x.clone()).t())

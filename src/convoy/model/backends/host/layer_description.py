@@ -10,11 +10,11 @@ from torch import nn
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.int8 import Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.native.activation import Activation
 from convoy.model.kernels.native.library import LayerStruct, LinearStruct, NormStruct
 from convoy.model.kernels.native.norm import norm_library
 from convoy.model.layers.compiled import (
     ELSEWHERE,
-    Activation,
     describe_linear,
     gated_activation,
     plain_activation,
@@ -45,7 +45,7 @@ class LayerDescription:
         _check_parts(layer, form)
         norms = [_norm(getattr(layer, name, None), form) if name else NormStruct() for name in form.norms]
         # The bound that tanh puts on scores.
-        self.cap: float | None = None
+        cap: float | None = None
         scale, sinks = 1.0, None
         if type(attention) is ExactAttention:
             if attention.gate is not None:
@@ -56,7 +56,7 @@ class LayerDescription:
             qkv, out = _library_linears(attention)
             turns = getattr(attention, "use_rope", True) and (has_window or not form.full_unturned)
             self.rotation = _ROTATIONS[form.rotation] if turns else _UNTURNED
-            self.cap, scale = getattr(attention, "attn_logit_softcapping", None), float(attention.scaling)
+            cap, scale = getattr(attention, "attn_logit_softcapping", None), float(attention.scaling)
         self.has_sinks = sinks is not None
         # The linears of an MLP, or the module that runs instead of one.
         self.activation, mlp, self.between, self.elsewhere = _feed_forward(layer.mlp)
@@ -72,8 +72,8 @@ class LayerDescription:
             (LinearStruct * 3)(*map(describe_linear, qkv), *missing),
             *(describe_linear(out), *mlp),
             *(None if sinks is None else sinks.data_ptr(), self.activation.struct),
-            *(self.hidden, self.between, self.rotation, self.cap is not None, form.parallel),
-            *(scale, float(getattr(layer, "residual_multiplier", 1.0))),
+            *(self.hidden, self.between, self.rotation, form.parallel),
+            *(scale, float(getattr(layer, "residual_multiplier", 1.0)), cap or 0.0),
         )
         # Kept alive with everything below it.
         self.layer = layer
@@ -83,17 +83,12 @@ class LayerDescription:
         self.alike = (
             kinds,
             self.rotation,
-            self.cap,
+            cap,
             self.has_sinks,
-            self.activation.kind,
+            self.activation.name,
             self.between,
             parts,
         )
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether compiled code runs all of the layer."""
-        return self.cap is None and self.elsewhere is None and self.activation.is_whole
 
     @property
     def is_spread(self) -> bool:

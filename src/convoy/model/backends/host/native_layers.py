@@ -1,9 +1,7 @@
 """Run whole layers for rows of one token: one compiled call for all of them, with the bits of their parts.
 
 At one row, the torch operators of a layer and the Python between them take as long as reading a sixth of
-the layer's weights. A layer with an activation of `erf` or `expm1`, or with capped scores, takes some calls,
-because the bits of these and of `tanh` are torch's own. So does one with routers and experts: see
-`layers.compiled.NativeExperts`.
+the layer's weights. A layer with routers and experts takes some calls: see `layers.compiled.NativeExperts`.
 """
 
 from __future__ import annotations
@@ -78,9 +76,11 @@ class NativeLayers:
         """
         step = _Step(x, self._between)
         done = True
-        for is_whole, some in itertools.groupby(numbers, lambda number: self._layers[number].is_whole):
+        for has_experts, some in itertools.groupby(
+            numbers, lambda number: self._layers[number].elsewhere is not None
+        ):
             stretch = [step.run_of(self._layers[number], batch[number], rotations[number]) for number in some]
-            done = done and (self._run_whole(stretch) if is_whole else self._run_in_calls(stretch, step))
+            done = done and (self._run_in_calls(stretch, step) if has_experts else self._run_whole(stretch))
         if not done:
             raise MemoryError(f"there is no memory for {len(x)} rows of 8 bits")
         # Forward hooks count a layer's runs, so they are called for compiled layers too.
@@ -101,23 +101,13 @@ class NativeLayers:
         return bool(self._library.convoy_layers(runs, len(runs)))
 
     def _run_in_calls(self, stretch: Sequence[_Run], step: _Step) -> bool:
-        """Run layers that need torch's operators. Return False where there is no memory."""
-        library = self._library
+        """Run layers with experts. Return False where there is no memory."""
         for layer, work, pool in stretch:
-            if not library.convoy_layer_begin(layer.struct, work.struct, pool):
+            if not self._library.convoy_layer_begin(layer.struct, work.struct, pool):
                 return False
-            if layer.cap is not None:
-                work.products.div_(layer.cap).tanh_().mul_(layer.cap)
-                library.convoy_layer_shares(layer.struct, work.struct)
-            if not library.convoy_layer_mix(layer.struct, work.struct, pool):
-                return False
-            if layer.elsewhere is None:
-                layer.activation.between(step.raised(layer.between))
-            else:
-                rows = pad_rows(step.normed) if layer.pads_rows else step.normed
-                step.made.copy_(layer.run_elsewhere(rows)[: len(step.x)])
-            if not library.convoy_layer_end(layer.struct, work.struct):
-                return False
+            rows = pad_rows(step.normed) if layer.pads_rows else step.normed
+            step.made.copy_(layer.run_elsewhere(rows)[: len(step.x)])
+            self._library.convoy_layer_end(layer.struct, work.struct)
         return True
 
 
@@ -131,10 +121,6 @@ class _Step:
         self._both, self._raised = torch.empty(rows, 2 * between), torch.empty(rows * between)
         # By group and rotation, because layers that share both can share their working memory.
         self._works: dict[tuple[int, int, bool], _Work] = {}
-
-    def raised(self, between: int) -> torch.Tensor:
-        """Return the numbers between the calls of a layer's activation."""
-        return self._raised[: len(self.x) * between]
 
     def run_of(self, layer: LayerDescription, batch: LayerBatch, rotation: Rotation) -> _Run:
         """Return a layer with its working memory, and the address of its pool."""
@@ -171,20 +157,19 @@ class _Work:
         mixed = torch.empty(rows, shape.num_heads * shape.head_dim)
         num_scores = group.num_scores
         num_sinks = sum(chunk.num_tiles for chunk in group.chunks) * shape.group if layer.has_sinks else 0
-        self.shares = torch.empty(num_scores + num_sinks)
-        self.products = self.shares[:num_scores]
+        shares = torch.empty(num_scores + num_sinks)
         first, last = step.shared
         chunks = (ChunkStruct * len(group.chunks))(*group.chunks)
         tensors = [*first, heads, turned, mixed, *last]
         self.struct = WorkStruct(
             *(tensor.data_ptr() for tensor in tensors),
-            *(self.shares.data_ptr(), self.shares.data_ptr() + 4 * num_scores),
+            *(shares.data_ptr(), shares.data_ptr() + 4 * num_scores),
             *(tensor.data_ptr() for tensor in (cos, sin, group.write_rows)),
             *(ctypes.pointer(group.heads(rotary_dim)), chunks, len(chunks)),
             *(rows, group.num_tokens, torch.get_num_threads()),
         )
         # Kept alive: the struct has only addresses.
-        self._held = [group, chunks, cos, sin, *tensors]
+        self._held = [group, chunks, cos, sin, shares, *tensors]
 
 
 # A layer, its working memory, and the address of its pool.

@@ -24,6 +24,7 @@ from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage_kv import HostKvStore
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
+from convoy.model.kernels.activation import tanh_
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.pages import ask_huge_pages, lay_together
 from convoy.model.kernels.registry import own_form
@@ -283,7 +284,7 @@ class HostStage:
         if scale is not None:
             logits = logits * scale
         if cap is not None:
-            logits = (logits / cap).tanh_().mul_(cap)
+            logits = tanh_(logits / cap).mul_(cap)
         return logits[:num_rows]
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "activation.h"
 #include "attention.h"
 #include "exp.h"
 
@@ -229,6 +230,7 @@ INLINE void few_block_scores(const Part *p, int64_t block, const float *const *q
     for (; r + 2 <= p->count; r += 2) few_scores_of(queries + r, dim, columns, scores + r * KEYS + key, 2);
     if (r < p->count) few_scores_of(queries + r, dim, columns, scores + r * KEYS + key, 1);
   }
+  if (p->a->cap > 0) convoy_bound(scores, p->count * KEYS, p->a->cap);
   hide(p, block, scores, KEYS, 1);
 }
 
@@ -299,9 +301,9 @@ INLINE void attend_few_of(const Part *p, const int64_t kv_dtype) {
   for (int64_t b = 0; b < p->blocks; b++)
     for (int64_t r = 0; r < n; r++) {
       float *s = scores + (b * n + r) * KEYS;
-      for (int64_t key = 0; key < KEYS; key += LANES) v_store(s + key, v_sub(v_load(s + key), v_set(greatest[r])));
+      for (int64_t key = 0; key < KEYS; key += LANES)
+        v_store(s + key, v_exp(v_sub(v_load(s + key), v_set(greatest[r]))));
     }
-  convoy_exp(scores, p->blocks * n * KEYS);
   memset(total, 0, 4 * n * width);
   for (int64_t b = 0; b < p->blocks; b++) {
     const float *shares = scores + b * n * KEYS;
@@ -315,9 +317,9 @@ INLINE void attend_few_of(const Part *p, const int64_t kv_dtype) {
   for (int64_t r = 0; r < n; r++) {
     float *out = p->a->out + place_of(p, p->first + r) * width;
     if (p->a->sinks) {
-      float share = *sink_of(p, r) - greatest[r];
-      convoy_exp(&share, 1);
-      sum[r] += share;
+      float share[LANES];
+      v_store(share, v_exp(v_set(*sink_of(p, r) - greatest[r])));
+      sum[r] += share[0];
     }
     for (int64_t i = 0; i < width; i++) out[i] = total[r * width + i] / sum[r];
   }
@@ -383,9 +385,8 @@ INLINE void many_shares(float *scores, const float *greatest, float *sum, const 
   for (int64_t key = 0; key < KEYS; key++)
     for (int v = 0; v < vectors; v++) {
       float *s = scores + key * step + v * LANES;
-      v_store(s, v_sub(v_load(s), v_load(greatest + v * LANES)));
+      v_store(s, v_exp(v_sub(v_load(s), v_load(greatest + v * LANES))));
     }
-  convoy_exp(scores, KEYS * step);
   for (int v = 0; v < vectors; v++) {
     const float *s = scores + v * LANES;
     V total = v_set(0.0f);
@@ -453,6 +454,7 @@ INLINE void attend_many_of(const Part *p, const int vectors) {
         many_scores(columns + d * step, row + d, keys.stride, n, to, 1, vectors, at_once);
       }
     }
+    if (p->a->cap > 0) convoy_bound(s, of_block, p->a->cap);
     hide(p, b, s, 1, step);
     for (int v = 0; v < vectors; v++) {
       V top = v_load(greatest + v * LANES);
@@ -469,8 +471,7 @@ INLINE void attend_many_of(const Part *p, const int vectors) {
   }
   if (p->a->sinks) {
     for (int64_t r = 0; r < step; r++) sink[r] = r < p->count ? sink[r] - greatest[r] : 0.0f;
-    convoy_exp(sink, step);
-    for (int64_t r = 0; r < step; r++) sum[r] += sink[r];
+    for (int64_t r = 0; r < step; r += LANES) v_store(sum + r, v_add(v_load(sum + r), v_exp(v_load(sink + r))));
   }
   scatter_rows(p, total, sum, vectors);
 }

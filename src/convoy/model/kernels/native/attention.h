@@ -23,7 +23,8 @@ typedef struct {
 } Tiles;
 
 /* The scaled queries of a token, [num_heads][dim], begin `stride` floats behind those of the token before. `sinks` may
-   be null. `memory` has convoy_attend_floats numbers for each thread. `out` is [tokens][num_heads][value_dim]. */
+   be null. `cap` bounds the scores through tanh, unless it is 0. `memory` has convoy_attend_floats numbers for each
+   thread. `out` is [tokens][num_heads][value_dim]. */
 typedef struct {
   const Shape *shape;
   const Tiles *tiles;
@@ -33,6 +34,7 @@ typedef struct {
   const void *keys, *values;
   const float *sinks;
   float *memory, *out;
+  float cap;
 } Attention;
 
 void convoy_rotate(const Shape *shape, const float *x, const float *cos, const float *sin, int64_t rotary_dim,

@@ -86,12 +86,16 @@ class NativeGroup:
         return self.attend_queries(turned[:, : self.shape.num_heads], pool, sinks)
 
     def attend_queries(
-        self, query: torch.Tensor, pool: KvPool | ApartPool, sinks: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        pool: KvPool | ApartPool,
+        sinks: torch.Tensor | None = None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         """Attend with scaled queries [T, num_heads, head_dim] to K and V that the pool has.
 
-        Returns [T, num_heads, value_dim]. Rows behind the batch's tokens become zeros. ``sinks`` is as for
-        `layers.attention.attend`.
+        Returns [T, num_heads, value_dim]. Rows behind the batch's tokens become zeros. ``sinks`` and ``cap``
+        are as for `layers.attention.attend`.
         """
         shape, num_rows = self.shape, query.shape[0]
         if query.shape[1:] != (shape.num_heads, shape.head_dim) or num_rows < self.num_tokens:
@@ -113,6 +117,7 @@ class NativeGroup:
                     *(ctypes.pointer(self._shape), self._tiles, len(self._tiles)),
                     *(query.data_ptr(), query.stride(0), keys, values),
                     *(None if sinks is None else sinks.data_ptr(), self._memory.data_ptr(), out.data_ptr()),
+                    cap or 0.0,
                 )
             ),
             threads,

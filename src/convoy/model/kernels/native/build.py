@@ -60,7 +60,7 @@ AVX2 = InstructionSet("AVX2", ("avx2", "fma", "f16c"))
 INSTRUCTION_SETS = (AVX512, AVX2)
 _SOURCES = ("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c")
 _HEADERS = (
-    *("shared.h", "kernels.h", "ranges.h", "exp.h", "attention.h"),
+    *("shared.h", "kernels.h", "ranges.h", "exp.h", "activation.h", "attention.h"),
     *("vector.h", "vector_avx512.h", "vector_avx2.h"),
 )
 FOLDER = Path("~/.cache/convoy/native")

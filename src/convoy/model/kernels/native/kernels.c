@@ -7,8 +7,9 @@
 #include <float.h>
 #include <math.h>
 
-#include "kernels.h"
+#include "activation.h"
 #include "exp.h"
+#include "kernels.h"
 
 #define MOST_DIM 256
 #define WAITING 128  /* inputs after which sums wait for other outputs */
@@ -442,15 +443,16 @@ static void raise_scores(const AttendJob *job, int64_t tile, int64_t r) {
   if (job->sinks) {
     float sink = job->sinks[c->query_rows[tile] % h->kv_heads * group + r];
     most = sink > most ? sink : most;
-    job->sunk[tile * group + r] = sink - most;
+    float share[LANES];
+    v_store(share, v_exp(v_set(sink - most)));
+    job->sunk[tile * group + r] = share[0];
   }
   V greatest = v_set(most);
   for (int64_t b = first; b < last; b++)
     for (int v = 0; v < KEYS / LANES; v++) {
       float *s = job->shares + (c->bag_pairs[b] * group + r) * KEYS + LANES * v;
-      v_store(s, v_sub(v_load(s), greatest));
+      v_store(s, v_exp(v_sub(v_load(s), greatest)));
     }
-  for (int64_t b = first; b < last; b++) convoy_exp(job->shares + (c->bag_pairs[b] * group + r) * KEYS, KEYS);
 }
 
 void convoy_shares_share(void *p) {
@@ -463,11 +465,12 @@ void convoy_shares_share(void *p) {
     int64_t token = c->query_rows[tile] / h->kv_heads, head = c->query_rows[tile] % h->kv_heads * group;
     const float *queries = job->turned + (token * all + head) * h->dim;
     int64_t first = c->bag_starts[tile], last = bag_end(c, tile);
-    for (int64_t b = first; b < last && job->parts & PRODUCTS; b++) score_pair(job, c->bag_pairs[b], queries);
-    if (!(job->parts & POWERS)) continue;
-    for (int64_t b = first; b < last; b++) hide_keys(job, c->bag_pairs[b]);
+    for (int64_t b = first; b < last; b++) {
+      score_pair(job, c->bag_pairs[b], queries);
+      if (job->cap > 0) convoy_bound(job->shares + c->bag_pairs[b] * group * KEYS, group * KEYS, job->cap);
+      hide_keys(job, c->bag_pairs[b]);
+    }
     for (int64_t r = 0; r < group; r++) raise_scores(job, tile, r);
-    if (job->sinks) convoy_exp(job->sunk + tile * group, group);
   }
 }
 

@@ -45,20 +45,18 @@ typedef struct {
   int64_t num_tiles, num_pairs, num_masked, longest;
 } Chunk;
 
-/* The parts of the shares: products of queries and keys, and e^x of what they are below the greatest. */
-enum { PRODUCTS = 1, POWERS = 2 };
-
 /* `shares` is [pairs][group][KEYS], and `out` [tokens][num_heads][dim]. With `sinks`, a score of each query head, a
-   tile's heads have their sinks' shares in `sunk`, [tiles][group]. */
+   tile's heads have their sinks' shares in `sunk`, [tiles][group]. `cap` bounds the scores through tanh, unless it is
+   0. */
 typedef struct {
   const Heads *heads;
   const Chunk *chunk;
   const float *turned;
   const void *pool;
   float *shares, *out;
-  int64_t threads, parts;
+  int64_t threads;
   const float *sinks;
-  float *sunk;
+  float *sunk, cap;
 } AttendJob;
 
 HIDDEN void convoy_shares_share(void *job);

@@ -2,12 +2,11 @@
 
    A layer is a description: which norms it has and where, its linears, how its heads rotate, its activation and its
    residual factor. Every part has the bits of the operators that it replaces, and each operation is rounded by
-   itself. Torch computes `erf`, `expm1` and `tanh` between the calls, because their bits are torch's own. Build with
-   -ffp-contract=off. */
+   itself. Build with -ffp-contract=off. */
 
 #include <math.h>
 
-#include "exp.h"
+#include "activation.h"
 #include "kernels.h"
 
 /* Weights in one of three forms. Exactly one pointer is set, or none where a layer has no such linear. */
@@ -31,23 +30,13 @@ enum { BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_MLP, AFTER_MLP, OF_QUERIES, OF_
    queries behind: HALVES turns a dimension with the one half a head behind, PAIRS with its neighbour by the factors
    of the first half, PAIRS_APART by factors of their own. */
 enum { SPREAD, HALVES, PAIRS, PAIRS_APART, UNTURNED };
-/* ELSEWHERE: the caller computes what lies between the norm before the MLP and the one behind. The next three multiply
-   a gate with the output of `up`, and the two before the last have no gate. CLAMPED and LIMITED are those of GPT-OSS's
-   and DeepSeek V4's experts. */
-enum { ELSEWHERE, SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, CLAMPED, LIMITED };
-
-typedef struct {
-  int64_t kind;
-  float numbers[4];
-} Activation;
-
 typedef struct {
   Norm norms[NUM_NORMS];
   Linear qkv[3], out, gate, up, down;
   const float *sinks;
   Activation activation;
-  int64_t hidden, between, rotation, is_capped, is_parallel;
-  float scale, residual; /* of queries, and of what is added to a row */
+  int64_t hidden, between, rotation, is_parallel;
+  float scale, residual, cap; /* of queries, of what is added to a row, and of scores, or 0 */
 } Layer;
 
 /* The memory that the layers of a step share. The widths of [rows][..] are three times hidden, twice all heads, query
@@ -136,97 +125,27 @@ static void norm_rows(const Norm *of, const float *x, float *y, int64_t rows, in
   }
 }
 
-static int is_gated(int64_t kind) { return kind != RELU_SQUARED && kind != XIELU; }
-
-/* Write to `raised` what an activation takes e^x of, or the caller `erf` or `expm1`. Clamped gates and factors are
-   written back. */
-static void prepare_row(const Activation *of, float *gate, float *up, float *raised, int64_t n) {
-  float limit = of->numbers[0];
-  switch (of->kind) {
-    case CLAMPED:
-    case LIMITED:
-      for (int64_t i = 0; i < n; i++) {
-        gate[i] = gate[i] > limit ? limit : gate[i];
-        up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
-      }
-      if (of->kind == LIMITED)
-        for (int64_t i = 0; i < n; i++) raised[i] = -gate[i];
-      else
-        for (int64_t i = 0; i < n; i++) raised[i] = -(gate[i] * of->numbers[1]);
-      return;
-    case SILU:
-      for (int64_t i = 0; i < n; i++) raised[i] = -gate[i];
-      return;
-    case GELU:
-      for (int64_t i = 0; i < n; i++) raised[i] = gate[i] * 0.7071067811865476f;
-      return;
-    case GELU_TANH:
-      for (int64_t i = 0; i < n; i++)
-        raised[i] = (gate[i] * gate[i] * 0.044715f + 1.0f) * gate[i] * (float)(-2 * 0.7978845608028654);
-      return;
-    case XIELU:
-      for (int64_t i = 0; i < n; i++) raised[i] = gate[i] < of->numbers[3] ? gate[i] : of->numbers[3];
-  }
-}
-
-/* Compute `raised`, up to what the caller does. */
-static void raise_row(const Activation *of, float *gate, float *up, float *raised, int64_t n) {
-  prepare_row(of, gate, up, raised, n);
-  if (of->kind == SILU || of->kind == GELU_TANH || of->kind == CLAMPED || of->kind == LIMITED) convoy_exp(raised, n);
-}
-
-/* Replace `raised` with the activation's result. */
-static void activate_row(const Activation *of, const float *gate, const float *up, float *raised, int64_t n) {
-  float positive = of->numbers[0], negative = of->numbers[1], slope = of->numbers[2];
-  switch (of->kind) {
-    case SILU:
-    case GELU_TANH:
-      for (int64_t i = 0; i < n; i++) raised[i] = gate[i] / (raised[i] + 1.0f) * up[i];
-      return;
-    case GELU:
-      for (int64_t i = 0; i < n; i++) raised[i] = gate[i] * ((raised[i] + 1.0f) * 0.5f) * up[i];
-      return;
-    case RELU:
-      for (int64_t i = 0; i < n; i++) raised[i] = (gate[i] < 0.0f ? 0.0f : gate[i]) * up[i];
-      return;
-    case RELU_SQUARED:
-      for (int64_t i = 0; i < n; i++) raised[i] = gate[i] < 0.0f ? 0.0f : gate[i] * gate[i];
-      return;
-    case XIELU:
-      for (int64_t i = 0; i < n; i++) {
-        float x = gate[i], rest = slope * x;
-        raised[i] = x > 0.0f ? positive * x * x + rest : (raised[i] - x) * negative + rest;
-      }
-      return;
-    case CLAMPED:
-      for (int64_t i = 0; i < n; i++) raised[i] = (up[i] + 1.0f) * (gate[i] * (1.0f / (raised[i] + 1.0f)));
-      return;
-    case LIMITED:
-      for (int64_t i = 0; i < n; i++) raised[i] = up[i] * (gate[i] * (1.0f / (raised[i] + 1.0f)));
-  }
-}
-
 /* Rows of `both` have n gates, and behind them n factors if the activation is gated. */
 typedef struct {
   const Activation *activation;
-  float *both, *raised;
-  int64_t rows, n, threads, is_raised;
+  const float *both;
+  float *raised;
+  int64_t rows, n, threads;
 } ActivationJob;
 
 static void activation_share(void *p) {
   const ActivationJob *job = p;
-  int64_t row, end, n = job->n, stride = is_gated(job->activation->kind) ? 2 * n : n;
+  int64_t row, end, n = job->n, stride = is_gated(job->activation) ? 2 * n : n;
   convoy_my_part(job->threads, job->rows, &row, &end);
   for (; row < end; row++) {
-    float *gate = job->both + row * stride, *up = gate + n, *raised = job->raised + row * n;
-    if (job->is_raised) activate_row(job->activation, gate, up, raised, n);
-    else raise_row(job->activation, gate, up, raised, n);
+    const float *gate = job->both + row * stride;
+    convoy_activate_row(job->activation, gate, stride > n ? gate + n : 0, job->raised + row * n, n);
   }
 }
 
-static void run_activation(const Activation *activation, float *both, float *raised, int64_t rows, int64_t n,
-                           int64_t threads, int is_raised) {
-  ActivationJob job = {activation, both, raised, rows, n, rows > 4 ? threads : 1, is_raised};
+static void run_activation(const Activation *activation, const float *both, float *raised, int64_t rows, int64_t n,
+                           int64_t threads) {
+  ActivationJob job = {activation, both, raised, rows, n, rows > 4 ? threads : 1};
   convoy_run(activation_share, &job, job.threads);
 }
 
@@ -262,14 +181,15 @@ static void turn(const Layer *l, const Work *w, void *pool) {
   convoy_write_kv(of, w->turned, pool, w->write_rows, w->tokens);
 }
 
-/* Run one part of the attention of all chunks. */
-static void attend(const Layer *l, const Work *w, const void *pool, share_fn share, int64_t parts) {
+/* Run the attention of all chunks: their shares, then their products with the values. */
+static void attend(const Layer *l, const Work *w, const void *pool) {
   int64_t group = w->of->num_heads / w->of->kv_heads;
   float *shares = w->shares, *sunk = w->sunk;
   for (const Chunk *c = w->chunks; c < w->chunks + w->num_chunks; c++) {
     int64_t threads = c->num_pairs > FEW_PAIRS ? w->threads : 1;
-    AttendJob job = {w->of, c, w->turned, pool, shares, w->mixed, threads, parts, l->sinks, sunk};
-    convoy_run(share, &job, threads);
+    AttendJob job = {w->of, c, w->turned, pool, shares, w->mixed, threads, l->sinks, sunk, l->cap};
+    convoy_run(convoy_shares_share, &job, threads);
+    convoy_run(convoy_mix_share, &job, threads);
     shares += c->num_pairs * group * KEYS;
     sunk += c->num_tiles * group;
   }
@@ -284,11 +204,10 @@ static void add_made(const Layer *l, const Work *w, int after) {
   for (int64_t i = 0; i < n; i++) w->x[i] += w->made[i] * l->residual;
 }
 
-/* Begin the attention of a layer. `shares` gets its shares: of capped scores only the products. Return 0 where there is
-   no memory. */
+/* Run the attention of a layer, up to its MLP, whose input `normed` gets. Return 0 where there is no memory. */
 int convoy_layer_begin(const Layer *l, const Work *w, void *pool) {
   const Heads *of = w->of;
-  int64_t rows = w->rows, all = of->num_heads + 2 * of->kv_heads;
+  int64_t rows = w->rows, all = of->num_heads + 2 * of->kv_heads, width = of->num_heads * of->dim;
   int64_t queries = of->num_heads * of->dim, keys = of->kv_heads * of->dim;
   norm_rows(l->norms + BEFORE_ATTENTION, w->x, w->normed, rows, l->hidden, l->hidden);
   if (!linears(l->qkv, 3, w->normed, l->hidden, w->heads, rows, w->threads)) return 0;
@@ -296,39 +215,23 @@ int convoy_layer_begin(const Layer *l, const Work *w, void *pool) {
   norm_rows(l->norms + OF_KEYS, w->heads + queries, w->heads + queries, rows, keys, all * of->dim);
   if (l->rotation == SPREAD) convoy_turn(of, w->heads, w->cos, w->sin, w->turned, pool, w->write_rows, w->tokens);
   else turn(l, w, pool);
-  attend(l, w, pool, convoy_shares_share, l->is_capped ? PRODUCTS : PRODUCTS | POWERS);
-  return 1;
-}
-
-/* Go on from the products of a layer with capped scores, to which the caller has applied the cap. */
-void convoy_layer_shares(const Layer *l, const Work *w) { attend(l, w, 0, convoy_shares_share, POWERS); }
-
-/* Go on from the shares. Fill `both` and `raised`; or `normed` with the input of an MLP that is computed elsewhere, whose
-   output the caller writes to `made`. Return 0 as above. */
-int convoy_layer_mix(const Layer *l, const Work *w, const void *pool) {
-  const Heads *of = w->of;
-  int64_t rows = w->rows, width = of->num_heads * of->dim;
   memset(w->mixed + w->tokens * width, 0, 4 * (rows - w->tokens) * width);
-  attend(l, w, pool, convoy_mix_share, 0);
+  attend(l, w, pool);
   if (!linears(&l->out, 1, w->mixed, width, w->made, rows, w->threads)) return 0;
   add_made(l, w, AFTER_ATTENTION);
   /* A parallel MLP reads what the attention read. */
   if (!l->is_parallel) norm_rows(l->norms + BEFORE_MLP, w->x, w->normed, rows, l->hidden, l->hidden);
-  if (l->activation.kind == ELSEWHERE) return 1;
-  Linear both[2] = {l->gate, l->up};
-  if (!linears(both, 2, w->normed, l->hidden, w->both, rows, w->threads)) return 0;
-  run_activation(&l->activation, w->both, w->raised, rows, l->between, w->threads, 0);
   return 1;
 }
 
-/* Go on from `raised`, or from `made`: `x` gets the layer's result. Return 0 as above. */
-int convoy_layer_end(const Layer *l, const Work *w) {
-  if (l->activation.kind != ELSEWHERE) {
-    run_activation(&l->activation, w->both, w->raised, w->rows, l->between, w->threads, 1);
-    if (!linears(&l->down, 1, w->raised, l->between, w->made, w->rows, w->threads)) return 0;
-  }
-  add_made(l, w, AFTER_MLP);
-  return 1;
+/* Go on from `made`, the output of the MLP: `x` gets the layer's result. */
+void convoy_layer_end(const Layer *l, const Work *w) { add_made(l, w, AFTER_MLP); }
+
+static int mlp(const Layer *l, const Work *w) {
+  Linear both[2] = {l->gate, l->up};
+  if (!linears(both, 2, w->normed, l->hidden, w->both, w->rows, w->threads)) return 0;
+  run_activation(&l->activation, w->both, w->raised, w->rows, l->between, w->threads);
+  return linears(&l->down, 1, w->raised, l->between, w->made, w->rows, w->threads);
 }
 
 typedef struct {
@@ -339,10 +242,10 @@ typedef struct {
 
 /* Run layers that need nothing of the caller, one after the other. Return 0 as above. */
 int convoy_layers(const LayerRun *runs, int64_t count) {
-  for (const LayerRun *r = runs; r < runs + count; r++)
-    if (!convoy_layer_begin(r->layer, r->work, r->pool) || !convoy_layer_mix(r->layer, r->work, r->pool) ||
-        !convoy_layer_end(r->layer, r->work))
-      return 0;
+  for (const LayerRun *r = runs; r < runs + count; r++) {
+    if (!convoy_layer_begin(r->layer, r->work, r->pool) || !mlp(r->layer, r->work)) return 0;
+    convoy_layer_end(r->layer, r->work);
+  }
   return 1;
 }
 
@@ -387,8 +290,20 @@ static int64_t end_of_expert(const Choice *c, int64_t at) {
   return end;
 }
 
-/* Compute gates and factors of all pairs, and `raised`. Return 0 where there is no memory, -1 for wrong numbers. */
-int convoy_experts_raise(const Experts *of, const Choice *c) {
+/* Add each row's experts in the order of its choice. */
+static void add_experts(const Choice *c, int64_t hidden) {
+  for (int64_t i = 0; i < c->rows * c->chosen; i++) {
+    const float *made = c->made + c->places[i] * hidden;
+    float *y = c->y + i / c->chosen * hidden, weight = c->weights[i];
+    if (i % c->chosen == 0)
+      for (int64_t j = 0; j < hidden; j++) y[j] = made[j] * weight;
+    else
+      for (int64_t j = 0; j < hidden; j++) y[j] += made[j] * weight;
+  }
+}
+
+/* Run experts. Return 0 where there is no memory, -1 for an expert that does not exist. */
+int convoy_experts(const Experts *of, const Choice *c) {
   int64_t pairs = c->rows * c->chosen, n = of->between, hidden = of->hidden;
   if (!sort_pairs(of, c)) return -1;
   Tasks all = {malloc(2 * pairs * sizeof(Task)), 0};
@@ -402,17 +317,8 @@ int convoy_experts_raise(const Experts *of, const Choice *c) {
     add_task(&all, &expert->up, c->gathered + at * hidden, hidden, c->both + at * 2 * n + n, 2 * n, end - at);
   }
   convoy_run(tasks_share, &all, c->threads);
-  free(all.tasks);
-  run_activation(&of->activation, c->both, c->raised, pairs, n, c->threads, 0);
-  return 1;
-}
-
-/* Go on from `raised`: add each row's experts in the order of its choice. Return 0 as above. */
-int convoy_experts_mix(const Experts *of, const Choice *c) {
-  int64_t pairs = c->rows * c->chosen, n = of->between, hidden = of->hidden;
-  run_activation(&of->activation, c->both, c->raised, pairs, n, c->threads, 1);
-  Tasks all = {malloc(pairs * sizeof(Task)), 0};
-  if (!all.tasks) return 0;
+  run_activation(&of->activation, c->both, c->raised, pairs, n, c->threads);
+  all.count = 0;
   for (int64_t at = 0, end; at < pairs; at = end) {
     const Expert *expert = of->each + c->numbers[c->order[at]];
     end = end_of_expert(c, at);
@@ -420,19 +326,6 @@ int convoy_experts_mix(const Experts *of, const Choice *c) {
   }
   convoy_run(tasks_share, &all, c->threads);
   free(all.tasks);
-  for (int64_t i = 0; i < pairs; i++) {
-    const float *made = c->made + c->places[i] * hidden;
-    float *y = c->y + i / c->chosen * hidden, weight = c->weights[i];
-    if (i % c->chosen == 0)
-      for (int64_t j = 0; j < hidden; j++) y[j] = made[j] * weight;
-    else
-      for (int64_t j = 0; j < hidden; j++) y[j] += made[j] * weight;
-  }
+  add_experts(c, hidden);
   return 1;
-}
-
-/* Run experts whose activation needs nothing of the caller. Return as convoy_experts_raise does. */
-int convoy_experts(const Experts *of, const Choice *c) {
-  int done = convoy_experts_raise(of, c);
-  return done == 1 ? convoy_experts_mix(of, c) : done;
 }

@@ -121,6 +121,7 @@ class AttentionStruct(ctypes.Structure):
         *(("shape", POINTER(ShapeStruct)), ("tiles", POINTER(TilesStruct)), ("num_tiles", c_int64)),
         *(("queries", c_void_p), ("stride", c_int64)),
         *((name, c_void_p) for name in ("keys", "values", "sinks", "memory", "out")),
+        ("cap", c_float),
     )
 
 
@@ -144,7 +145,7 @@ class NormStruct(ctypes.Structure):
 
 
 class ActivationStruct(ctypes.Structure):
-    """Mirror `Activation` of `layers.c`."""
+    """Mirror `Activation` of `activation.h`."""
 
     _fields_ = (("kind", c_int64), ("numbers", c_float * 4))
 
@@ -156,8 +157,8 @@ class LayerStruct(ctypes.Structure):
         *(("norms", NormStruct * 6), ("qkv", LinearStruct * 3)),
         *((name, LinearStruct) for name in ("out", "gate", "up", "down")),
         *(("sinks", c_void_p), ("activation", ActivationStruct)),
-        *((name, c_int64) for name in ("hidden", "between", "rotation", "is_capped", "is_parallel")),
-        *(("scale", c_float), ("residual", c_float)),
+        *((name, c_int64) for name in ("hidden", "between", "rotation", "is_parallel")),
+        *((name, c_float) for name in ("scale", "residual", "cap")),
     )
 
 
@@ -224,30 +225,25 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
     "convoy_layer_begin": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
-    "convoy_layers": [POINTER(LayerRunStruct), c_int64],
-    "convoy_layer_shares": [POINTER(LayerStruct), POINTER(WorkStruct)],
-    "convoy_layer_mix": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
     "convoy_layer_end": [POINTER(LayerStruct), POINTER(WorkStruct)],
+    "convoy_layers": [POINTER(LayerRunStruct), c_int64],
     "convoy_experts": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
-    "convoy_experts_raise": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
-    "convoy_experts_mix": [POINTER(ExpertsStruct), POINTER(ChoiceStruct)],
     "convoy_rotate": [
         *(POINTER(ShapeStruct), *[c_void_p] * 3, c_int64),
         *(*[c_void_p] * 3, c_int64, c_int64),
     ],
     "convoy_attend_floats": [POINTER(ShapeStruct), POINTER(TilesStruct), c_int64],
     "convoy_attend": [POINTER(AttentionStruct), c_int64],
-    "convoy_use_exp": [c_void_p],
-    "convoy_activate": [*[c_void_p, c_int64] * 2, c_void_p, *[c_int64] * 4],
+    "convoy_apply": [c_void_p, c_int64, c_int64, c_int64],
+    "convoy_activate": [
+        *(POINTER(ActivationStruct), *[c_void_p, c_int64] * 2),
+        *(c_void_p, c_int64, c_int64, c_int64),
+    ],
 }
 _RESULTS: dict[str, Any] = dict.fromkeys(
     ("convoy_i8_size", "convoy_stored_panel_bytes", "convoy_attend_floats"), c_int64
 ) | dict.fromkeys(
-    (
-        *("convoy_i8_linear", "convoy_layers"),
-        *("convoy_layer_begin", "convoy_layer_mix", "convoy_layer_end"),
-        *("convoy_experts", "convoy_experts_raise", "convoy_experts_mix"),
-    ),
+    (*("convoy_i8_linear", "convoy_layers", "convoy_layer_begin", "convoy_experts"),),
     c_int,
 )
 

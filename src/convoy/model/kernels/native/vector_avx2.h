@@ -157,5 +157,10 @@ INLINE void v_transpose(V *a) {
 /* Take `yes` where a < b, and `no` elsewhere. */
 INLINE V v_where_less(V a, V b, V yes, V no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 
-/* Halve whole numbers, rounded down. */
-INLINE I i_halved(I a) { return _mm256_srai_epi32(a, 1); }
+/* Return a * 2^q for whole numbers q from -150 to 129, rounded once. The first product is exact: two steps, because 2^q
+   may be no float32 where the result is one. */
+INLINE V v_scale(V a, V q) {
+  I all = i_rounded(q), half = _mm256_srai_epi32(all, 1);
+  V first = v_bits(i_left(i_add(half, i_set(127)), 23)), second = v_bits(i_left(i_add(i_sub(all, half), i_set(127)), 23));
+  return v_mul(v_mul(a, first), second);
+}

@@ -140,5 +140,5 @@ INLINE V v_where_less(V a, V b, V yes, V no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), yes);
 }
 
-/* Halve whole numbers, rounded down. */
-INLINE I i_halved(I a) { return _mm512_srai_epi32(a, 1); }
+/* Return a * 2^q for whole numbers q, rounded once. */
+INLINE V v_scale(V a, V q) { return _mm512_scalef_ps(a, q); }

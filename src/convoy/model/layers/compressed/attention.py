@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.kernels.activation import exp_
 from convoy.model.kernels.linear import pad_rows
 from convoy.model.kernels.stored.linear import float_linear, stored_linear
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, TileChunk
@@ -152,7 +153,7 @@ class Compressor(nn.Module):
                 for part in (numbers, gates)
             )
             gates[:, : self._rate].masked_fill_(is_first[:, None, None], float("-inf"))
-        shares = (gates - gates.amax(1, keepdim=True)).exp_()
+        shares = exp_(gates - gates.amax(1, keepdim=True))
         entries = _add_in_order(numbers * shares) / _add_in_order(shares)
         normed: torch.Tensor = self.kv_norm(pad_rows(entries))
         return normed[: len(entries)]

@@ -1,4 +1,4 @@
-"""Machines are compared by what they compute: the digest changes with the instructions, and nothing else."""
+"""Machines are compared by what they compute: the digest changes with a bit, and with nothing else."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.model.backends.host.checks import bits
 from convoy.model.backends.host.checks.bits import bits_digest
 from convoy.model.kernels.linear import packed_available
+from support.compiled import nothing_compiled
 
 pytestmark = pytest.mark.skipif(not packed_available(), reason="this build of torch has no exact mode")
 
@@ -44,8 +45,14 @@ def test_every_run_of_one_machine_computes_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="no vectors to do without")
-def test_a_machine_with_other_instructions_shows() -> None:
-    assert elsewhere(ATEN_CPU_CAPABILITY="default") != bits_digest()
+def test_other_vector_instructions_give_the_same_digest() -> None:
+    assert elsewhere(ATEN_CPU_CAPABILITY="default") == bits_digest()
+
+
+def test_torchs_operators_give_the_digest_of_compiled_code() -> None:
+    found = bits_digest()
+    with nothing_compiled():
+        assert bits_digest() == found
 
 
 @pytest.mark.parametrize("part", ["_linears", "_elementwise", "_attention"])

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
 
 from convoy.model.backends.host.checks.selfcheck import least_tile_rows
+from convoy.model.kernels.activation import ACTIVATIONS, activate, exp_, softplus, tanh_
 from convoy.model.kernels.linear import pad_rows
 from convoy.model.kernels.native.norm import rms_norm
 from convoy.model.kernels.stored.linear import float_linear
@@ -27,7 +27,7 @@ from convoy.model.layers.attention import LayerBatch, attend
 from convoy.wire.messages.control import Row
 
 # Another computation gets another label.
-_LABEL = b"convoy bits v2"
+_LABEL = b"convoy bits v3"
 _LINEARS = ((256, 704, None), (704, 256, None), (1024, 96, None), (40, 105, "silu"), (256, 64, "gelu_new"))
 _ROW_COUNTS = (1, 7, 64)
 _HEADS = ((4, 2, 64), (2, 1, 128))
@@ -84,10 +84,12 @@ def _elementwise() -> list[torch.Tensor]:
     angles = torch.arange(64).float()[:, None] / torch.pow(10_000.0, torch.arange(0, 64, 2).float() / 64)
     return [
         rms_norm(x, check_numbers("norm", 1031), 1e-6),
-        torch.exp(8 * x),
+        exp_(8 * x),
+        tanh_(4 * x),
+        softplus(8 * x),
+        *(activate(4 * x, name) for name in sorted(ACTIVATIONS)),
         torch.rsqrt(x * x + 1e-6),
         x.sum(-1),
-        nn.functional.silu(x),
         angles.cos(),
         angles.sin(),
     ]

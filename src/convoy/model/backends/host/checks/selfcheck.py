@@ -20,6 +20,7 @@ from convoy.config.kernels import (
     host_kernels_text,
 )
 from convoy.errors import ModelError, SelfCheckError, UsageError
+from convoy.model.kernels.activation import exp_, tanh_
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
 from convoy.model.kernels.registry import rounded_kernels
 from convoy.model.kernels.stored.linear import exact_available, float_linear
@@ -228,8 +229,8 @@ def check_linear(linear: PackedLinear, threads: list[int]) -> None:
 
 def _check_elementwise(threads: list[int]) -> None:
     kernels: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "exp": torch.exp,
-        "tanh": torch.tanh,
+        "exp": lambda t: exp_(t.clone()),
+        "tanh": lambda t: tanh_(t.clone()),
         "rsqrt": lambda t: torch.rsqrt(t * t + 1e-6),
         "an RMS norm": lambda t: nn.functional.rms_norm(t, (1031,), t.new_ones(1031), 1e-6),
         "sum": lambda t: t.sum(-1, keepdim=True).expand_as(t),
