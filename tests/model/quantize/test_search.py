@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from convoy.model.kernels.native.library import native_libraries, native_library, why_no_native
 from convoy.model.quantize.search import (
     GROUP,
+    RoundedMatrix,
     input_weights,
     round_by_library,
     round_by_torch,
@@ -132,7 +134,8 @@ def test_compiled_code_has_the_codes_scales_and_errors_of_the_operators_of_torch
 def test_a_value_that_is_no_number_gives_an_error_that_is_none(value: float) -> None:
     rows = matrix("random")
     rows[5, 40] = value
-    ways = [round_by_torch, *(functools.partial(round_by_library, one) for one in native_libraries())]
+    ways: list[Callable[..., RoundedMatrix]] = [round_by_torch]
+    ways += [functools.partial(round_by_library, one) for one in native_libraries()]
     assert not any(math.isfinite(way(rows, torch.ones(256), 4).error) for way in ways)
 
 
