@@ -21,6 +21,7 @@ from convoy.errors import InputError, SelfCheckError, StepError
 from convoy.evaluate.certificate import Certificate, limits_of
 from convoy.evaluate.chain import StageLoader
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
+from convoy.evaluate.library_model import library_logits
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
 from convoy.model.backends.host.checks.selfcheck import check_exact
@@ -384,3 +385,12 @@ def test_flags_that_make_no_sense_are_usage_errors(
 ) -> None:
     assert main.run(["verify", "demo-mini", *flags]) == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", cases(["gemma4", "gpt_oss", "deepseek_v4"], "gemma4".__eq__))
+def test_the_library_judges_models_with_experts_in_float64(models: Models, kind: str) -> None:
+    source, text = models.source(kind), list(range(1, 30))
+    (wide,) = library_logits(source, [text], dtype=torch.float64)
+    (narrow,) = library_logits(source, [text])
+    assert wide.dtype == torch.float64
+    assert 0 < float((wide - narrow).abs().max()) < 2e-5

@@ -15,6 +15,7 @@ from convoy.cli import main
 from convoy.config.kernels import EXACT
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.quantize.checkpoint import quantize
+from support.gguf_models import CASES, write_case
 from support.quantised_models import mxfp4, write
 from support.synthetic import write_config
 from support.tiny_models import KINDS, build_model
@@ -100,3 +101,10 @@ def test_a_family_in_4_bits_has_its_certificate(tmp_path: Path, kind: str) -> No
 def test_gpt_oss_with_experts_in_mxfp4_has_its_certificate(tmp_path: Path) -> None:
     written = write(tmp_path, "gpt_oss", mxfp4)
     assert main.run(["verify", str(written.quantised), *SHORT]) == 0
+
+
+def test_gemma_4_with_experts_in_q4_0_has_its_certificate(tmp_path: Path) -> None:
+    sizes = {key: SIZES[key] for key in ("hidden_size", "intermediate_size", "moe_intermediate_size")}
+    model = build_model("gemma4", vocab_size=128, **sizes)
+    path = write_case(tmp_path / "model.gguf", CASES["gemma4_text"], model, "Q4_0", rounds=True)
+    assert main.run(["verify", str(path), *SHORT]) == 0

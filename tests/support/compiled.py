@@ -15,6 +15,7 @@ from convoy.model.kernels.native.activation import exp_library
 from convoy.model.kernels.native.linears import f32_library
 from convoy.model.kernels.native.norm import norm_library
 from convoy.model.kernels.stored.packed import onednn_holds
+from convoy.model.quantize.search import rounding_library
 
 
 class _Faulty:
@@ -56,5 +57,6 @@ def nothing_compiled() -> Iterator[None]:
 
 def _forget() -> None:
     found = (build.built_library, library.find_library, library.native_library)
-    for known in (*found, exp_library, int8_library, norm_library, f32_library, onednn_holds):
+    others = (exp_library, int8_library, norm_library, f32_library, onednn_holds, rounding_library)
+    for known in (*found, *others):
         known.cache_clear()

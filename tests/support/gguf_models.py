@@ -558,8 +558,13 @@ def _small_floats(shape: torch.Size) -> torch.Tensor:
     return numbers * 2.0 ** round(math.log2(shape[-1] ** -0.5 / 5))
 
 
-def write_case(path: Path, case: GgufCase, model: Any, kind: str, *, shards: int = 1) -> Path:
-    """Write ``model`` with all matrices in type ``kind``, and return the path of the first file."""
+def write_case(
+    path: Path, case: GgufCase, model: Any, kind: str, *, shards: int = 1, rounds: bool = False
+) -> Path:
+    """Write ``model`` with all matrices in type ``kind``, and return the path of the first file.
+
+    Unless it ``rounds``, the type must hold each value as it is.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = dict(_converted(case, model))
     most = 0 if shards == 1 else -(-len(tensors) // shards)
@@ -571,7 +576,8 @@ def write_case(path: Path, case: GgufCase, model: Any, kind: str, *, shards: int
         chosen = gguf.GGMLQuantizationType[kind if _is_matrix(name, tensor, kind) else "F32"]
         values = np.ascontiguousarray(tensor.float().numpy())
         packed = gguf.quants.quantize(values, chosen)
-        assert np.array_equal(gguf.quants.dequantize(packed, chosen).reshape(values.shape), values), name
+        held = gguf.quants.dequantize(packed, chosen).reshape(values.shape)
+        assert rounds or np.array_equal(held, values), name
         file.add_tensor(name, packed, raw_dtype=chosen)
     file.write_header_to_file()
     file.write_kv_data_to_file()

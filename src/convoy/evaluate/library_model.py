@@ -61,6 +61,9 @@ def _load(source: ModelSource, dtype: torch.dtype, rounding: LoadRounding | None
             "attn_implementation": "eager",
             "local_files_only": True,
         }
+        if dtype == torch.float64:
+            # The library's own choice, grouped products, has no float64.
+            options["experts_implementation"] = "eager"
         try:
             with quiet():
                 if source.seed is not None or source.layout.made or source.is_one_file or rounding:

@@ -17,10 +17,12 @@ from convoy.model.kernels.linear import packed_available
 from convoy.model.kernels.registry import own_form
 from convoy.model.quantize.checkpoint import quantize
 from convoy.model.stage import StageOptions
+from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment
 from support.compiled import nothing_compiled
 from support.odd_models import make_odd_llama
 from support.quantised_models import Writer, library_model, mlx, mxfp4, write, write_gguf
+from support.thread_collective import RankStages
 from support.tiny_models import Chain
 
 pytestmark = pytest.mark.skipif(not packed_available(), reason="exact mode needs oneDNN's packed linears")
@@ -75,6 +77,27 @@ def test_a_model_rounded_at_load_has_the_bits_of_the_checkpoint_that_quantize_wr
     kernel = own_form(f"exact-{form}")
     planned = source.spec.weight_bytes(0, source.spec.num_layers, embed=True, output=True, dtype=kernel)
     assert abs(planned - whole[0].weight_bytes) <= 0.01 * planned
+
+
+def test_ranks_round_to_their_slices_of_the_written_checkpoint(tmp_path: Path) -> None:
+    source = make_source("llama", tmp_path / "source")
+    quantize(source, "q4", tmp_path / "out")
+    whole = StageAssignment("m", 0, source.spec.num_layers, True, True)
+
+    def ranks(of: ModelSource, kernel: str) -> list[HostStage]:
+        options = StageOptions(kernel=kernel, require_tags=False)
+        return [HostStage.load(of, whole, options, shard=Shard(rank, 2)) for rank in range(2)]
+
+    rounded, written = ranks(source, "exact-q4"), ranks(ModelSource.resolve(str(tmp_path / "out")), EXACT)
+    for mine, other in zip(rounded, written, strict=True):
+        assert mine.weight_bytes == other.weight_bytes
+        for own, expected in zip(mine.linears, other.linears, strict=True):
+            assert torch.equal(own.dense()[0], expected.dense()[0])
+    tokens = list(range(5, 30))
+    (found,), (expected,) = (Chain([RankStages(them)]).run((0, tokens)) for them in (rounded, written))
+    assert torch.equal(found, expected)
+    (unsplit,) = Chain(stages(source, "exact-q4")).run((0, tokens))
+    assert (found - unsplit).abs().max() <= 4e-5
 
 
 def test_a_machine_without_compiled_code_rounds_to_the_same_weights(tmp_path: Path) -> None:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from convoy.model.quantize.search import GROUP, input_weights, round_matrix
+from convoy.model.kernels.native.library import native_libraries, native_library, why_no_native
+from convoy.model.quantize.search import (
+    GROUP,
+    RoundedMatrix,
+    input_weights,
+    round_by_library,
+    round_by_torch,
+    round_matrix,
+    rounding_library,
+    rounding_sample,
+)
+from support.compiled import faulty
+
+compiled = pytest.mark.skipif(native_library() is None, reason=f"nothing is compiled: {why_no_native()}")
 
 
 def matrix(kind: str) -> torch.Tensor:
@@ -81,3 +98,50 @@ def test_codes_are_packed_from_the_lowest_bits_with_half_of_their_range_added() 
     codes = [(word >> shift) % 16 - 8 for word in words for shift in range(0, 32, 4)]
     assert codes == found.codes[0].tolist()
     assert found.packed(8).shape == (1, GROUP // 4)
+
+
+def odd_groups() -> torch.Tensor:
+    """Return rows with one group of random numbers each, and others of zeros, of tiny numbers or alike."""
+    values = torch.randn(7, 5 * GROUP, generator=torch.Generator().manual_seed(3))
+    values[0, GROUP:] = 0.0
+    values[1, GROUP:] = -0.0
+    values[2, GROUP:] = torch.finfo(torch.float32).smallest_normal / 64
+    values[3, GROUP:] = 0.25
+    # Squares of sums are infinite, or zero.
+    values[4] *= 1e18
+    values[5] *= 1e-25
+    # Halves of codes, which round to even ones.
+    values[6] = (torch.arange(5 * GROUP) % 29 - 14) / 2
+    return values
+
+
+@compiled
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compiled_code_has_the_codes_scales_and_errors_of_the_operators_of_torch(bits: int) -> None:
+    for rows in (rounding_sample(), matrix("heavy-tailed"), odd_groups()):
+        weights = torch.linspace(0, 2, rows.shape[1])
+        expected = round_by_torch(rows, weights, bits)
+        for library in native_libraries():
+            found = round_by_library(library, rows, weights, bits)
+            assert torch.equal(found.codes, expected.codes)
+            assert torch.equal(found.scales, expected.scales)
+            errors = (found.square, found.error, found.nearest_error)
+            assert errors == (expected.square, expected.error, expected.nearest_error)
+
+
+@compiled
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_a_value_that_is_no_number_gives_an_error_that_is_none(value: float) -> None:
+    rows = matrix("random")
+    rows[5, 40] = value
+    ways: list[Callable[..., RoundedMatrix]] = [round_by_torch]
+    ways += [functools.partial(round_by_library, one) for one in native_libraries()]
+    assert not any(math.isfinite(way(rows, torch.ones(256), 4).error) for way in ways)
+
+
+@compiled
+def test_compiled_code_with_another_code_is_not_used() -> None:
+    libraries = tuple(native_libraries())
+    wrong = faulty(libraries[0], "convoy_round", 1)
+    assert rounding_library(4, (wrong, libraries[-1])) is libraries[-1]
+    assert rounding_library(4, (wrong,)) is None

@@ -24,6 +24,7 @@ from convoy.model.layers.experts import (
     ExactExperts,
     ExactRouter,
     GatedShare,
+    RouterScores,
     activation_name,
     has_gated_share,
     is_experts,
@@ -31,6 +32,7 @@ from convoy.model.layers.experts import (
 )
 from convoy.model.layers.rope import HeadSpread
 from convoy.plan.spec.family import Family, NormKind
+from convoy.plan.spec.weights import is_router as is_router_name
 
 # The library's name of a layer's attention.
 _ATTENTION = "self_attn"
@@ -198,7 +200,8 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int, family: Family) -> Exact
         layer.act_fn = nn.Identity()
     for name, part in list(layer.named_modules()):
         if isinstance(part, nn.Linear):
-            layer.set_submodule(name, _pack(part))
+            packed = _pack(part)
+            layer.set_submodule(name, RouterScores(packed) if is_router_name(f"{name}.weight") else packed)
         elif family.norm is not None and _is_norm(part):
             layer.set_submodule(name, ExactNorm(part, family.norm))
     return attention

@@ -180,6 +180,19 @@ class ExactRouter(nn.Module):
         return (logits, *self._choose(self, logits))
 
 
+class RouterScores(nn.Module):
+    """Score experts inside a router of the library, which does the rest itself (Gemma 4)."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., rows, hidden] to [..., rows, experts]."""
+        scores: torch.Tensor = self.linear(x)
+        return scores
+
+
 class GatedShare(nn.Module):
     """Add routed experts and one shared expert for every row, of which a gate passes a part (Qwen2-MoE)."""
 

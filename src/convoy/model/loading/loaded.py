@@ -15,7 +15,7 @@ from convoy.model.kernels.stored.embedding import Embedding, StoredEmbedding
 from convoy.model.kernels.stored.linear import StoredLinear, stored_linear
 from convoy.model.kernels.stored.weights import Weight
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
-from convoy.model.layers.experts import ExactRouter
+from convoy.model.layers.experts import ExactRouter, RouterScores
 from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.layers.rope import RopeUse
 from convoy.model.parallel.ranks import PartialSum, Ranks
@@ -179,8 +179,8 @@ def _round_linears(module: nn.Module, kernel: LinearKernel) -> nn.Module:
     if isinstance(module, ExactMlp) and kernel.join_mlp is not None:
         return kernel.join_mlp(module.gate, module.up, module.down)
     for name, child in module.named_children():
-        # Gemma 4's router is a module with a linear in it. The plan counts both kinds in float32.
-        if not isinstance(child, ExactRouter) and name != "router":
+        # The plan counts both kinds in float32.
+        if not isinstance(child, ExactRouter | RouterScores):
             setattr(module, name, _round_linears(child, kernel))
     return module
 

@@ -7,17 +7,23 @@ in GPTQ (Frantar et al., 2022), AWQ (Lin et al., 2023) and llama.cpp's importanc
 activations of a calibration text. Without one, an input's weight is the mean square of its column.
 
 Members of a cluster round the same weights by themselves. So every sum has an order of its own here, which
-depends neither on the processor nor on the number of threads.
+depends neither on the processor nor on the number of threads. Compiled code (`rounding.c`) is compared with
+torch's operators, and searches where its bits are theirs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from convoy.model.kernels.native.choice import choose_library
+from convoy.model.kernels.native.library import NativeLibrary, RoundingStruct
 
 # inputs that share a scale
 GROUP = 32
@@ -29,6 +35,8 @@ _SCALES = torch.bfloat16
 _LEAST_SCALE = 1e-30
 # numbers rounded at a time: intermediate values fit the processor's cache
 _PIECE_ELEMENTS = 1 << 18
+# of the check of compiled code: more groups than a vector has lanes
+_SAMPLE_OUTPUTS, _SAMPLE_INPUTS = 24, 37 * GROUP
 
 
 class Rows(Protocol):
@@ -129,7 +137,76 @@ def _halved_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatrix:
-    """Return the best of two choices for each group: the nearest codes without a search, and with it."""
+    library = rounding_library(bits)
+    if library is None:
+        return round_by_torch(rows, weights, bits)
+    return round_by_library(library, rows, weights, bits)
+
+
+@functools.cache
+def rounding_library(bits: int, offered: tuple[NativeLibrary, ...] | None = None) -> NativeLibrary | None:
+    """Return the compiled code that rounds a sample to ``bits`` as torch's operators do, or None.
+
+    ``offered`` is as `choose_library` takes it.
+    """
+    return choose_library("rounding", functools.partial(_holds, bits), offered)
+
+
+def _holds(bits: int, library: NativeLibrary) -> bool:
+    rows = rounding_sample()
+    weights = torch.linspace(0.5, 1.5, rows.shape[1])
+    pairs = zip(*(_tensors(way(rows, weights, bits)) for way in _ways(library)), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def rounding_sample() -> torch.Tensor:
+    """Return float32 rows [outputs, inputs] with groups of all magnitudes, of zeros, and with one outlier."""
+    generator = torch.Generator().manual_seed(20)
+    rows = torch.randn(_SAMPLE_OUTPUTS, _SAMPLE_INPUTS, generator=generator)
+    # Denormal numbers, small scales that become 1, and large numbers with squares that float32 still holds.
+    powers = torch.linspace(-45, 15, _SAMPLE_OUTPUTS // 2, dtype=torch.float64)
+    rows[: len(powers)] = (rows[: len(powers)] * 10 ** powers[:, None]).to(torch.float32)
+    # Small numbers: many groups have codes that lie half-way.
+    rows[-4:] = (rows[-4:] * 3).round() / 8
+    groups = rows.view(_SAMPLE_OUTPUTS, -1, GROUP)
+    groups[:, 0], groups[:, 1, 1:], groups[:, 2, 5] = 0.0, 0.0, 1000.0
+    groups[:, 3], groups[:, 4] = -groups[:, 3].abs(), groups[:, 4, :1]
+    return rows
+
+
+def _ways(library: NativeLibrary) -> tuple[Callable[..., RoundedMatrix], ...]:
+    return round_by_torch, functools.partial(round_by_library, library)
+
+
+def _tensors(found: RoundedMatrix) -> Sequence[torch.Tensor]:
+    errors = torch.tensor([found.square, found.error, found.nearest_error], dtype=torch.float64)
+    return found.codes, found.scales, errors
+
+
+def round_by_library(
+    library: NativeLibrary, rows: torch.Tensor, weights: torch.Tensor, bits: int
+) -> RoundedMatrix:
+    """Return what `round_by_torch` does, by compiled code."""
+    rows, weights = rows.contiguous(), weights.to(torch.float32).contiguous()
+    outputs, inputs = rows.shape
+    groups = outputs, inputs // GROUP
+    codes, scales = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(groups, dtype=_SCALES)
+    sums = torch.empty(3, *groups)
+    reaches = _REACHES[bits]
+    struct = RoundingStruct(
+        *(rows.data_ptr(), weights.data_ptr(), scales.data_ptr()),
+        *(one.data_ptr() for one in sums),
+        *(outputs, inputs, bits, len(reaches), (ctypes.c_float * 8)(*reaches)),
+    )
+    library.convoy_round(ctypes.byref(struct), codes.data_ptr(), torch.get_num_threads())
+    return RoundedMatrix(codes, scales, *(float(one.sum(dtype=torch.float64)) for one in sums))
+
+
+def round_by_torch(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatrix:
+    """Round float32 rows [outputs, inputs] with ``weights`` [inputs], by torch's operators.
+
+    Each group has the better of two choices: the nearest codes without a search, and with it.
+    """
     # The inputs of a group come first, so that all steps run over long rows: [GROUP, outputs, groups].
     groups = rows.reshape(len(rows), -1, GROUP).permute(2, 0, 1).contiguous()
     weighs = weights.view(-1, GROUP).T.unsqueeze(1).contiguous()
@@ -141,12 +218,11 @@ def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatri
         for own, scales in zip(codes, (plain, best), strict=True)
     ]
     is_better = errors[1] < errors[0]
+    sums = _halved_sum(groups.square() * weighs), torch.where(is_better, errors[1], errors[0]), errors[0]
     return RoundedMatrix(
         torch.where(is_better, codes[1], codes[0]).to(torch.int8).permute(1, 2, 0).flatten(1),
         torch.where(is_better, best, plain),
-        float((groups.square() * weighs).sum(dtype=torch.float64)),
-        float(torch.where(is_better, errors[1], errors[0]).sum(dtype=torch.float64)),
-        float(errors[0].sum(dtype=torch.float64)),
+        *(float(one.sum(dtype=torch.float64)) for one in sums),
     )
 
 

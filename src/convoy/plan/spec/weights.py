@@ -15,8 +15,8 @@ from typing import Literal
 from convoy.config.kernels import DTYPE_BYTES, form_of
 from convoy.plan.spec.family import Shape
 
-# Not rounded: the scores of experts, which `loading.loaded` leaves alone, MLA's expansion, the output of each
-# group of DeepSeek V4's heads, and norms of single heads. The last three are in no linear there.
+# Not rounded: the scores of experts, MLA's expansion, the output of each group of DeepSeek V4's heads, and
+# norms of single heads. The last three are in no linear of a stage.
 _ROUTER = re.compile(r"(\A|\.)(gate|router)(\.proj|\.layer)?\.weight\Z", re.ASCII)
 _NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight", "norm.weight")
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
@@ -170,7 +170,15 @@ def is_linear(name: str) -> bool:
 
     Kernels round such a matrix, or keep it in the form of its file.
     """
-    return name.endswith(".weight") and _ROUTER.search(name) is None and not name.endswith(_NO_LINEAR)
+    return name.endswith(".weight") and not is_router(name) and not name.endswith(_NO_LINEAR)
+
+
+def is_router(name: str) -> bool:
+    """Return whether a layer's tensor is the matrix by which a router scores experts, by its name.
+
+    No kernel rounds it: experts may have scores that lie close together.
+    """
+    return _ROUTER.search(name) is not None
 
 
 def _of_stack(name: str, shape: Shape, hidden_size: int, kept: Mapping[str, int]) -> Counter[_Key]:

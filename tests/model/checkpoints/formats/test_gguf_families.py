@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 import shutil
@@ -15,8 +16,10 @@ import torch
 from convoy.errors import ModelError
 from convoy.evaluate.library_model import library_logits
 from convoy.model.backends.host.stage import HostStage
-from convoy.model.checkpoints.checkpoint import map_tensor
+from convoy.model.checkpoints.checkpoint import StoredTensor, map_tensor
+from convoy.model.checkpoints.formats.arrange import Heads, arranged
 from convoy.model.checkpoints.formats.gguf.header import read_gguf
+from convoy.model.checkpoints.formats.gguf.rows import gguf_rows
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.source import ModelSource
@@ -77,13 +80,31 @@ def test_every_family_with_a_form_is_tried() -> None:
     assert forms - {case.architecture for case in CASES.values()} == {"qwen2"}
 
 
-def test_a_stage_reads_its_own_experts_and_takes_what_the_plan_said(written: Get) -> None:
-    source = ModelSource.resolve(str(written("gpt_oss", "Q8_0").path))
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text", "deepseek_v3"])
+def test_a_stage_reads_its_own_tensors_and_takes_what_the_plan_said(written: Get, name: str) -> None:
+    source = ModelSource.resolve(str(written(name, "Q8_0").path))
     stage = HostStage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
     own = [tensor for name, tensor in source.tensors.items() if ".layers.1." in name]
     assert stage.bytes_read == sum(tensor.num_bytes for tensor in own)
     planned = source.spec.weight_bytes(1, 2, embed=False, output=False, dtype="exact-f32")
     assert stage.weight_bytes == planned
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+def test_all_linears_of_a_delta_net_stay_as_stored(written: Get, kind: str) -> None:
+    source = ModelSource.resolve(str(written("qwen3_5_text", kind).path))
+    kept = source.layout.kept(source.tensors)
+    for module in ("in_proj_qkv", "in_proj_z", "out_proj"):
+        name = f"model.layers.0.linear_attn.{module}.weight"
+        values = math.prod(source.layout.shapes(source.tensors)[name])
+        assert kept[name] == values * (34 / 32 if kind == "Q8_0" else 2)
+
+
+def test_heads_that_share_a_block_are_unpacked(tmp_path: Path) -> None:
+    heads, name = Heads(2, 3, 128, 512), "model.layers.0.linear_attn.out_proj.weight"
+    for kind, num_bytes in (("Q4_K", 0), ("Q4_0", 64 * 768 * 18 // 32)):
+        stored = StoredTensor(name, tmp_path, kind, (64, 768), 0, 64 * 768 * 18 // 32)
+        assert arranged(name, "value columns", [gguf_rows(stored)], heads).kept_bytes == num_bytes
 
 
 def test_the_certificates_judge_takes_the_file(written: Get, prompt: Prompt) -> None:

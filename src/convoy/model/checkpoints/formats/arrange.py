@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from convoy.errors import ModelError
@@ -63,14 +63,15 @@ class Arranged:
 
     ``shape`` returns the shape of the result, or None for shapes that do not fit. ``make`` returns the result
     of the parts' values. Experts come one at a time if ``by_expert``. ``kept`` says how matrices in the form
-    of their file make the result: with their rows in another order, or as stacks of [outputs, inputs].
+    of their file make the result: with their rows or their heads' columns in another order, or as stacks of
+    [outputs, inputs].
     """
 
     num_parts: int
     shape: Callable[[Shapes, Heads | None], Shape | None]
     make: Callable[[Values, Heads | None], torch.Tensor]
     by_expert: bool = False
-    kept: Literal["", "rows", "stack", "stacks side by side"] = ""
+    kept: Literal["", "rows", "columns", "stack", "stacks side by side"] = ""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,17 @@ class Composed(Unpacking):
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of all tensors if each can be kept, and so their arrangement."""
-        each = [whole.kept_bytes for whole in self.wholes]
-        return sum(each) if ARRANGED[self.arrangement].kept and all(each) else 0
+        """Return the bytes of all tensors if each can be kept, and so their arrangement.
+
+        Columns of heads can be moved where a head has whole blocks.
+        """
+        how, each = ARRANGED[self.arrangement].kept, [whole.kept_bytes for whole in self.wholes]
+        if how == "columns" and (self.heads is None or self.heads.width % self.wholes[0].kept_block):
+            return 0
+        return sum(each) if how and all(each) else 0
 
     def kept(self, parts: Parts) -> Stored | None:
-        """Return the matrix with its rows in the library's order, or the stack of all experts."""
+        """Return the matrix with rows or columns in the library's order, or the stack of all experts."""
         import torch
 
         from convoy.model.kernels.stored.matrix import StoredMatrix
@@ -131,13 +137,22 @@ class Composed(Unpacking):
 
         how, stacks = ARRANGED[self.arrangement], []
         for number, whole in enumerate(self.wholes):
-            found = whole.kept({role: parts[f"{number}.{role}"] for role in whole.parts})
+            own = {role: parts[f"{number}.{role}"] for role in whole.parts}
+            if how.kept == "columns":
+                return whole.kept({role: self._moved(part) for role, part in own.items()})
+            found = whole.kept(own)
             if isinstance(found, StoredMatrix):
                 return found.rows(how.make([torch.arange(self.shape[0])], self.heads))
             assert isinstance(found, StoredStack), "only matrices and stacks have a form"
             stacks.append(found.matrices)
         joined = tuple(StoredMatrix.joined(one) for one in zip(*stacks, strict=True))
         return StoredStack(joined, is_joined=how.kept == "stacks side by side")
+
+    def _moved(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return bytes [rows, bytes of a row] with the columns of heads in the library's order."""
+        assert self.heads is not None, "columns of heads are kept"
+        of_head = replace(self.heads, width=raw.shape[1] // self.heads.count)
+        return ARRANGED[self.arrangement].make([raw], of_head)
 
 
 def _matrices(whole: Unpacking, parts: Parts) -> Iterator[torch.Tensor]:
@@ -321,7 +336,7 @@ ARRANGED: dict[str, Arranged] = {
         *(1, _fits(0, lambda heads: heads.queries_and_keys + _all_values(heads)), _behind_keys), kept="rows"
     ),
     "value heads": Arranged(1, _fits(0, lambda heads: heads.count), _value_heads, kept="rows"),
-    "value columns": Arranged(1, _fits(1, _all_values), _value_columns),
+    "value columns": Arranged(1, _fits(1, _all_values), _value_columns, kept="columns"),
     "decays": Arranged(1, _fits(0, lambda heads: heads.count), _decays),
     "taps": Arranged(1, _taps_shape, _taps),
 }

@@ -65,6 +65,11 @@ class Unpacking:
         """Return the bytes of `kept`, which headers alone tell; 0 where there is no such form."""
         return 0
 
+    @property
+    def kept_block(self) -> int:
+        """Return the inputs of a block of `kept`, which no cut divides."""
+        return 1
+
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix or the stack of matrices over ``parts``, without unpacking its values.
 

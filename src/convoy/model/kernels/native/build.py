@@ -58,7 +58,10 @@ AVX512 = InstructionSet("AVX-512", ("avx512f", "avx512bw", "avx512vl", "avx512dq
 AVX2 = InstructionSet("AVX2", ("avx2", "fma", "f16c"))
 # Best first.
 INSTRUCTION_SETS = (AVX512, AVX2)
-_SOURCES = ("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c")
+_SOURCES = (
+    *("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c"),
+    "rounding.c",
+)
 _HEADERS = (
     *("shared.h", "kernels.h", "ranges.h", "exp.h", "activation.h", "attention.h"),
     *("vector.h", "vector_avx512.h", "vector_avx2.h"),

@@ -204,6 +204,16 @@ class ChoiceStruct(ctypes.Structure):
     )
 
 
+class RoundingStruct(ctypes.Structure):
+    """Mirror `Rounding` of `rounding.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("rows", "weights", "scales", "squares", "errors", "nearest")),
+        *((name, c_int64) for name in ("outputs", "inputs", "bits", "num_reaches")),
+        ("reaches", c_float * 8),
+    )
+
+
 _LINEAR = [c_void_p, c_int64, c_void_p, c_int64, c_int64]  # x, stride, y, rows, threads
 _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_init": [c_void_p] * 3,
@@ -234,6 +244,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
     "convoy_attend_floats": [POINTER(ShapeStruct), POINTER(TilesStruct), c_int64],
     "convoy_attend": [POINTER(AttentionStruct), c_int64],
+    "convoy_round": [POINTER(RoundingStruct), c_void_p, c_int64],
     "convoy_apply": [c_void_p, c_int64, c_int64, c_int64],
     "convoy_activate": [
         *(POINTER(ActivationStruct), *[c_void_p, c_int64] * 2),

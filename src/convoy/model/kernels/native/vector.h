@@ -18,10 +18,14 @@
 #define VECTORS (PANEL / LANES) /* vectors of a panel */
 #define LINE 64                 /* bytes of a line of the cache */
 
-/* Round to the nearest bfloat16, ties to even. The numbers are finite. */
+/* Round to the nearest bfloat16, ties to even. A NaN stays one: rounding could carry its bits into another number. */
 INLINE V v_round_bf16(V a) {
   I bits = v_as_int(a), odd = i_and(i_right(bits, 16), i_set(1));
-  return v_bits(i_and(i_add(i_add(bits, odd), i_set(0x7fff)), i_set(0xffff0000)));
+  I rounded = i_add(i_add(bits, odd), i_set(0x7fff));
+  /* All bits of a mask are set where the magnitude is greater than infinity. */
+  I below = i_sub(i_set(0x7f800000), i_and(bits, i_set(0x7fffffff)));
+  I is_nan = i_sub(i_set(0), i_right(below, 31));
+  return v_bits(i_and(i_merge(is_nan, i_or(bits, i_set(0x00400000)), rounded), i_set(0xffff0000)));
 }
 
 /* Prefetch the line of vector v, of `bytes` bytes each, unless it begins inside one. */

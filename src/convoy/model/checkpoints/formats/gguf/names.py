@@ -163,8 +163,9 @@ def _arranged(
 
 
 def _whole(stored: StoredTensor) -> Unpacking:
-    """Describe a stored tensor by itself: plain, or rows of blocks."""
-    return plain(stored) if stored.dtype in PLAIN else gguf_rows(stored)
+    """Describe a stored tensor by itself: plain, or rows of blocks. Matrices of two bytes can be kept."""
+    is_kept = stored.dtype != "F32" and len(stored.shape) in (2, 3)
+    return gguf_rows(stored) if is_kept or stored.dtype not in PLAIN else plain(stored)
 
 
 def _behind_layer(name: str) -> str:

@@ -52,6 +52,12 @@ class GgufRows(Unpacking):
         return 0 if self._form == "F32" else self.parts["stored"].num_bytes
 
     @property
+    def kept_block(self) -> int:
+        """Return the inputs of a block of the type."""
+        block: int = _SIZES[TYPES[self.kind][0]][0]
+        return block
+
+    @property
     def _form(self) -> str:
         name = TYPES[self.kind][0]
         return name if name in _TORCH_NAMES else f"gguf:{name}"
