@@ -73,7 +73,8 @@ def tokens_of(outputs: queue.SimpleQueue[Output]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    "changes", cases([{}, {"num_blocks": 7}, {"prefill_chunk": 16, "micro_batches": 2}], {"num_blocks": 7}.__eq__)
+    "changes",
+    cases([{}, {"num_blocks": 7}, {"prefill_chunk": 16, "micro_batches": 2}], {"num_blocks": 7}.__eq__),
 )
 def test_two_members_say_what_one_says_whoever_is_beside_or_preempted(
     source: ModelSource, said: list[tuple[int, ...]], changes: dict[str, Any]

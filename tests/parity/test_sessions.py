@@ -134,9 +134,7 @@ SAVED: list[tuple[str, str, dict[str, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded", "changes"), cases(SAVED, lambda one: one[0] == "reverse")
-)
+@pytest.mark.parametrize(("saved", "loaded", "changes"), cases(SAVED, lambda one: one[0] == "reverse"))
 def test_a_saved_session_goes_on_under_another_split_as_if_it_had_never_stopped(
     demo: ModelSource, oracle: Oracle, tmp_path: Path, saved: str, loaded: str, changes: dict[str, int]
 ) -> None:

@@ -133,9 +133,7 @@ def test_rounded_ranks_err_as_the_single_stage_does_and_keep_their_bits(models: 
     assert torch.equal(in_pieces(Chain(stages), tokens), found)
 
 
-@pytest.mark.parametrize(
-    "kind", cases(["qwen3_moe", "gpt_oss", "mixtral"], "gpt_oss".__eq__)
-)
+@pytest.mark.parametrize("kind", cases(["qwen3_moe", "gpt_oss", "mixtral"], "gpt_oss".__eq__))
 def test_experts_shared_out_whole_agree_with_the_single_stage(models: Models, kind: str) -> None:
     tokens = tokens_of(70)
     (single,) = models.chain(kind).run((0, tokens))

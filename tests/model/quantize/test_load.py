@@ -65,9 +65,7 @@ KINDS = ("llama", "tied", "qwen3_moe", "gguf")
 QUICK = [("tied", "q4"), ("qwen3_moe", "q4"), ("gguf", "q8")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"), cases(itertools.product(KINDS, ("q4", "q8")), QUICK.__contains__)
-)
+@pytest.mark.parametrize(("kind", "form"), cases(itertools.product(KINDS, ("q4", "q8")), QUICK.__contains__))
 def test_a_model_rounded_at_load_has_the_bits_of_the_checkpoint_that_quantize_writes(
     tmp_path: Path, kind: str, form: QuantizeFormat
 ) -> None:

@@ -146,9 +146,7 @@ CUT = ("mlx mixed", "mxfp4", "fp8 rows", "compressed int4 order", "gptq 8-bit v2
 
 
 @pytest.mark.parametrize("case", cases(CASES, CUT.__contains__))
-def test_a_cut_model_has_the_bits_of_the_whole(
-    checkpoints: Checkpoints, prompt: Prompt, case: str
-) -> None:
+def test_a_cut_model_has_the_bits_of_the_whole(checkpoints: Checkpoints, prompt: Prompt, case: str) -> None:
     tokens = prompt(70)
     (whole,) = chain(checkpoints[case].quantised).run((0, tokens))
     cut = chain(checkpoints[case].quantised, 1, 2)

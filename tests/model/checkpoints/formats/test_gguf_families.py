@@ -69,9 +69,7 @@ def test_a_file_gives_the_logits_of_the_librarys_model(written: Get, prompt: Pro
 def test_rounded_values_give_the_bits_of_the_same_values_in_float32(
     written: Get, prompt: Prompt, name: str
 ) -> None:
-    (plain,), (rounded,) = (
-        chain(written(name, kind).path).run((0, prompt(70))) for kind in ("F32", "Q8_0")
-    )
+    (plain,), (rounded,) = (chain(written(name, kind).path).run((0, prompt(70))) for kind in ("F32", "Q8_0"))
     assert torch.equal(rounded, plain)
 
 
