@@ -138,7 +138,7 @@ def test_yes_lets_the_newcomer_in_and_a_typo_is_asked_again(tmp_path: Path) -> N
             assert spoken.hex() not in file.read_text(), file
 
 
-@pytest.mark.parametrize("said", cases(["n\n", "\n", "NO\n"], "NO\n".__ne__))
+@pytest.mark.parametrize("said", cases(["n\n", "\n", "NO\n"], "\n".__eq__))
 def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
     alpha = tmp_path / "alpha"
     with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:

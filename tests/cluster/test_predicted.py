@@ -59,20 +59,21 @@ def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
     return place(source.spec, offers)
 
 
+# Each kernel once, among models of full attention, windows, latents, states and compressed keys
 @pytest.mark.parametrize(
     ("kind", "kernel"),
     [
-        pytest.param("demo", "exact-f32", marks=needs_exact),
+        pytest.param("demo", "exact-f32", marks=[needs_exact, pytest.mark.long]),
         pytest.param("demo", "exact-q4", marks=needs_exact),
-        pytest.param("demo", "w8a8", marks=needs_w8a8),
+        pytest.param("demo", "w8a8", marks=[needs_w8a8, pytest.mark.long]),
         pytest.param("demo", "w4a16", marks=needs_w4a16),
-        ("demo", "plain-f32"),
-        ("qwen3_moe", "plain-f32"),
+        pytest.param("demo", "plain-f32", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "plain-f32", marks=pytest.mark.long),
         pytest.param("gpt_oss", "exact-f32", marks=needs_exact),
-        pytest.param("gemma3", "exact-f32", marks=needs_exact),
+        pytest.param("gemma3", "exact-f32", marks=[needs_exact, pytest.mark.long]),
         pytest.param("gemma4", "w8a8", marks=needs_w8a8),
-        ("deepseek_v3", "plain-f32"),
-        ("qwen3_5", "plain-f32"),
+        pytest.param("deepseek_v3", "plain-f32", marks=pytest.mark.long),
+        pytest.param("qwen3_5", "plain-f32", marks=pytest.mark.long),
         ("deepseek_v4", "plain-f32"),
     ],
 )

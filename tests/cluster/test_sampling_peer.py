@@ -18,6 +18,7 @@ from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link
 from convoy.wire.messages.control import SampleReplies, SampleReply, Step
 from convoy.wire.tensor import WireTensor
+from support.cases import cases
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
@@ -70,19 +71,21 @@ def changed(**changes: object) -> Callable[[SampleReplies], SampleReplies]:
 ONE = SampleReply(5, 0.0, [], b"", "", 0)
 
 
-@pytest.mark.parametrize(
-    ("lie", "told"),
-    [
-        (lambda sampled: SampleReplies(sampled.number, [*sampled.answers, ONE]), "samples, expected"),
-        (lambda sampled: SampleReplies(sampled.number, []), "came back with 0 samples, expected 1"),
-        (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
-        (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
-        (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
-        (changed(top=[(1, 0.5)] * 20), "came back malformed: an answer has 20 alternatives, expected 0"),
-        (lambda sampled: SampleReplies(sampled.number + 7, sampled.answers), "the end of step"),
-        (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
-    ],
-)
+LIES: list[tuple[Callable[[SampleReplies], SampleReplies | WireTensor], str]] = [
+    (lambda sampled: SampleReplies(sampled.number, [*sampled.answers, ONE]), "samples, expected"),
+    (lambda sampled: SampleReplies(sampled.number, []), "came back with 0 samples, expected 1"),
+    (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
+    (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
+    (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
+    (changed(top=[(1, 0.5)] * 20), "came back malformed: an answer has 20 alternatives, expected 0"),
+    (lambda sampled: SampleReplies(sampled.number + 7, sampled.answers), "the end of step"),
+    (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
+]
+# A wrong number of answers, a wrong answer, and another message.
+QUICK = (LIES[1], LIES[2], LIES[7])
+
+
+@pytest.mark.parametrize(("lie", "told"), cases(LIES, QUICK.__contains__))
 def test_a_lie_of_the_owner_of_the_output_ends_the_plan_and_is_named(
     parties: tuple[RunningCluster, PeerThread],
     lie: Callable[[SampleReplies], SampleReplies | WireTensor],

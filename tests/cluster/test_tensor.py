@@ -115,7 +115,7 @@ def test_several_stages_of_which_some_have_two_ranks(num_members: int, expected:
 @pytest.mark.parametrize(
     "spans",
     [
-        {"alpha": "0:1,output", "beta+gamma": "2:3"},
+        pytest.param({"alpha": "0:1,output", "beta+gamma": "2:3"}, marks=pytest.mark.long),
         {"beta+gamma": "0:1", "alpha": "2:output"},
         {"alpha": "0:1", "beta+gamma": "2:output"},
     ],

@@ -43,7 +43,7 @@ def test_a_rank_that_is_lost_while_a_text_runs_costs_a_pause_and_no_request(
 
 
 # beside the head, and each rank of a stage without it
-@pytest.mark.parametrize("lost", cases(["beta", "gamma", "delta"], ("beta", "gamma").__contains__))
+@pytest.mark.parametrize("lost", cases(["beta", "gamma", "delta"], "gamma".__eq__))
 def test_any_rank_of_two_stages_of_two_may_be_lost(lost: str, expected: list[int]) -> None:
     with scene(4, parallel="tensor", ranks=2) as s:
         answer = s.start()

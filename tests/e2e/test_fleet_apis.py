@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 
 from cli.transcript import run_convoy
@@ -181,6 +180,8 @@ def test_no_response_of_a_fleet_is_stored(fleet: Fleet) -> None:
 
 
 def test_both_ways_count_tokens_and_charge_by_the_same_usage(fleet: Fleet) -> None:
+    from anthropic import Anthropic
+
     tools: Any = [{"name": "clock", "input_schema": SCHEMA}]
     for way in WAYS:
         charged = fleet.fleet.books().charged.get("ann", 0)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import convoy.testing
+from support.examples import examples
 
 TEXT = st.text(max_size=6)
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -184,7 +185,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_body_is_answered_or_refused(http: httpx.Client, path: str, data: st.DataObject) -> None:
     body = {**data.draw(body_of(path)), PATHS[path][2]: 3}

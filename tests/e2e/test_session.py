@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cli.transcript import run_here
 from convoy.cli.main import run
 from e2e.served import convoy
 
@@ -73,9 +74,9 @@ def test_a_conversation_goes_on_from_a_sealed_file_under_another_split(session: 
     ],
 )
 def test_what_is_wrong_with_the_files_is_said_before_anything_starts(
-    arguments: list[str], error: str
+    tmp_path: Path, arguments: list[str], error: str
 ) -> None:
-    done = convoy("session", "demo", *arguments)
+    done = run_here(["session", "demo", *arguments], tmp_path)
     assert done.returncode in {1, 2, 78}
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: ")

@@ -72,8 +72,11 @@ def tokens_of(outputs: queue.SimpleQueue[Output]) -> Iterator[int]:
         yield output.token_id
 
 
+SCARCE: dict[str, Any] = {"num_blocks": 7}
+
+
 @pytest.mark.parametrize(
-    "changes", cases([{}, {"num_blocks": 7}, {"prefill_chunk": 16, "micro_batches": 2}], bool)
+    "changes", cases([{}, SCARCE, {"prefill_chunk": 16, "micro_batches": 2}], SCARCE.__eq__)
 )
 def test_two_members_say_what_one_says_whoever_is_beside_or_preempted(
     source: ModelSource, said: list[tuple[int, ...]], changes: dict[str, Any]

@@ -1,4 +1,4 @@
-"""`convoy verify` for every form of files, and for 4 bits in every family. `make test-verify` runs it."""
+"""`convoy verify` for every form of files, and for 4 bits in many families. `make test-verify` runs it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,16 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidde
 TYPES = ("F16", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q5_K", "Q6_K", "Q8_0")
 # Their experts have no form in which each is rounded by itself.
 LEFT_OUT = {"gpt_oss", "gemma4"}
-# One kind of each family, with rows that fill groups of 32.
+# Their matrices are joined, split and rounded as those of a family that is tried.
+ALIKE = {
+    *("arcee", "cohere2", "ernie4_5", "gemma", "glm4", "glm4_moe", "mistral", "olmo2", "olmo3", "olmoe"),
+    *("qwen2", "qwen2_moe", "seed_oss", "smollm3"),
+}
+# One kind of each other family, with rows that fill groups of 32.
 FAMILIES = {
     family: kind
     for kind, (family, options) in reversed(KINDS.items())
-    if "text_config" not in options and kind not in LEFT_OUT
+    if "text_config" not in options and kind not in LEFT_OUT | ALIKE
 }
 SIZES = {
     "hidden_size": 64,

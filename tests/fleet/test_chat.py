@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 
 from support.chat_events import parse_chat_stream
@@ -96,6 +95,8 @@ def test_the_openai_client_sends_a_turn_with_its_reasoning_and_its_call_back(
 def test_the_anthropic_client_sends_thinking_back_and_reads_the_cached_tokens(
     fleet: ProxiedFleet, way: str
 ) -> None:
+    from anthropic import Anthropic
+
     tool: Any = {"name": "clock", "input_schema": {"type": "object"}}
     turn: Any = {"role": "user", "content": "When?"}
     with Anthropic(base_url=fleet.urls[way], api_key=fleet.fleet.key, max_retries=0) as client:

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -31,6 +30,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedFleet]:
 def test_the_anthropic_client_counts_tokens_for_a_sixteenth_of_their_price(
     fleet: ProxiedFleet, way: str
 ) -> None:
+    from anthropic import Anthropic
+
     before, asked = fleet.paid(), len(fleet.engine.handles)
     with Anthropic(base_url=fleet.urls[way], api_key=fleet.fleet.key, max_retries=0) as client:
         count: Any = client.messages.count_tokens(model=MODEL, messages=[TURN])  # type: ignore[list-item]
@@ -65,6 +66,8 @@ def test_counts_that_cannot_be_made_are_refused_in_the_form_of_their_api(
 
 @WAYS
 def test_the_models_are_listed_in_the_form_of_each_client(fleet: ProxiedFleet, way: str) -> None:
+    from anthropic import Anthropic
+
     url, key = fleet.urls[way], fleet.fleet.key
     with Anthropic(base_url=url, api_key=key, max_retries=0) as client:
         (listed,) = client.models.list()

@@ -47,6 +47,12 @@ def allowed_cuts(models: Models, kind: str) -> list[int]:
     return [cut for cut in range(1, spec.num_layers) if cut not in spec.forbidden_cuts]
 
 
+def two_cuts(models: Models, kind: str) -> tuple[int, ...]:
+    """Return the cuts of the three stages, or two, that several tests share."""
+    cuts = allowed_cuts(models, kind)
+    return tuple(cuts[1:3] or cuts[:1])
+
+
 def in_chunks(chain: Chain, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
     """Return logits of a prompt fed in chunks of these sizes, in turn."""
     parts: list[torch.Tensor] = []
@@ -76,9 +82,8 @@ def test_an_unsplit_stage_gives_the_librarys_logits(
 def test_no_cut_chunk_or_neighbour_changes_a_bit(models: Models, prompt: Prompt, kind: str) -> None:
     prompts = {0: prompt(130), 1: prompt(7, seed=1), 2: prompt(61, seed=2)}
     whole = {s: models.chain(kind).run((s, tokens))[0] for s, tokens in prompts.items()}
-    cuts = allowed_cuts(models, kind)
     # `make test-verify` cuts each family in every allowed way.
-    for cut in [(), tuple(cuts[1:3] or cuts[:1])]:
+    for cut in [(), two_cuts(models, kind)]:
         chain = models.chain(kind, *cut)
         first = chain.run((0, prompts[0][:50]), (1, prompts[1]), (2, prompts[2][:60]))
         second = chain.run((2, prompts[2][60:]), (0, prompts[0][50:]))
@@ -94,7 +99,7 @@ def test_plain_stages_split_and_chunked_stay_within_rounding(
     models: Models, prompt: Prompt, kind: str
 ) -> None:
     tokens = prompt(100)
-    chain = models.chain(kind, *allowed_cuts(models, kind)[:2], kernel="plain-f32")
+    chain = models.chain(kind, *two_cuts(models, kind), kernel="plain-f32")
     found = in_chunks(chain, 0, tokens, [50, 1, 49])
     assert models.distance(kind, tokens, found, allowed=TOLERANCE) <= TOLERANCE
 
@@ -114,18 +119,22 @@ def test_a_decoder_that_fits_runs_as_it_is(models: Models, prompt: Prompt, kind:
 
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -> None:
-    source = models.source(kind)
-    num_layers = source.spec.num_layers
-    limits = [0, *allowed_cuts(models, kind)[:2], num_layers]
-    whole = (0, num_layers)
+    spec = models.source(kind).spec
     # What a part adds to the bytes depends on no kernel.
-    for kernel, parts in (("exact-f32", itertools.pairwise(limits)), ("plain-f32", ()), ("w8a8", ())):
-        for start, end in [whole, *parts]:
-            ends = {"embed": start == 0, "output": end == num_layers}
-            assignment = StageAssignment("a", start, end, embed=ends["embed"], output=ends["output"])
-            stage = HostStage.load(source, assignment, StageOptions(kernel=kernel))
-            assert stage.bytes_read == source.spec.weight_bytes(start, end, **ends, dtype="float32")
-            assert stage.weight_bytes == source.spec.weight_bytes(start, end, **ends, dtype=kernel)
+    for kernel, cuts in (("exact-f32", ()), ("exact-f32", two_cuts(models, kind)), ("w8a8", ())):
+        for stage in models.chain(kind, *cuts, kernel=kernel).stages:
+            mine = stage.assignment
+            ends = {"embed": mine.embed, "output": mine.output}
+            assert stage.bytes_read == spec.weight_bytes(mine.start, mine.end, **ends, dtype="float32")
+            assert stage.weight_bytes == spec.weight_bytes(mine.start, mine.end, **ends, dtype=kernel)
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, ("qwen3_moe", "deepseek_v3").__contains__))
+def test_plain_linears_take_what_the_plan_says(models: Models, kind: str) -> None:
+    (stage,) = models.chain(kind, kernel="plain-f32").stages
+    num_layers = models.source(kind).spec.num_layers
+    planned = models.source(kind).spec.weight_bytes(0, num_layers, embed=True, output=True, dtype="plain-f32")
+    assert stage.weight_bytes == planned
 
 
 def test_layers_whose_rows_feel_each_other_are_refused_with_what_to_do() -> None:

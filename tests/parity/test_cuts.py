@@ -147,7 +147,7 @@ def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: Mo
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts, FEW_TOKENS))
 
 
-@pytest.mark.parametrize("chunk", cases([1, 3, 16, 50, 256], (1, 50).__contains__))
+@pytest.mark.parametrize("chunk", cases([1, 3, 16, 50, 256], (50).__eq__))
 def test_batch_and_chunks_around_a_row_change_no_bit(
     demo: ModelSource, expected: tuple[Run, ...], chunk: int
 ) -> None:
@@ -177,7 +177,7 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[
     ("layout", "chunk"),
     cases(
         itertools.product(("whole", "default", "reverse", "forward"), (7, 256)),
-        [("default", 7), ("reverse", 256)].__contains__,
+        ("reverse", 7).__eq__,
     ),
 )
 def test_a_shared_prefix_changes_no_bit(
@@ -220,8 +220,8 @@ def test_a_model_of_odd_dimensions_equals_the_whole(
 ) -> None:
     source, expected = odd
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
-    # the default, the reverse of three, and the forward
-    for spans in [layouts[0], *layouts[1 - members :]]:
+    # the default, and the reverse of three or the forward of two
+    for spans in [layouts[0], layouts[1 - members]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))

@@ -117,11 +117,8 @@ def test_the_rules_of_requests_show_in_their_answers(expected: list[dict[str, li
     assert all(token % 3 == 0 for token in allowed)
 
 
-# Each kind of route, both numbers of members, and the paces that differ most.
-QUICK = ("reverse of 2", "forward of 3")
-
-
-@pytest.mark.parametrize("layout", cases(LAYOUTS, QUICK.__contains__))
+# Another member than the head samples. Sessions run over the reverse.
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "forward of 3".__eq__))
 def test_every_request_is_answered_as_by_one_member(
     demo: ModelSource, expected: list[dict[str, list[Output]]], layout: str
 ) -> None:

@@ -89,7 +89,7 @@ def assert_at(session: Session, oracle: Oracle) -> None:
     assert np.array_equal(session.logits(), oracle.logits(session.tokens))
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, ("reverse", "three").__contains__))
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "reverse".__eq__))
 def test_a_session_that_goes_on_back_and_apart_equals_the_whole(
     demo: ModelSource, oracle: Oracle, layout: str
 ) -> None:
@@ -134,9 +134,7 @@ SAVED: list[tuple[str, str, dict[str, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded", "changes"), cases(SAVED, lambda one: one[0] in {"default", "reverse"})
-)
+@pytest.mark.parametrize(("saved", "loaded", "changes"), cases(SAVED, lambda one: one[0] == "reverse"))
 def test_a_saved_session_goes_on_under_another_split_as_if_it_had_never_stopped(
     demo: ModelSource, oracle: Oracle, tmp_path: Path, saved: str, loaded: str, changes: dict[str, int]
 ) -> None:

@@ -85,8 +85,8 @@ def in_pieces(chain: Chain, tokens: Sequence[int]) -> torch.Tensor:
     return torch.cat([first, *decoded, chain.run((7, other), (0, tokens[33:]), (8, other[:1]))[1]])
 
 
-# Each family once, and both numbers of ranks.
-QUICK = [("odd", 4), ("mixed", 2), ("gpt_oss", 2), ("gemma4", 2), *((kind, 2) for kind in OTHERS)]
+# Both numbers of ranks, and each way to share a layer. `make test-verify` shares out every family.
+QUICK = [("odd", 4), *((kind, 2) for kind in ("gpt_oss", "gemma4", "biased", "phi3", "deepseek_v3"))]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_ranks_agree_with_the_single_stage_and_keep_their_bits_in_pieces(
     assert torch.equal(in_pieces(Chain(stages), tokens), found)
 
 
-@pytest.mark.parametrize("kind", cases(FEW, ("odd", "gemma4").__contains__))
+@pytest.mark.parametrize("kind", cases(FEW, "gemma4".__eq__))
 def test_two_stages_of_two_ranks_have_the_bits_of_one(models: Models, kind: str) -> None:
     tokens = tokens_of(40)
     source = models.source(kind)
@@ -133,9 +133,7 @@ def test_rounded_ranks_err_as_the_single_stage_does_and_keep_their_bits(models: 
     assert torch.equal(in_pieces(Chain(stages), tokens), found)
 
 
-@pytest.mark.parametrize(
-    "kind", cases(["qwen3_moe", "gpt_oss", "mixtral"], ("gpt_oss", "mixtral").__contains__)
-)
+@pytest.mark.parametrize("kind", cases(["qwen3_moe", "gpt_oss", "mixtral"], "gpt_oss".__eq__))
 def test_experts_shared_out_whole_agree_with_the_single_stage(models: Models, kind: str) -> None:
     tokens = tokens_of(70)
     (single,) = models.chain(kind).run((0, tokens))

@@ -31,6 +31,8 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
     ):
         if (module := sys.modules.get(name)) is not None:
             patch.setattr(module, function, _once_with_these_threads(getattr(module, function)))
+    if (module := sys.modules.get("convoy.model.backends.host.stage")) is not None:
+        patch.setattr(module, "check_linears", _of_new_shapes(module.check_linears))
     if (module := sys.modules.get("convoy.model.backends.host.checks.trial")) is not None:
         patch.setattr(module.Trial, "prove", _of_new_layers(module.Trial.prove))
 
@@ -44,6 +46,34 @@ def _once_with_these_threads(function: Callable[..., Any]) -> Callable[..., Any]
         return function(*given)
 
     return lambda *given: kept(torch.get_num_threads(), *given)
+
+
+def _of_new_shapes(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``check``, which skips linears if their shapes, classes and threads were all checked."""
+    import torch
+
+    from convoy.model.backends.host.checks import selfcheck
+    from convoy.model.kernels.linear import PackedLinear
+
+    checked: set[object] = set()
+    check_linear = selfcheck.check_linear
+
+    def check_new(parts: Any) -> None:
+        parts, threads = list(parts), torch.get_num_threads()
+        found = {
+            (type(one), one.in_features, one.out_features, one.activation, type(one.native), threads)
+            for part in parts
+            for one in part.modules()
+            if isinstance(one, PackedLinear)
+        }
+        # A test may put a check that fails in place of that of one linear.
+        if selfcheck.check_linear is not check_linear:
+            check(parts)
+        elif not found <= checked:
+            check(parts)
+            checked.update(found)
+
+    return check_new
 
 
 def _of_new_layers(prove: Callable[[Any], None]) -> Callable[[Any], None]:

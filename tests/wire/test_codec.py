@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convoy.config.table import MAX_STEP_TOKENS
 from convoy.errors import FrameError
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.link.incoming import ReceivedMessage
@@ -17,7 +18,6 @@ from convoy.wire.messages.control import (
     MAX_MASK_BYTES,
     MAX_OFFER_BYTES,
     MAX_STEP_BLOCKS,
-    MAX_STEP_TOKENS,
     Activate,
     Activated,
     BlockGrant,

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from convoy.config.kernels import AUTO, KV_FORMS, on_device
-from convoy.config.table import CLUSTER, DEVICE_CHUNK, ENGINE, HOST_CHUNK, MODEL, PLAN, SERVE
+from convoy.config.table import (
+    CLUSTER,
+    DEVICE_CHUNK,
+    ENGINE,
+    HOST_CHUNK,
+    MAX_STEP_TOKENS,
+    MODEL,
+    PLAN,
+    SERVE,
+)
 from convoy.engine.kv.limits import MAX_DRAFT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
@@ -17,7 +26,7 @@ from convoy.plan.memory.blocks import BlockDemand
 from convoy.plan.placement.parallel import ASKED, Asked
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
-from convoy.wire.messages.control import MAX_BATCH, MAX_IN_FLIGHT, MAX_RANKS, MAX_STEP_TOKENS
+from convoy.wire.messages.control import MAX_BATCH, MAX_IN_FLIGHT, MAX_RANKS
 from convoy.wire.messages.fetch import PIECE_BYTES
 
 _WHERE = "docs/configuration.md has every key of convoy.toml with its flag"

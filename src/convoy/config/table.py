@@ -27,6 +27,9 @@ DEFAULT_SPECULATE = 8
 # Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token
 # meanwhile. A device takes tens of milliseconds, and with fewer rows it waits for its memory.
 HOST_CHUNK, DEVICE_CHUNK = 256, 2048
+# An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
+# of a step, not by the size of a frame. Each row, sample request and answer of a step has a token of its own.
+MAX_STEP_TOKENS = 16 * 1024
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -294,7 +297,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
             flag=Flag("Sequences that run at once; 1: one after another.", least=1),
         ),
     ] = 32
-    max_step_tokens: Annotated[Count, Setting("tokens in one step; at most 16,384")] = 512
+    max_step_tokens: Annotated[Count, Setting(f"tokens in one step; at most {MAX_STEP_TOKENS:,}")] = 512
     prefill_chunk: Annotated[
         CountOrNone,
         Setting(

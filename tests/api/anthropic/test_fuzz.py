@@ -72,7 +72,7 @@ bodies = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(180), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(bodies)
 def test_any_body_gets_an_answer_or_a_refusal_and_ends(

@@ -211,7 +211,7 @@ def test_other_layers_are_added_to_those_that_are_here(model: Path, tmp_path: Pa
     assert first * 0.49 < second < first * 0.51, "one layer more, where two were"
 
 
-@pytest.mark.parametrize("damage", ["changed", "truncated"])
+@pytest.mark.parametrize("damage", [pytest.param("changed", marks=pytest.mark.long), "truncated"])
 def test_what_was_damaged_on_disk_is_noticed_and_got_anew(model: Path, tmp_path: Path, damage: str) -> None:
     with started(model, with_cache(tmp_path / "cache")) as (cluster, _):
         expected = answer_of(cluster)

@@ -81,9 +81,13 @@ def test_what_has_no_places_for_slices_is_packed_at_once(
     assert bytes_of(packed) == bytes_of(at_once(weight))
 
 
-def test_halves_of_a_split_linear_are_joined_too() -> None:
-    weight, x = stored(65_600, 512), torch.randn(17, 512)  # each half has 64 MiB
-    found = PackedLinear(weight, None)
+def test_halves_of_a_split_linear_are_joined_too(monkeypatch: pytest.MonkeyPatch, given: list[int]) -> None:
+    weight, x = stored(1000, 512), torch.randn(17, 512)
+    with monkeypatch.context() as large:
+        large.setattr("convoy.model.kernels.linear.pack_float32", pack_slices)
+        found = PackedLinear(weight, None)
+    assert given.count(1000) == 2, "memory for each half, and then its slices"
+    assert len(given) > 20
     packed = [bytes_of(part) for part in found.packed]
     assert packed == [bytes_of(at_once(half)) for half in (weight[:, :256], weight[:, 256:])]
     assert torch.equal(found.dense()[0], weight.to(torch.float32))

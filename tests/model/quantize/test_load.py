@@ -19,6 +19,7 @@ from convoy.model.quantize.checkpoint import quantize
 from convoy.model.stage import StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment
+from support.cases import cases
 from support.compiled import nothing_compiled
 from support.odd_models import make_odd_llama
 from support.quantised_models import Writer, library_model, mlx, mxfp4, write, write_gguf
@@ -61,8 +62,12 @@ def logits(chain: list[HostStage]) -> list[torch.Tensor]:
     return [*run.run((0, list(range(5, 30))), (1, [3, 4, 5])), *run.run((0, [7]), (1, [9]))]
 
 
-@pytest.mark.parametrize("form", ["q4", "q8"])
-@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe", "gguf"])
+KINDS = ("llama", "tied", "qwen3_moe", "gguf")
+# Each kind and each form
+QUICK = [("tied", "q4"), ("qwen3_moe", "q4"), ("gguf", "q8")]
+
+
+@pytest.mark.parametrize(("kind", "form"), cases(itertools.product(KINDS, ("q4", "q8")), QUICK.__contains__))
 def test_a_model_rounded_at_load_has_the_bits_of_the_checkpoint_that_quantize_writes(
     tmp_path: Path, kind: str, form: QuantizeFormat
 ) -> None:

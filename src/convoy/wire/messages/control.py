@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import msgspec
 
 from convoy.config.kernels import AUTO
+from convoy.config.table import MAX_STEP_TOKENS
 
 
 class FrameType(enum.IntEnum):
@@ -79,9 +80,6 @@ HubCommitName = Annotated[
 MAX_ROSTER_BYTES = 1024 * 1024
 # No member has this much memory, so a larger offer is malformed.
 MAX_OFFER_BYTES = 16 << 40
-# An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
-# of a step, not by the size of a frame. Each row, sample request and answer of a step has a token of its own.
-MAX_STEP_TOKENS = 16 * 1024
 # Sequences in one step.
 MAX_BATCH = 256
 # The most steps that a stage lets wait, and that a link's inbox holds.

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import msgspec
 
+from convoy.config.table import MAX_STEP_TOKENS
 from convoy.wire.messages.control import (
     MAX_RANKS,
-    MAX_STEP_TOKENS,
     Digest,
     FrameRow,
     FrameType,

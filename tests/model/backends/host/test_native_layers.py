@@ -33,20 +33,20 @@ WIDE = {"hidden_size": 64, "head_dim": 16}
 PARTS = [
     "biased",
     "mixed",
-    "phi3",
     "granite",
     "arcee",
     "apertus",
     "gemma2",
     "cohere2",
-    "ernie4_5",
     "olmo2",
-    "smollm3",
     "gpt_oss",
     "qwen2_moe",
 ]
 # The same parts put together otherwise.
 OTHERS = [
+    "phi3",
+    "ernie4_5",
+    "smollm3",
     "mistral",
     "qwen2",
     "seed_oss",
