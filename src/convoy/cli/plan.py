@@ -1,4 +1,4 @@
-"""``convoy plan``: show how a model would be split, from its configuration alone. It loads no weights."""
+"""``convoy plan``: show how a model would be split, from configuration and headers. It loads no weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,19 @@ from convoy.cli.show.output import JsonFlag, print_json, print_note
 from convoy.config.settings import load_config, override
 from convoy.sdk.planning import PlanQuestion, make_plan
 
-ModelArgument = Annotated[str | None, typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="A model, as for `convoy run`; org/name's headers alone are read.")
+]
 MembersFlag = Annotated[
     str | None, typer.Option(help="A number of members here, or NAME=GB,NAME=GB; the first is the head.")
+]
+DevicesFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device",
+        help="NAME=cuda:24GB or NAME=cpu:16GB: a member on a machine that need not run yet, with its whole "
+        "memory; the first is the head.",
+    ),
 ]
 PolicyFlag = Annotated[Path | None, option("cluster", "policy")]
 LevelFlag = Annotated[
@@ -30,7 +40,8 @@ LevelFlag = Annotated[
 ConfigFlag = Annotated[
     Path | None,
     typer.Option(
-        help="A convoy.toml: model, roster, spans.  [default: .convoy/convoy.toml, but for --members]"
+        help="A convoy.toml: model, roster, spans.  [default: .convoy/convoy.toml, but for --members "
+        "and --device]"
     ),
 ]
 StandbysFlag = Annotated[
@@ -43,6 +54,7 @@ def plan(
     *,
     model: ModelArgument = None,
     members: MembersFlag = None,
+    device: DevicesFlag = None,
     layers: LayersFlag = None,
     sharing: dict[str, Any],
     policy: PolicyFlag = None,
@@ -63,7 +75,7 @@ def plan(
     Loads no weights; runs at most a measurement of this machine.
     """
     # Members that the command line names are not the members of this folder's cluster.
-    settings = load_config(config_file(config) if members is None else config)
+    settings = load_config(config_file(config) if members is None and not device else config)
     check_choice("engine", "kv_dtype", kv_dtype)
     engine = override(settings.engine, kv_dtype=kv_dtype)
     settings = override(settings, plan=override(settings.plan, **sharing), engine=engine)
@@ -83,6 +95,7 @@ def plan(
             threads,
             note=print_note,
             on_refused=(lambda _rules: None) if as_json else print_rules,
+            devices=device or (),
         )
     )
     print_json(found) if as_json else print_plan(found)

@@ -18,6 +18,8 @@ Offers = Mapping[str, MemberOffer]
 
 # The planned share of free memory: the rest is for the system and for steps, `plan.memory.working`.
 MEMORY_SHARE = 0.8
+# Of a CUDA device: the rest is left to the driver, to kernels that are compiled later, and to other users.
+CUDA_MEMORY_SHARE = 0.92
 # One block: a stage without room for it cannot run a token.
 RESERVE_TOKENS = 16
 
