@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.checks.plan_print import print_plan, print_rules
+from convoy.cli.checks.plan_print import print_fits, print_plan, print_rules
 from convoy.cli.checks.rates import ContextFlag, RoundTripFlag, SpeedFlag, ThreadsFlag
 from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import KvDtypeFlag, check_choice, with_step_flags
@@ -16,7 +16,8 @@ from convoy.cli.local.members import LayersFlag, parse_members
 from convoy.cli.operator.home import config_file
 from convoy.cli.show.output import JsonFlag, print_json, print_note
 from convoy.config.settings import load_config, override
-from convoy.sdk.planning import PlanQuestion, make_plan
+from convoy.sdk.planning.fit import find_fits
+from convoy.sdk.planning.planning import PlanQuestion, make_plan
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A model, as for `convoy run`; org/name's headers alone are read.")
@@ -44,6 +45,9 @@ ConfigFlag = Annotated[
         "and --device]"
     ),
 ]
+FitFlag = Annotated[
+    bool, typer.Option("--fit", help="List which popular models fit the members, in which form, how fast.")
+]
 StandbysFlag = Annotated[
     list[str] | None, typer.Option(help="NAME of a member that holds no layers until another member is lost.")
 ]
@@ -67,6 +71,7 @@ def plan(
     round_trip: RoundTripFlag = None,
     context: ContextFlag = 512,
     threads: ThreadsFlag = None,
+    fit: FitFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which member would hold which layers, how fast, and why.
@@ -79,23 +84,26 @@ def plan(
     check_choice("engine", "kv_dtype", kv_dtype)
     engine = override(settings.engine, kv_dtype=kv_dtype)
     settings = override(settings, plan=override(settings.plan, **sharing), engine=engine)
-    found = make_plan(
-        PlanQuestion(
-            settings,
-            model,
-            None if members is None else parse_members(members),
-            layers,
-            policy,
-            level or (),
-            kernel_for(quantize, settings.model.kernel),
-            standby or (),
-            speed or (),
-            round_trip or (),
-            context,
-            threads,
-            note=print_note,
-            on_refused=(lambda _rules: None) if as_json else print_rules,
-            devices=device or (),
-        )
+    question = PlanQuestion(
+        settings,
+        model,
+        None if members is None else parse_members(members),
+        layers,
+        policy,
+        level or (),
+        kernel_for(quantize, settings.model.kernel),
+        standby or (),
+        speed or (),
+        round_trip or (),
+        context,
+        threads,
+        note=print_note,
+        on_refused=(lambda _rules: None) if as_json or fit else print_rules,
+        devices=device or (),
     )
+    if fit:
+        fits = find_fits(question)
+        print_json(fits) if as_json else print_fits(fits)
+        return
+    found = make_plan(question)
     print_json(found) if as_json else print_plan(found)

@@ -8,7 +8,7 @@ import typer
 
 from convoy.errors import UsageError
 from convoy.sdk.names import local_names
-from convoy.sdk.plan_members import parse_gb
+from convoy.sdk.planning.members import parse_gb
 
 LayersFlag = Annotated[
     list[str] | None,

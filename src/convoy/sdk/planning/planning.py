@@ -16,8 +16,8 @@ from convoy.errors import PlanError, SpanError, UsageError
 from convoy.sdk.models import describe_model
 from convoy.sdk.names import local_names
 from convoy.sdk.options import Note, head_options, unheard
-from convoy.sdk.plan_members import Members, MembersQuestion, PlanMembers, find_members
-from convoy.sdk.speeds import Here, Measurements
+from convoy.sdk.planning.members import Members, MembersQuestion, PlanMembers, find_members
+from convoy.sdk.planning.speeds import Here, Measurements
 
 if TYPE_CHECKING:
     from convoy.model.checkpoints.source import ModelSource
