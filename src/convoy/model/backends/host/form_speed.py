@@ -41,7 +41,8 @@ def main_form(source: ModelSource) -> str:
     """
     sizes: Counter[str] = Counter()
     for name, tensor in source.tensors.items():
-        if source.layout.whole(name) == name and is_matrix(decoder_name(name), tensor.shape):
+        is_plain = name not in source.layout.made and source.layout.whole(name) == name
+        if is_plain and is_matrix(decoder_name(name), tensor.shape):
             sizes[tensor.dtype if tensor.dtype in _HALVES else ""] += math.prod(tensor.shape)
     for whole in source.layout.made.values():
         if not is_matrix(decoder_name(whole.name), whole.shape):
