@@ -99,13 +99,14 @@ def _machines_text(spec: ModelSpec, ways: Mapping[str, Sequence[MemberOffer]]) -
     told = []
     for way, offers in ways.items():
         largest = max(offers, key=lambda offer: offer.memory_bytes)
+        if largest.world_size > 1:
+            # The slices of ranks are of other sizes, so their number is another question.
+            return ""
         count = machines_needed(spec, largest)
-        if largest.world_size == 1 and count is not None:
+        if count is not None:
             told.append(f"{count}{way}")
-    if not told:
-        return ""
     size = format_bytes(max(offer.memory_bytes for offers in ways.values() for offer in offers))
-    return f"; machines with {size} that fit: {', '.join(told)}"
+    return f"; machines with {size} that fit: {', '.join(told) or 'no number of them'}"
 
 
 def machines_needed(spec: ModelSpec, offer: MemberOffer) -> int | None:
