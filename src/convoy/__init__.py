@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from convoy.sdk.client import Client, Reply, connect
     from convoy.sdk.endpoint import HttpRefused, ServerBusy
     from convoy.sdk.parity import verify
-    from convoy.sdk.planning import plan
+    from convoy.sdk.planning.planning import plan
     from convoy.sdk.server import Server, serve
 
 __version__ = "0.1.0"
@@ -64,7 +64,7 @@ _PLACES = {
     "HttpRefused": "sdk.endpoint",
     "ServerBusy": "sdk.endpoint",
     "verify": "sdk.parity",
-    "plan": "sdk.planning",
+    "plan": "sdk.planning.planning",
     "Server": "sdk.server",
     "serve": "sdk.server",
     **dict.fromkeys(("CapacityError", "ConvoyError", "InputError", "PeerError", "Unavailable"), "errors"),

@@ -385,3 +385,44 @@ def test_ranks_that_cannot_be_are_an_error_with_both_numbers(folder: Path) -> No
     wrong = run_here(["plan", "odd", "--parallel", "both", *HERE], folder)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "--parallel is both, expected auto, pipeline, tensor, single" in wrong.stderr
+
+
+def test_devices_that_do_not_run_yet_have_their_own_kernels_and_share_of_memory(folder: Path) -> None:
+    flags = ["--device", "box=cuda:24GB", "--device", "old=cpu:16GB", *TOLD]
+    done = run_here(["plan", "odd", *flags, "--json"], folder)
+    assert done.returncode == 0, done.stderr
+    stages = json.loads(done.stdout)["stages"]
+    kernels = [(stage["member"], stage["kernel"], stage["memory_bytes"]) for stage in stages]
+    assert kernels == [("box", "cuda-bf16", 22_080_000_000), ("old", EXACT, 12_800_000_000)]
+    assert "box: cuda with 24.0 GB, of which 22.1 GB count" in done.stderr
+    lone = run_here(["plan", "odd", "--device", "box=cuda:24GB", "--quantize", "q4", "--json"], folder)
+    assert json.loads(lone.stdout)["stages"][0]["kernel"] == "cuda-int4"
+    assert (
+        "that box is as fast as a CUDA card with 400 GB/s" in json.loads(lone.stdout)["rates"]["assumed"][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "box"], "--device is 'box', expected NAME=cuda:24GB or NAME=cpu:16GB"),
+        (["--device", "cuda:24GB"], "--device is 'cuda:24GB', expected NAME=cuda:24GB"),
+        (["--device", "b x=cpu:1GB"], "--device is 'b x=cpu:1GB', expected"),
+        (["--device", "box=tpu:24GB"], "--device box is on 'tpu', expected cpu or cuda"),
+        (["--device", "box=cuda:0GB"], "--device box has '0GB', expected a size with its unit"),
+        (["--device", "box=cuda:0"], "--device box has '0', expected a size with its unit"),
+        (["--device", "box=cuda:-1GB"], "--device box has '-1GB'"),
+        (["--device", "box=cuda:1e300GB"], "--device box has '1e300GB'"),
+        (["--device", "box=cpu:99999999GB"], "above 0GB and up to 1000000GB"),
+        (["--device", "box=cpu:nanGB"], "--device box has 'nanGB'"),
+        (["--device", "a=cpu:1GB", "--device", "a=cpu:2GB"], "--device names a twice"),
+        (["--device", "a=cpu:1GB", "--members", "2"], "--members and --device both name the members"),
+        (["--members", "a=1e300"], "--members has 'a=1e300'"),
+        (["--members", "a=inf"], "--members has 'a=inf'"),
+    ],
+)
+def test_a_device_that_makes_no_sense_is_wrong_usage(folder: Path, flags: list[str], message: str) -> None:
+    done = run_here(["plan", "odd", *flags], folder)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "hint: " in done.stderr

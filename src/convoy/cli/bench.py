@@ -11,6 +11,7 @@ from convoy.cli.benches import device as bench_device
 from convoy.cli.benches import floor as bench_floor
 from convoy.cli.benches import formats as bench_formats
 from convoy.cli.benches import hop as bench_hop
+from convoy.cli.benches import planned as bench_planned
 from convoy.cli.benches import recover as bench_recover
 from convoy.cli.benches import spec as bench_spec
 from convoy.cli.benches import throughput
@@ -28,6 +29,7 @@ for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.pref
     app.command()(verb)
 for verb in (
     bench_formats.formats,
+    bench_planned.plan,
     bench_device.device,
     bench_hop.hop,
     bench_hop.comms,

@@ -33,7 +33,8 @@ _LOOK_S = 0.2
 _MOST_KEPT = 5
 _MAX_FILE_BYTES, _MAX_ENTRIES = 256 * 1024, 64
 
-Measure = Callable[[str, int | None, str], Speed]
+# Takes a kernel, the number of threads, a device and the form of files.
+Measure = Callable[[str, int | None, str, str], Speed]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def own_speed(
     device: str,
     folder: Path | None,
     *,
+    form: str = "",
     measure: Measure = measure_speed,
     busy: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
     now: Callable[[], float] = time.monotonic,
@@ -70,19 +72,19 @@ def own_speed(
     """Return the middle of the last few idle measurements in ``folder``, the best of now included.
 
     Those of now take at most 3 s, and one is always made. On a busy machine the result is the middle of
-    the kept ones, else of those of now. Raises the errors of `measure_speed`. With an unusable folder, it
-    only keeps none.
+    the kept ones, else of those of now. ``form`` is that of the model's files, as `measure_speed` takes it.
+    Raises its errors. With an unusable folder, it only keeps none.
     """
     used = busy()
     began_s = now()
-    found = [measure(kernel, num_threads, device)]
+    found = [measure(kernel, num_threads, device, form)]
     while len(found) < _MOST_ROUNDS and (len(found) + 1) / len(found) * (now() - began_s) <= _MOST_S:
-        found.append(measure(kernel, num_threads, device))
+        found.append(measure(kernel, num_threads, device, form))
     is_busy = used > BUSY
     here = _middle(found) if is_busy else max(found, key=_rate)
     if folder is None:
         return OwnSpeed(here, used)
-    key = f"{platform.machine()} {_cpu()} {os.cpu_count()} {kernel} {num_threads} {device}"
+    key = f"{platform.machine()} {_cpu()} {os.cpu_count()} {kernel} {num_threads} {device} {form}".rstrip()
     kept = _read(folder / FILE)
     speeds = kept.pop(key, [])
     if not is_busy:
@@ -117,7 +119,7 @@ def _read(path: Path) -> dict[str, list[Speed]]:
 
 def _speed(values: dict[str, float | None]) -> Speed:
     """Return a speed from its values. Raises TypeError or ValueError for any other values."""
-    names = {field.name for field in dataclasses.fields(Speed)} - {"measured"}
+    names = {field.name for field in dataclasses.fields(Speed)} - {"assumed"}
     read = {name: None if value is None else float(value) for name, value in values.items()}
     if set(read) != names or any(value is not None and not 0 <= value < 1e18 for value in read.values()):
         raise ValueError("not a speed")
@@ -129,7 +131,7 @@ def _speed(values: dict[str, float | None]) -> Speed:
 def _write(path: Path, kept: dict[str, list[Speed]]) -> None:
     values = {key: [dataclasses.asdict(speed) for speed in speeds] for key, speeds in kept.items()}
     for each in itertools.chain.from_iterable(values.values()):
-        del each["measured"]
+        del each["assumed"]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{FILE}.", delete=False) as file:

@@ -10,6 +10,7 @@ import torch
 
 from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, KERNELS
 from convoy.errors import ModelError, UsageError
+from convoy.plan.memory.memory import CUDA_MEMORY_SHARE
 
 _DOCTOR = "`convoy doctor` shows this machine's devices"
 
@@ -24,8 +25,6 @@ _ON_CUDA = {
     **{name: name for name in CUDA_KERNELS},
 }
 _MAX_DEVICES = 16
-# the rest is left to the driver, to kernels that are compiled later, and to other users of the device
-_MEMORY_SHARE = 0.92
 _DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
 
 
@@ -141,7 +140,7 @@ def why_no_cuda() -> str:
 
 def device_memory_bytes(devices: tuple[str, ...]) -> int:
     """Return the bytes that CUDA devices together have free for a member: most of their free memory."""
-    return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * _MEMORY_SHARE)
+    return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * CUDA_MEMORY_SHARE)
 
 
 def describe_devices(devices: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ _SCALES = (1e9, 1e9, 1e9, 1e9, 1e9, 1e-3, 1e-6, 1e-3)
 class Speed:
     """Hold a member's measurements; None or 0 means not measured, and counts as free beside the others.
 
-    ``measured`` tells that the figures are the member's own, and not borrowed from another.
+    ``assumed`` says what the member is taken to be as fast as, if the figures are not its own.
     """
 
     # Of weights, as its kernel reads them from memory for a lone row.
@@ -35,7 +35,7 @@ class Speed:
     row_s: float = 0.0
     # Of each step of a stage beside its layers.
     step_s: float = 0.0
-    measured: bool = True
+    assumed: str = ""
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> Speed:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from convoy.cluster.head.head import LoadProgress
     from convoy.cluster.weights.head_weights import HeadWeights
     from convoy.config.settings import Config
-    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.hub.files import Hub, HubName
     from convoy.model.checkpoints.source import ModelSource
     from convoy.trust.signed_model import SignedModel
 
@@ -36,15 +36,31 @@ def local_model(
 
     ``on_load`` hears how much is downloaded. Raises ModelError if the files are not available.
     """
-    from convoy.model.checkpoints.hub.files import FOLDER, Hub
-
     name = _hub_name(named)
     if name is None:
         return named
-    hub = Hub(_cache(settings) / FOLDER, settings.model.hub)
+    hub = _hub(settings)
     commit, directory = hub.download(name, on_load)
     note(f"note: {hub.offline}" if hub.offline else f"model: {name.repo} at commit {commit}")
     return str(directory)
+
+
+def describe_model(settings: Config, named: str, note: Note = unheard) -> ModelSource:
+    """Return the description of a model, without its weights: of a hub's, only headers are fetched.
+
+    Raises ModelError if there is no such model, or none that Convoy runs.
+    """
+    from convoy.model.checkpoints.hub.describe import describe_on_hub
+    from convoy.model.checkpoints.source import ModelSource
+
+    name = _hub_name(named)
+    if name is None:
+        return ModelSource.resolve(named)
+    hub = _hub(settings)
+    source = describe_on_hub(hub, name)
+    if hub.offline:
+        note(f"note: {hub.offline}")
+    return source
 
 
 def open_model(
@@ -120,6 +136,12 @@ def _hub_name(named: str) -> HubName | None:
     from convoy.model.checkpoints.source import needs_no_files
 
     return None if needs_no_files(named) else HubName.parse(named)
+
+
+def _hub(settings: Config) -> Hub:
+    from convoy.model.checkpoints.hub.files import FOLDER, Hub
+
+    return Hub(_cache(settings) / FOLDER, settings.model.hub)
 
 
 def _cache(settings: Config) -> Path:

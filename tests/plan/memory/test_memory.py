@@ -7,8 +7,9 @@ import pytest
 from convoy.config.kernels import CUDA_KERNEL, EXACT, KERNELS, PLAIN, QUANTIZED, held_form, kv_form, on_device
 from convoy.errors import PlanError
 from convoy.model.checkpoints.source import ModelSource
-from convoy.plan.memory.memory import check_memory, format_bytes, stage_bytes
+from convoy.plan.memory.memory import check_memory, format_bytes, machines_needed, stage_bytes
 from convoy.plan.offer import MemberOffer
+from convoy.plan.placement.placement import place
 from convoy.plan.span import Span
 
 SPEC = ModelSource.resolve("demo-mini").spec
@@ -31,7 +32,8 @@ def in_all(kernel: str) -> str:
 def test_the_hint_has_the_memory_of_each_kind_of_quantize(kernel: str) -> None:
     hint = hint_for(kernel)
     kv = kv_form(kernel).name
-    assert f"all stages need {in_all(kernel)} with {kernel} and K/V in {kv}, " in hint
+    weights = {EXACT: "weights as in the file", CUDA_KERNEL: "bfloat16 weights", PLAIN: "float32 weights"}
+    assert f"all stages need {in_all(kernel)} with {kernel} ({weights[kernel]}) and K/V in {kv}, " in hint
     assert "(fits)" not in hint
     for kind, host in QUANTIZED.items():
         rounded = KERNELS[host].cuda_name if on_device(kernel) else host
@@ -50,7 +52,32 @@ def test_the_hint_marks_the_kinds_that_fit() -> None:
 def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
     assert "--quantize q8" not in hint_for("exact-q8")
     assert "--quantize q4" in hint_for("exact-q8")
-    assert hint_for("exact-q4") == "add a member, or move layers to one with more memory"
+    rounded = hint_for("exact-q4")
+    assert rounded.startswith("add a member, or move layers to one with more memory: all stages need ")
+    assert " with exact-q4 (4-bit weights) and K/V in f32; machines " in rounded
+
+
+@pytest.mark.parametrize("kernel", [EXACT, "exact-q4", CUDA_KERNEL])
+@pytest.mark.parametrize("share", [0.9, 0.45, 0.3])
+def test_the_number_of_machines_that_fit_is_the_least_that_is_placed(kernel: str, share: float) -> None:
+    spec = ModelSource.resolve("demo").spec
+    size = int(share * stage_bytes(spec, Span(0, spec.num_layers, output=True), kernel))
+
+    def placed(count: int) -> None:
+        names = [f"m{number}" for number in range(count)]
+        place(spec, [MemberOffer(name, size, name == "m0", kernel=kernel) for name in names])
+
+    count = machines_needed(spec, MemberOffer("m0", size, kernel=kernel))
+    assert count is not None
+    placed(count)
+    with pytest.raises(PlanError, match="needs") as refused:
+        placed(count - 1)
+    assert f"machines with {format_bytes(size)} that fit: {count}" in str(refused.value.hint)
+
+
+def test_no_number_of_machines_fits_where_one_layer_does_not() -> None:
+    assert machines_needed(SPEC, MemberOffer("m0", 1000)) is None
+    assert "; machines with 1.0 kB that fit: no number of them" in hint_for(EXACT)
 
 
 def test_a_member_without_compiled_code_needs_more_and_the_hint_has_the_bytes_with_it() -> None:

@@ -160,7 +160,7 @@ def test_a_speed_is_told_in_the_words_in_which_it_is_printed() -> None:
 def test_what_was_not_measured_is_said() -> None:
     placement = two()
     head, peer = names(placement)
-    guessed = Speed(1e9, 1e12, measured=False)
+    guessed = Speed(1e9, 1e12, assumed="as fast as this machine")
     found = predict(placement, {head: FAST, peer: guessed}, Links(5e-4), Workload())
     assert found.assumed[0] == f"that {peer} is as fast as this machine"
     assert found.assumed[1] == f"a round trip of 0.5 ms: {head} to {peer}, {peer} to {head}"

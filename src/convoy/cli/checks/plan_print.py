@@ -18,6 +18,7 @@ from convoy.cli.show.output import (
 if TYPE_CHECKING:
     from convoy.plan.rates.compare import TensorReport
     from convoy.plan.report import BlocksReport, PlanReport, RuleReport
+    from convoy.sdk.planning.fit import FitForm, FitReport
 
 
 def print_plan(found: PlanReport) -> None:
@@ -175,3 +176,42 @@ def print_rules(rules: list[RuleReport]) -> None:
         ],
     )
     print()
+
+
+def print_fits(found: FitReport) -> None:
+    """Print a row for each model: its decode rate in each form, or the memory that it would need."""
+    print(
+        f"members: {', '.join(f'{name} {format_bytes(size)}' for name, size in found.memory_bytes.items())}"
+    )
+    print()
+    words = [form.form for form in found.rows[0].forms]
+    print_table(
+        ["model", "parameters", *(f"decode, {word}" for word in words), "prefill, best", "best"],
+        [
+            (
+                row.model,
+                f"{row.num_elements / 1e9:.1f} billion",
+                *(_fit_text(form) for form in row.forms),
+                next((_tokens(form.prefill_tokens_per_s) for form in row.forms if form.form == row.best), ""),
+                row.best or "none",
+            )
+            for row in found.rows
+        ],
+    )
+    print()
+    print(f"rates: of one sequence of {found.context} tokens, in tokens/s; memory: of all weights")
+    if any(form.alone_tokens_per_s > form.decode_tokens_per_s for row in found.rows for form in row.forms):
+        print("alone: the first member would be faster without the others")
+    if found.assumed:
+        print(f"assumed: {'; '.join(found.assumed)}")
+
+
+def _fit_text(form: FitForm) -> str:
+    if not form.fits:
+        return f"no: {format_bytes(form.weight_bytes)}"
+    rate, alone = form.decode_tokens_per_s, form.alone_tokens_per_s
+    return f"{_tokens(rate)} ({_tokens(alone)} alone)" if alone > rate else _tokens(rate)
+
+
+def _tokens(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"

@@ -8,6 +8,7 @@ import typer
 
 from convoy.errors import UsageError
 from convoy.sdk.names import local_names
+from convoy.sdk.planning.members import parse_gb
 
 LayersFlag = Annotated[
     list[str] | None,
@@ -27,14 +28,10 @@ def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
     members = []
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
-        number = size[:-2].rstrip() if size[-2:].upper() == "GB" else size
-        try:
-            num_bytes = int(float(number) * 10**9)
-        except (ValueError, OverflowError):
-            num_bytes = 0
-        if not name or not equals or num_bytes <= 0:
+        num_bytes = parse_gb(size)
+        if not name or not equals or num_bytes is None:
             raise UsageError(
-                f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB",
+                f"--members has {part.strip()[:80]!r}, expected a count or NAME=GB,NAME=GB",
                 hint="--members 3, or --members alpha=8,beta=16",
             )
         members.append((name, num_bytes))

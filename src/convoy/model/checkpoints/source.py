@@ -32,7 +32,7 @@ _OF_TOKENIZER = (
 _MAX_TOKENIZER_BYTES = 256 << 20
 BUNDLED = ("demo", "demo-mini")
 _BUNDLED_DIRECTORY = Path(__file__).resolve().parents[2] / "models"
-_MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 16 << 20
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _LAYER = re.compile(
     r"(?:model\.|model\.language_model\.|language_model\.model\.)layers\.([0-9]{1,6})\.", re.ASCII
@@ -168,12 +168,17 @@ def read_config(path: Path) -> dict[str, object]:
             hint="give the directory itself of a Hugging Face model, with config.json, tokenizer.json and "
             "*.safetensors in it",
         )
+    return parse_config(str(path), file_bytes(path, MAX_CONFIG_BYTES))
+
+
+def parse_config(place: str, data: bytes) -> dict[str, object]:
+    """Parse a config.json. Raises ModelError naming ``place`` if it is not a JSON object."""
     try:
-        config = json.loads(file_bytes(path, _MAX_CONFIG_BYTES))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON", hint=_AGAIN) from error
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{place} is not JSON", hint=_AGAIN) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, expected an object", hint=_AGAIN)
+        raise ModelError(f"{place} holds a {type(config).__name__}, expected an object", hint=_AGAIN)
     return config
 
 

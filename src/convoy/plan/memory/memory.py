@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from convoy.config.kernels import KERNELS, QUANTIZED, kv_form, on_device
+from convoy.config.kernels import KERNELS, QUANTIZED, form_of, kv_form, on_device
 from convoy.errors import PlanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
@@ -18,6 +18,8 @@ Offers = Mapping[str, MemberOffer]
 
 # The planned share of free memory: the rest is for the system and for steps, `plan.memory.working`.
 MEMORY_SHARE = 0.8
+# Of a CUDA device: the rest is left to the driver, to kernels that are compiled later, and to other users.
+CUDA_MEMORY_SHARE = 0.92
 # One block: a stage without room for it cannot run a token.
 RESERVE_TOKENS = 16
 
@@ -58,10 +60,12 @@ def _rounded(kind: str, kernel: str) -> str:
 def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
     """Return the hint: the memory of all stages now, and under each kind of ``--quantize`` that lowers it.
 
-    It names the form of weights and K/V, and the kinds under which the stages fit.
+    It names the form of weights and K/V, the kinds under which the stages fit, and the number of machines
+    like the largest that would fit.
     """
     now, unpacked = _together(spec, owners, offers), _unpacked_text(spec, owners, offers)
-    less = []
+    used = [offers[name] for name, _ in owners]
+    ways, less = {"": used}, []
     for kind in QUANTIZED:
         rounded = {name: replace(one, kernel=_rounded(kind, one.kernel)) for name, one in offers.items()}
         needed = _together(spec, owners, rounded)
@@ -69,15 +73,61 @@ def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers)
             is_enough = fits(spec, relieve(spec, owners, rounded), rounded)
             note = " (fits)" if is_enough else ""
             less.append(f"{format_bytes(needed)} with --quantize {kind}{note}")
-    if not less:
-        return f"add a member, or move layers to one with more memory{unpacked}"
-    forms = sorted({offers[name].form for name, _ in owners})
-    kv = sorted({kv_form(form, group.kv_dtype).name for form in forms for group in spec.cache_groups})
-    return (
-        "add a member, move layers to one with more memory, or round the weights: all stages need "
-        f"{format_bytes(now)} with {' and '.join(forms)} and K/V in {' and '.join(kv)}, "
-        f"{', '.join(less)}{unpacked}"
+            ways[f" with --quantize {kind}"] = [rounded[name] for name, _ in owners]
+    remedy = ", or round the weights" if less else ""
+    join = ", move layers to one with more memory" if less else ", or move layers to one with more memory"
+    forms = " and ".join(sorted({_form_text(spec, one.form) for one in used}))
+    kv = sorted({kv_form(one.form, group.kv_dtype).name for one in used for group in spec.cache_groups})
+    needs = [f"{format_bytes(now)} with {forms} and K/V in {' and '.join(kv)}", *less]
+    machines = _machines_text(spec, ways)
+    return f"add a member{join}{remedy}: all stages need {', '.join(needs)}{machines}{unpacked}"
+
+
+def _form_text(spec: ModelSpec, word: str) -> str:
+    """Return a kernel with the form of its weights, like ``exact-q8 (8-bit weights)``."""
+    form = form_of(word)
+    kept = form.keeps and any(
+        matrix.kept_bytes for layer in spec.layers for matrix in (*layer.each.linears, *layer.experts.linears)
     )
+    if kept and not form.bits:
+        return f"{word} (weights as in the file)"
+    return f"{word} ({f'{form.bits}-bit' if form.bits else form.dtype} weights)"
+
+
+def _machines_text(spec: ModelSpec, ways: Mapping[str, Sequence[MemberOffer]]) -> str:
+    """Return the part of the hint with the number of machines that fit, by way to hold the weights."""
+    told = []
+    for way, offers in ways.items():
+        largest = max(offers, key=lambda offer: offer.memory_bytes)
+        if largest.world_size > 1:
+            # The slices of ranks are of other sizes, so their number is another question.
+            return ""
+        count = machines_needed(spec, largest)
+        if count is not None:
+            told.append(f"{count}{way}")
+    size = format_bytes(max(offer.memory_bytes for offers in ways.values() for offer in offers))
+    return f"; machines with {size} that fit: {', '.join(told) or 'no number of them'}"
+
+
+def machines_needed(spec: ModelSpec, offer: MemberOffer) -> int | None:
+    """Return the least number of machines like ``offer`` that hold the model; None if no number does.
+
+    The first has the embedding and the output, and each holds as many layers as fit. With equal machines no
+    other way needs fewer, because a shorter run never lets the next one end later.
+    """
+    start = count = 0
+    while start < spec.num_layers:
+        low, high = start, spec.num_layers
+        while low < high:
+            end = (low + high + 1) // 2
+            needed = _needed(spec, Span(start, end, output=start == 0), offer)
+            low, high = (end, high) if needed <= offer.memory_bytes else (low, end - 1)
+        while low > start and low in spec.forbidden_cuts:
+            low -= 1
+        if low == start:
+            return None
+        start, count = low, count + 1
+    return count
 
 
 def _together(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> int:

@@ -311,12 +311,10 @@ def _per_token(group: CacheGroup, context: float) -> float:
 
 
 def _assumed(placement: Placement, speeds: Mapping[str, Speed], links: Links) -> list[str]:
-    names = [name for name in placement.holders if not speeds[name].measured]
-    told = (
-        [f"that {', '.join(names)} {'is' if len(names) == 1 else 'are'} as fast as this machine"]
-        if names
-        else []
-    )
+    told = []
+    for text in dict.fromkeys(speeds[name].assumed for name in placement.holders if speeds[name].assumed):
+        names = [name for name in placement.holders if speeds[name].assumed == text]
+        told.append(f"that {', '.join(names)} {'is' if len(names) == 1 else 'are'} {text}")
     sums = [pair for stage in placement.stages for pair in itertools.pairwise(stage.holders)]
     hops = [(hop.sender, hop.receiver) for hop in _ring(placement)]
     unknown = [

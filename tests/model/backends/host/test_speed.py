@@ -26,7 +26,7 @@ def test_a_measurement_is_quick_and_leaves_the_threads_alone(kernel: str) -> Non
     assert speed.few_flop_per_s is not None
     assert 1e8 < speed.few_flop_per_s < 1e16
     assert 1e-7 < speed.layer_s < 10
-    assert speed.measured
+    assert not speed.assumed
     assert len(speed.text().split(",")) == 8, "all of it can be told elsewhere"
 
 

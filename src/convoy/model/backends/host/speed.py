@@ -19,10 +19,11 @@ _WIDTH, _ROWS = 8192, 2048
 _MEASURE_S = 0.12
 
 
-def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
+def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST, form: str = "") -> Speed:
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
-    On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. On a CUDA
+    On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
+    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On a CUDA
     device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
     launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
@@ -30,10 +31,12 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     if device == HOST:
         with importing():
             # Imported late: it imports transformers.
+            from convoy.model.backends.host.form_speed import in_form
             from convoy.model.backends.host.layer_speed import measure_layers
 
         with _threads(num_threads):
-            return measure_layers(kernel, num_threads)
+            speed = measure_layers(kernel, num_threads)
+            return in_form(speed, form) if form else speed
     return _measure_products(check_device(device))
 
 

@@ -117,13 +117,12 @@ class Hub:
         a later call resumes it. Raises ModelError naming the repository, and the file if one cannot be
         fetched or differs from the hub's list.
         """
-        pinned = self._pin(name)
+        pinned = self.pin(name)
         directory = self.directory(name, pinned.commit)
-        commit = HubCommit(name.repo, pinned.commit, self._endpoint, self._retry_wait_s)
-        fetch = _Download(name, commit, directory, progress)
+        fetch = _Download(name, self.at(name, pinned), directory, progress)
         with alone_in(directory, lambda: None):
-            if name.file or (not {SINGLE, INDEX} & pinned.files.keys() and _has_gguf(pinned)):
-                chosen = choose_gguf(str(name), name.file, pinned.files.keys())
+            chosen = gguf_files(name, pinned)
+            if chosen:
                 fetch.all(_parts(name, pinned, directory, chosen))
                 return pinned.commit, directory / chosen[0]
             fetch.all(_parts(name, pinned, directory, [f for f in (*FILES, INDEX) if f in pinned.files]))
@@ -136,8 +135,29 @@ class Hub:
         """Return the directory for that commit's files, whether or not they exist."""
         return self._folder / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
 
-    def _pin(self, name: HubName) -> Pinned:
-        """Return the current commit of a revision, or the remembered one if the hub cannot be reached."""
+    def at(self, name: HubName, pinned: Pinned) -> HubCommit:
+        """Return the commit, whose files can be read by ranges."""
+        return HubCommit(name.repo, pinned.commit, self._endpoint, self._retry_wait_s)
+
+    def downloaded(self, name: HubName, pinned: Pinned) -> Path | None:
+        """Return what `download` would, if its files are complete here; None if any of them is missing."""
+        directory = self.directory(name, pinned.commit)
+        files = gguf_files(name, pinned)
+        path = directory / files[0] if files else directory
+        if not files:
+            if INDEX in pinned.files and not (directory / INDEX).is_file():
+                return None
+            shards = index_files(directory / INDEX) if INDEX in pinned.files else [SINGLE]
+            files = [*(file for file in (*FILES, INDEX) if file in pinned.files), *shards]
+        if not set(files) <= pinned.files.keys():
+            return None
+        return path if all(map(is_whole, _parts(name, pinned, directory, files))) else None
+
+    def pin(self, name: HubName) -> Pinned:
+        """Return the current commit of a revision, or the remembered one if the hub cannot be reached.
+
+        Raises HubUnreachable, and ModelError for a repository that does not exist, or not for this user.
+        """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with LIBRARY:
             # the import takes about a second, so it waits until a name needs it
@@ -281,8 +301,15 @@ def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
     return found
 
 
-def _has_gguf(pinned: Pinned) -> bool:
-    return any(file.endswith(SUFFIX) for file in pinned.files)
+def gguf_files(name: HubName, pinned: Pinned) -> list[str]:
+    """Return the files of the GGUF model that ``name`` means; none if it means a model of safetensors.
+
+    Raises ModelError as `choose_gguf` does.
+    """
+    has_gguf = any(file.endswith(SUFFIX) for file in pinned.files)
+    if not name.file and ({SINGLE, INDEX} & pinned.files.keys() or not has_gguf):
+        return []
+    return choose_gguf(str(name), name.file, pinned.files.keys())
 
 
 def _remembered(path: Path) -> Pinned | None:

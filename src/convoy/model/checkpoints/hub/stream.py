@@ -172,9 +172,14 @@ def _connection_error() -> Any:
 def _refused(what: str, error: Any) -> ModelError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in _DENIED:
+        from huggingface_hub.errors import GatedRepoError
+
+        gated = isinstance(error, GatedRepoError)
         return ModelError(
-            f"the hub has no {what} for you (HTTP {status})",
-            hint="check the name; for a gated model `hf auth login` first",
+            f"the hub has no {what} for you (HTTP {status})" + (": the model is gated" if gated else ""),
+            hint="accept its terms on its page, then `hf auth login`"
+            if gated
+            else "check the name; for a private or gated model `hf auth login` first",
         )
     if status in _LATER:
         return HubUnreachable(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.config.kernels import EXACT, on_device
 from convoy.errors import UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -26,9 +28,15 @@ _HERE_BYTES_PER_S = 400e6
 _SPEED_COUNTS = {2, 8}
 # The largest GB/s, GFLOP/s or milliseconds that make sense.
 _MOST = 1e9
+_HOST = "cpu"
+# Of a card that is not in this machine, in bytes and products a second: about those of a card of the middle
+# class. The fastest read ten times as much.
+_CARD = (400e9, 40e12)
+_AS_HERE = "as fast as this machine"
+_AS_CARD = "as fast as a CUDA card with {:g} GB/s and {:g} GFLOP/s (--speed tells the real figures)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Here:
     """Hold the member or members on this machine, and how each of them computes here."""
 
@@ -36,6 +44,11 @@ class Here:
     all_members: bool
     num_threads: int
     device: str
+
+    @classmethod
+    def elsewhere(cls, settings: Config, threads: int | None) -> Here:
+        """Return that no member is on this machine, whose cores are measured for the hosts all the same."""
+        return cls("", False, threads or settings.model.num_threads or os.cpu_count() or 1, _HOST)
 
     @classmethod
     def of(
@@ -63,17 +76,62 @@ class Here:
         return cls(name or head, not elsewhere, num_threads, device)
 
 
-def speeds_of(
-    offers: Sequence[MemberOffer],
-    flags: Sequence[str],
-    here: Here,
-    cache: Path | None = None,
-    note: Note = unheard,
-) -> dict[str, Speed]:
-    """Return the speed of every member. Measure this machine if a flag is missing for a member.
+@dataclass
+class Measurements:
+    """Hold the flags about speed. Measure this machine where they are not enough, once for each form.
 
-    ``cache`` keeps the best measurement. Raises UsageError for flags that make no sense.
+    ``cache`` keeps the best measurements.
     """
+
+    here: Here
+    speed_flags: Sequence[str] = ()
+    trip_flags: Sequence[str] = ()
+    cache: Path | None = None
+    note: Note = unheard
+    _own: dict[tuple[str, str], Speed] = field(default_factory=dict)
+
+    def speeds(self, offers: Sequence[MemberOffer], form: str = "") -> dict[str, Speed]:
+        """Return the speed of every member, whose files have their weights in ``form``.
+
+        Raises UsageError for flags that make no sense.
+        """
+        told = speeds_told(offers, self.speed_flags)
+        for offer in offers:
+            if offer.name in told:
+                continue
+            if on_device(offer.kernel) and self.here.device == _HOST:
+                told[offer.name] = _of_card()
+                continue
+            speed = self._measured(offer.kernel, form if offer.kernel == EXACT and not offer.unpacks else "")
+            is_here = self.here.all_members or offer.name == self.here.name
+            told[offer.name] = speed if is_here else dataclasses.replace(speed, assumed=_AS_HERE)
+        return told
+
+    def links(self, offers: Sequence[MemberOffer]) -> Links:
+        """Return the round trip of each pair, assumed without a flag. Raises UsageError."""
+        return links_of(offers, self.trip_flags, self.here)
+
+    def _measured(self, kernel: str, form: str) -> Speed:
+        from convoy.cluster.own_speed import own_speed
+
+        if (kernel, form) not in self._own:
+            here = self.here
+            found = own_speed(kernel, here.num_threads, here.device, self.cache, form=form)
+            if found.warning is not None and not self._own:
+                self.note(found.warning)
+            self._own[kernel, form] = found.speed
+        return self._own[kernel, form]
+
+
+def _of_card() -> Speed:
+    from convoy.plan.speed import Speed
+
+    read, flop = _CARD
+    return Speed(read, flop, assumed=_AS_CARD.format(read / 1e9, flop / 1e9))
+
+
+def speeds_told(offers: Sequence[MemberOffer], flags: Sequence[str]) -> dict[str, Speed]:
+    """Return the speeds of ``--speed``, by member. Raises UsageError for flags that make no sense."""
     from convoy.plan.speed import Speed
 
     names = [offer.name for offer in offers]
@@ -86,17 +144,6 @@ def speeds_of(
             )
         speed = Speed.from_numbers(numbers)
         told |= {member: speed} if member else {name: speed for name in names if name not in told}
-    lacking = [name for name in names if name not in told]
-    if lacking:
-        from convoy.cluster.own_speed import own_speed
-
-        own = next((offer for offer in offers if offer.name == here.name), offers[0])
-        found = own_speed(own.kernel, here.num_threads, here.device, cache)
-        if found.warning is not None:
-            note(found.warning)
-        speed = found.speed
-        guessed = dataclasses.replace(speed, measured=False)
-        told |= {name: speed if here.all_members or name == here.name else guessed for name in lacking}
     return told
 
 

@@ -1,0 +1,151 @@
+"""List which popular models fit some members, in which form and how fast: the core of `convoy plan --fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from convoy.config.kernels import AUTO, QUANTIZED
+from convoy.errors import PlanError, SpanError, UsageError
+from convoy.sdk.planning.planning import plan_source
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.plan.report import PlanReport
+    from convoy.sdk.planning.members import PlanMembers
+    from convoy.sdk.planning.planning import PlanQuestion
+    from convoy.sdk.planning.speeds import Measurements
+
+# The shapes of published models, each with the repository whose config.json it was taken from.
+SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes.json"
+# The kernel that gives each form: files in bfloat16 as they are, or rounded as they are loaded.
+FORMS = {"bf16": AUTO, **QUANTIZED}
+
+
+class FitForm(msgspec.Struct, frozen=True):
+    """Describe one model in one form: its plan's figures, or in ``refused`` the reason why none fits."""
+
+    form: str
+    fits: bool
+    # Over all members; of one machine where nothing fits.
+    weight_bytes: int
+    refused: str = ""
+    hint: str = ""
+    parallel: str = ""
+    max_kv_tokens: int = 0
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    limit: str = ""
+    # Of the head without the others; 0 if it has no room for the model.
+    alone_tokens_per_s: float = 0.0
+
+
+class FitRow(msgspec.Struct, frozen=True):
+    """Describe one model; ``best`` is the form with the most bits that fits, or "" if none does."""
+
+    model: str
+    source: str
+    num_elements: int
+    best: str
+    forms: list[FitForm]
+
+
+class FitReport(msgspec.Struct, frozen=True):
+    """Hold a row for each model. ``memory_bytes`` is what each member may plan with."""
+
+    memory_bytes: dict[str, int]
+    context: int
+    rows: list[FitRow]
+    # What the rates were computed from without a measurement, in words.
+    assumed: list[str]
+
+
+def shapes() -> Iterator[tuple[str, ModelSource]]:
+    """Yield the repository of each shape, and its description with weights in bfloat16."""
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.model.checkpoints.synthetic import describe_tensors
+    from convoy.plan.spec.model import ModelSpec
+
+    for row in json.loads(SHAPES.read_bytes()):
+        name, config = row["name"], row["config"]
+        drawn = describe_tensors(config, ModelSpec.from_config(config, name))
+        tensors = {
+            key: replace(tensor, dtype="BF16", num_bytes=tensor.num_bytes // 2)
+            for key, tensor in drawn.items()
+        }
+        yield row["source"], ModelSource.described(name, Path(), config, tensors)
+
+
+def find_fits(question: PlanQuestion) -> FitReport:
+    """Return which shapes fit the members of a question, which names no model.
+
+    Each is planned in every form, as `make_plan` would. Raises UsageError for flags about one model.
+    """
+    if question.model is not None:
+        raise UsageError(
+            f"--fit lists popular models, and {question.model} is asked for",
+            hint="leave out the one or --fit",
+        )
+    if question.kernel != AUTO or question.layers:
+        raise UsageError(
+            "--fit plans every form and shares layers by itself",
+            hint="leave out --quantize, a kernel in the configuration, and --layers",
+        )
+    members = question.find_members()
+    measurements = question.measurements(members)
+    rows: list[FitRow] = []
+    assumed: dict[str, None] = {}
+    for repo, source in shapes():
+        found = [_form(question, members, measurements, source, form) for form in FORMS]
+        forms = [form for form, _ in found]
+        best = next((form.form for form in forms if form.fits), "")
+        elements = sum(tensor.num_bytes // 2 for tensor in source.tensors.values())
+        rows.append(FitRow(source.name, repo, elements, best, forms))
+        assumed |= dict.fromkeys(text for _, texts in found for text in texts)
+    memory = {offer.name: offer.memory_bytes for offer in members.offers}
+    return FitReport(memory, question.context, rows, list(assumed))
+
+
+def _form(
+    question: PlanQuestion, members: PlanMembers, measurements: Measurements, source: ModelSource, form: str
+) -> tuple[FitForm, list[str]]:
+    """Return the figures of one model in one form, and what they assume."""
+    spec = source.spec
+    try:
+        plan = plan_source(dataclasses.replace(question, kernel=FORMS[form]), members, source, measurements)
+    except (PlanError, SpanError) as error:
+        word = "bfloat16" if form == "bf16" else FORMS[form]
+        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=word)
+        refused = FitForm(
+            form, fits=False, weight_bytes=weights, refused=error.message, hint=error.hint or ""
+        )
+        return refused, []
+    return _fitting(
+        form, plan, min(question.context, spec.max_context)
+    ), plan.rates.assumed if plan.rates else []
+
+
+def _fitting(form: str, plan: PlanReport, context: int) -> FitForm:
+    """Return the figures of a plan, or a refusal if it has no room for one sequence of ``context``."""
+    refused = ""
+    if plan.max_kv_tokens < context:
+        refused = f"{plan.max_kv_tokens} tokens of K/V fit beside the weights, expected {context}"
+    rates, alone = plan.rates, plan.rates_by_mode.get("single")
+    return FitForm(
+        form,
+        fits=not refused,
+        weight_bytes=plan.weight_bytes,
+        refused=refused,
+        parallel=plan.parallel.mode if plan.parallel else "",
+        max_kv_tokens=plan.max_kv_tokens,
+        decode_tokens_per_s=rates.decode.tokens_per_s if rates else 0.0,
+        prefill_tokens_per_s=rates.prefill.tokens_per_s if rates else 0.0,
+        limit=rates.decode.limit if rates else "",
+        alone_tokens_per_s=alone.decode.tokens_per_s if alone else 0.0,
+    )
