@@ -9,12 +9,13 @@ import transformers
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
+from support.cases import cases
 from support.tiny_models import Models, Prompt
 
 TOLERANCE = 2e-5
 
 
-@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+@pytest.mark.parametrize("kernel", cases(["exact-f32", "plain-f32"], "exact-f32".__eq__))
 @pytest.mark.parametrize("kind", ["odd", "even", "biased", "mistral", "qwen2", "qwen3"])
 def test_an_unsplit_stage_gives_the_librarys_logits(
     models: Models, prompt: Prompt, kind: str, kernel: str

@@ -28,7 +28,9 @@ def in_chunks(chain: Any, sequence: int, tokens: list[int], sizes: list[int]) ->
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(("kind", "num_threads"), [("odd", 1), ("even", 1), ("odd", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_threads"), cases([("odd", 1), ("even", 1), ("odd", 2)], ("odd", 2).__eq__)
+)
 def test_a_prefix_has_the_same_logits_at_every_length(
     models: Models, prompt: Prompt, threads: Threads, kind: str, num_threads: int
 ) -> None:
@@ -50,7 +52,7 @@ def test_a_prefix_has_the_same_logits_at_every_length(
     ("kind", "num_threads"),
     cases(
         [*((kind, 1) for kind in EXACT_KINDS), ("odd", 2), ("qwen3", 2)],
-        [("odd", 1), ("mistral", 1), ("qwen3", 2)].__contains__,
+        [("mistral", 1), ("qwen3", 2)].__contains__,
     ),
 )
 def test_chunks_do_not_change_a_prompts_logits(
@@ -70,7 +72,7 @@ def test_chunks_do_not_change_a_prompts_logits(
         chain.release(sequence)
 
 
-@pytest.mark.parametrize("kind", cases(EXACT_KINDS, ("odd", "mistral", "qwen3").__contains__))
+@pytest.mark.parametrize("kind", cases(EXACT_KINDS, ("odd", "mistral").__contains__))
 def test_neighbours_do_not_change_a_rows_logits(
     models: Models, prompt: Prompt, threads: Threads, kind: str
 ) -> None:
@@ -94,7 +96,7 @@ def test_neighbours_do_not_change_a_rows_logits(
 
 
 @pytest.mark.parametrize("every", QUICK_THEN_ALL)
-@pytest.mark.parametrize("kind", ["odd", "even"])
+@pytest.mark.parametrize("kind", cases(["odd", "even"], "odd".__eq__))
 def test_no_cut_changes_the_logits(models: Models, prompt: Prompt, kind: str, every: bool) -> None:
     tokens, other = prompt(90), prompt(33, seed=1)
     (whole,) = models.chain(kind).run((0, tokens))
