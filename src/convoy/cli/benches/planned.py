@@ -13,6 +13,7 @@ from convoy.cli.benches.formats import FormsFlag, RoundsFlag, chosen_forms
 from convoy.cli.benches.run import BenchRun, bench_verb, counts
 from convoy.cli.benches.throughput import ConcurrentFlag, ContextFlag, TokensFlag, WindowsFlag
 from convoy.cli.local.pin import pinned
+from convoy.config.kernels import AUTO, EXACT, PLAIN
 from convoy.config.settings import Config, override
 from convoy.config.temporary_folder import temporary_folder
 from convoy.errors import UsageError
@@ -73,10 +74,10 @@ def plan(
     decode = DecodeOptions(at_once, context, windows, tokens, HOST_CHUNK)
     prefill = PrefillOptions(prompt_tokens, HOST_CHUNK, max(sizes), rounds)
     names = chosen_forms(forms)
-    if run.kernel not in {"auto", "exact-f32", "plain-f32"}:
+    if run.kernel not in {AUTO, EXACT, PLAIN}:
         raise UsageError(
             f"--kernel is {run.kernel}, and forms of files are compared",
-            hint="leave --kernel out, or take exact-f32 or plain-f32",
+            hint=f"leave --kernel out, or take {EXACT} or {PLAIN}",
         )
     run.check_context(max(context + decode.max_tokens, prompt_tokens + TURN_TOKENS + 1))
     bench = _Bench(run, decode, prefill)
