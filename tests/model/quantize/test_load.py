@@ -96,8 +96,8 @@ def test_ranks_round_to_their_slices_of_the_written_checkpoint(tmp_path: Path) -
     rounded, written = ranks(source, "exact-q4"), ranks(ModelSource.resolve(str(tmp_path / "out")), EXACT)
     for mine, other in zip(rounded, written, strict=True):
         assert mine.weight_bytes == other.weight_bytes
-        for own, expected in zip(mine.linears, other.linears, strict=True):
-            assert torch.equal(own.dense()[0], expected.dense()[0])
+        for one, like in zip(mine.linears, other.linears, strict=True):
+            assert torch.equal(one.dense()[0], like.dense()[0])
     tokens = list(range(5, 30))
     (found,), (expected,) = (Chain([RankStages(them)]).run((0, tokens)) for them in (rounded, written))
     assert torch.equal(found, expected)
