@@ -46,6 +46,7 @@ class Recorder:
     def __init__(self, library: NativeLibrary, file: BinaryIO, patch: pytest.MonkeyPatch) -> None:
         """Take the place of the library's functions. What was built with them before is not recorded."""
         self._file, self._is_on = file, False
+        self._before: list[Any] = []
         self._regions: dict[tuple[int, int], _Region] = {}
         self.counts = dict.fromkeys(FUNCTIONS, 0)
         for name in FUNCTIONS:
@@ -55,11 +56,16 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls of the context."""
+        # To look through all objects takes a second. Those of now stay as they are until the end.
+        self._before = _memory_of(gc.get_objects())
+        gc.freeze()
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
+            gc.unfreeze()
+            self._before = []
 
     def _recorded(self, name: str, function: Any) -> Any:
         def call(*given: Any) -> Any:
@@ -71,7 +77,7 @@ class Recorder:
 
     def _record(self, name: str, function: Any, given: tuple[Any, ...]) -> Any:
         self.counts[name] += 1
-        memory = _Memory(_held(given))
+        memory = _Memory((*self._before, *_memory_of((*gc.get_objects(), *_held(given)))))
         used: dict[tuple[int, int], bytes] = {}
         arguments = [
             self._argument(memory, used, kind, one) for kind, one in zip(function.argtypes, given, strict=True)
@@ -145,28 +151,36 @@ class Recorder:
 class _Memory:
     """Find the tensors and structures that addresses lie in."""
 
-    def __init__(self, more: Iterable[Any]) -> None:
+    def __init__(self, known: Iterable[Any]) -> None:
         spans: dict[int, int] = {}
         self.objects: dict[int, Any] = {}
-        for one in (*gc.get_objects(), *more):
-            if issubclass(type(one), torch.Tensor):
+        for one in known:
+            if isinstance(one, torch.Tensor):
                 start, size = _tensor_span(one)
-            elif issubclass(type(one), (ctypes.Structure, ctypes.Array)) and one._b_base_ is None:
+            else:
                 start, size = ctypes.addressof(one), ctypes.sizeof(one)
                 self.objects[start] = one
-            else:
-                continue
             if size > spans.get(start, 0):
                 spans[start] = size
         self._spans = sorted(spans.items())
         self._starts = [start for start, _ in self._spans]
 
     def span(self, address: int) -> tuple[int, int]:
-        """Return the address and the bytes of what an address lies in."""
+        """Return the address and the bytes of what an address lies in, or just behind."""
         at = bisect_right(self._starts, address) - 1
         start, size = self._spans[at]
-        assert at >= 0 and address < start + size, f"no tensor and no structure has the address {address:#x}"
+        assert at >= 0 and address <= start + size, f"no tensor and no structure has the address {address:#x}"
         return start, size
+
+
+def _memory_of(objects: Iterable[Any]) -> list[Any]:
+    """Return the tensors among some objects, and the structures that are no part of others."""
+    return [
+        one
+        for one in objects
+        if issubclass(type(one), torch.Tensor)
+        or (issubclass(type(one), (ctypes.Structure, ctypes.Array)) and one._b_base_ is None)
+    ]
 
 
 def _held(given: Iterable[Any]) -> list[Any]:
