@@ -57,6 +57,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Record the calls of the context."""
         # To look through all objects takes a second. Those of now stay as they are until the end.
+        gc.unfreeze()
         self._before = _memory_of(gc.get_objects())
         gc.freeze()
         self._is_on = True
@@ -64,7 +65,6 @@ class Recorder:
             yield
         finally:
             self._is_on = False
-            gc.unfreeze()
             self._before = []
 
     def _recorded(self, name: str, function: Any) -> Any:
