@@ -1,8 +1,8 @@
 """Put compiled kernels into the wheel. Hatchling runs this as it builds one.
 
 The wheel then has a platform: this machine's, or the one of `TARGETS` that `WHEEL_TARGET` names in the
-environment. For another platform than this machine's, the compiler is that of the package ziglang. Without a C
-compiler, or on a machine that is none of them, the wheel has neither kernels nor a platform.
+environment. For another platform than this machine's, the compiler is that of the package ziglang. Without
+a C compiler, or on a machine that is none of them, the wheel has neither kernels nor a platform.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Repeat recorded calls of the compiled code on each instruction set, and compare every byte that they write.
+"""Repeat recorded calls of the compiled code on each instruction set, and compare all that they write.
 
-Python records on this machine what compiled code reads and writes. A program without Python repeats it: here, and
-compiled for ARM under qemu.
+Python records on this machine what compiled code reads and writes. A program without Python repeats it:
+here, and compiled for ARM under qemu.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +22,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.native.activation import exp_library, exp_sample, native_activate, native_exp
 from convoy.model.kernels.native.build import (
-    AVX2,
-    AVX512,
     INSTRUCTION_SETS,
-    NEON,
-    NEON_DOT,
     SOURCES,
     InstructionSet,
     find_compiler,
@@ -38,7 +34,7 @@ from convoy.model.kernels.stored.packed import failing_forms, floats_hold, kerne
 from convoy.model.kernels.stored.sample import usual_shape
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
-from support.quantised_models import awq, gptq, mlx, write
+from support.quantised_models import Quantise, awq, gptq, mlx, write
 from support.recorded import Recorder
 from support.tiny_models import Chain, build_model
 
@@ -129,7 +125,10 @@ def build(path: Path, kind: str, dtype: torch.dtype) -> Path:
 
 
 def record_models(
-    recorder: Recorder, library: NativeLibrary, folder: Path, models: list[tuple[str, object, str]]
+    recorder: Recorder,
+    library: NativeLibrary,
+    folder: Path,
+    models: Sequence[tuple[str, torch.dtype | Quantise, str]],
 ) -> None:
     """Record a prefill, decodes and a chunk of each (kind, dtype or form, dtype of K and V)."""
     for number, (kind, form, kv_dtype) in enumerate(models):
@@ -195,7 +194,16 @@ SUBJECTS: dict[str, Callable[[Recorder, NativeLibrary, Path], None]] = {
 REACHED = {
     "forms": {"stored_pack", "stored_linear", "stored_unpack"},
     "parts": {"norm", "activate", "i8_pack", "i8_linear"},
-    "floats": {"layers", "layer_begin", "layer_mix", "layer_end", "rotate", "attend", "f32_linear", "experts"},
+    "floats": {
+        "layers",
+        "layer_begin",
+        "layer_mix",
+        "layer_end",
+        "rotate",
+        "attend",
+        "f32_linear",
+        "experts",
+    },
     "quantised": {"layers", "rotate", "attend", "stored_linear"},
 }
 
@@ -207,7 +215,9 @@ def test_every_byte_that_compiled_code_writes_is_the_same_on_each_instruction_se
     path, recorder = recorded(subject)
     assert {name for name, count in recorder.counts.items() if count} >= REACHED[subject]
     said = {
-        name: subprocess.run([*command, str(path)], capture_output=True, text=True, check=False, timeout=TOOK_S)
+        name: subprocess.run(
+            [*command, str(path)], capture_output=True, text=True, check=False, timeout=TOOK_S
+        )
         for name, command in programs.items()
     }
     for name, done in said.items():

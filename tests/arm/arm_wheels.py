@@ -1,4 +1,4 @@
-"""Wheels for other platforms, built here by zig's compiler: the library's format and functions. Nothing runs."""
+"""Wheels for other platforms, built here by zig's compiler: the library's format and functions. None runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Record calls of compiled code with the memory that they read and write, to repeat them without Python.
 
-A file is a sequence of steps, each a letter and numbers of 64 bits, little-endian: a region of memory (R), bytes to
-write into one (F), an address to write into one (P), and a call (C) with its arguments, its result and the bytes that
-it wrote. `tests/arm/replay.c` reads it. A region keeps its bytes from one call to the next.
+A file is a sequence of steps, each a letter and numbers of 64 bits, little-endian: a region of memory (R),
+bytes to write into one (F), an address to write into one (P), and a call (C) with its arguments, its result
+and the bytes that it wrote. `tests/arm/replay.c` reads it. A region keeps its bytes from call to call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FUNCTIONS = (
     *("i8_linear", "i8_size", "i8_pack", "norm", "layer_begin", "layers", "layer_shares", "layer_mix"),
     *("layer_end", "experts", "experts_raise", "experts_mix", "rotate", "attend", "activate"),
 )
-# What another instruction set computes otherwise: where 8-bit sums begin. A later call needs it as it left it.
+# What each instruction set computes otherwise, and needs in later calls: where 8-bit sums begin.
 _OWN = {"i8_pack": 4}
 
 
@@ -80,7 +80,8 @@ class Recorder:
         memory = _Memory((*self._before, *_memory_of((*gc.get_objects(), *_held(given)))))
         used: dict[tuple[int, int], bytes] = {}
         arguments = [
-            self._argument(memory, used, kind, one) for kind, one in zip(function.argtypes, given, strict=True)
+            self._argument(memory, used, kind, one)
+            for kind, one in zip(function.argtypes, given, strict=True)
         ]
         scratch = memory.span(given[0]._obj.memory) if name == "attend" else None
         own = memory.span(given[_OWN[name]]) if name in _OWN else None
@@ -116,9 +117,7 @@ class Recorder:
         address = given if isinstance(given, int) else ctypes.addressof(getattr(given, "_obj", given))
         return 1, self._place(memory, used, address)
 
-    def _place(
-        self, memory: _Memory, used: dict[tuple[int, int], bytes], address: int
-    ) -> tuple[int, int]:
+    def _place(self, memory: _Memory, used: dict[tuple[int, int], bytes], address: int) -> tuple[int, int]:
         """Return the region and the place in it of an address, after writing it and all that it leads to."""
         start, size = span = memory.span(address)
         region = self._regions.get(span)
@@ -169,7 +168,7 @@ class _Memory:
         """Return the address and the bytes of what an address lies in, or just behind."""
         at = bisect_right(self._starts, address) - 1
         start, size = self._spans[at]
-        assert at >= 0 and address <= start + size, f"no tensor and no structure has the address {address:#x}"
+        assert start <= address <= start + size, f"no tensor and no structure has the address {address:#x}"
         return start, size
 
 

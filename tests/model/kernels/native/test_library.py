@@ -278,7 +278,9 @@ def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Pat
 def test_directories_that_are_made_are_nobody_elses_whatever_the_umask_is(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        made = build.compile_into(tmp_path / "cache" / "convoy" / "native", compiler(tmp_path, WRITES_LIB), build.AVX512)
+        made = build.compile_into(
+            tmp_path / "cache" / "convoy" / "native", compiler(tmp_path, WRITES_LIB), build.AVX512
+        )
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in list(made.parents)[:3]] == [0o700] * 3
@@ -329,4 +331,3 @@ def test_a_processor_without_code_of_its_own_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with nothing_compiled():
         assert library.why_no_native() == "there is no compiled code for riscv64"
-

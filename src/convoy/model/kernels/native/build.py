@@ -67,9 +67,7 @@ AVX512 = InstructionSet(
     "AVX-512", "x86-64", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
 )
 AVX2 = InstructionSet("AVX2", "x86-64", ("avx2", "fma", "f16c"))
-NEON_DOT = InstructionSet(
-    "NEON with dot products", "arm64", ("asimd", "asimddp"), "-march=armv8.2-a+dotprod"
-)
+NEON_DOT = InstructionSet("NEON with dot products", "arm64", ("asimd", "asimddp"), "-march=armv8.2-a+dotprod")
 NEON = InstructionSet("NEON", "arm64", ("asimd",), "-march=armv8-a")
 # Best first, of each processor.
 INSTRUCTION_SETS = (AVX512, AVX2, NEON_DOT, NEON)
