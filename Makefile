@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-agents test-postgres test-sdk test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
+.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-survival   set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm        install a software TPM (apt-get), then enrol it and demand it of real members"
+	@echo "make test-arm        install a cross compiler and qemu (apt-get), then compare the bits of ARM with this machine's"
 	@echo "make test-agents     install four coding agents (npm, in .agents), and run each on a split model"
 	@echo "make test-postgres   install PostgreSQL (apt-get), then run the coordinator's tests on it too"
 	@echo "make test-sdk        install the AI SDK (npm), then ask a split model through its three providers"
@@ -116,6 +117,12 @@ test-long: setup
 test-tpm: setup
 	@sh tests/tpm/install.sh; code=$$?; \
 	if [ $$code -eq 0 ]; then $(BIN)/python -m pytest -o 'python_files=tpm_*.py' tests/tpm; else exit $$((code == 3 ? 0 : code)); fi
+
+# Named like those above: files are arm_*. Exit 3 of the script: this machine cannot run them, and it has said why.
+test-arm: setup
+	@sh tests/arm/install.sh; code=$$?; \
+	if [ $$code -eq 0 ]; then $(PIP) -q --require-hashes -r tests/arm/zig.lock; $(BIN)/python -m pytest -o timeout=900 -o faulthandler_timeout=0 -o 'python_files=arm_*.py' tests/arm; \
+	else exit $$((code == 3 ? 0 : code)); fi
 
 # Named like those above: files are agent_*. Exit 3 of the script: this machine cannot run agents, and it has said why.
 test-agents: setup

@@ -91,7 +91,7 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.kernels.int8 import int8_library
-    from convoy.model.kernels.native.build import INSTRUCTION_SETS, missing_features
+    from convoy.model.kernels.native.build import missing_features, own_sets
     from convoy.model.kernels.native.library import native_library, why_no_native
     from convoy.model.kernels.native.norm import norm_library
     from convoy.model.kernels.stored.packed import failing_forms
@@ -104,7 +104,9 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
     library, reason = native_library(), why_no_native()
     made = "" if library is None else library.description
-    yield compiled_finding(made, reason, missing_features(INSTRUCTION_SETS[-1]), is_exact=not why_not)
+    sets = own_sets()
+    missing = missing_features(sets[-1]) if sets else [platform.machine()]
+    yield compiled_finding(made, reason, missing, is_exact=not why_not)
     if why_not or library is None:
         return
     failing = failing_forms()

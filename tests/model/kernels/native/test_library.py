@@ -214,15 +214,15 @@ def test_a_compiler_that_fails_is_reported_with_its_first_line(tmp_path: Path) -
         tmp_path, '[ "$1" = --version ] && exit 0\necho "no such option" >&2; echo more >&2; exit 3'
     )
     with pytest.raises(SelfCheckError, match=r"could not compile kernels\.c: no such option"):
-        build.compile_into(tmp_path / "native", broken)
+        build.compile_into(tmp_path / "native", broken, build.AVX512)
     assert list((tmp_path / "native").iterdir()) == []
 
 
 def test_what_was_compiled_once_is_taken_from_the_cache(tmp_path: Path) -> None:
     script = f'echo x >> "$(dirname "$0")/runs"\n{WRITES_LIB}'
     fake = compiler(tmp_path, script)
-    first = build.compile_into(tmp_path / "native", fake)
-    assert build.compile_into(tmp_path / "native", fake) == first
+    first = build.compile_into(tmp_path / "native", fake, build.AVX512)
+    assert build.compile_into(tmp_path / "native", fake, build.AVX512) == first
     assert first.read_text() == "lib\n"
     assert (tmp_path / "runs").read_text().count("x") == 2  # asked once for its version
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
@@ -233,7 +233,7 @@ def test_the_wheels_file_is_taken_if_its_name_has_the_digest_of_the_sources(tmp_
     shipped = replace(build.AVX2, shipped_in=tmp_path)
     (tmp_path / "kernels-of-other-sources.so").write_bytes(b"other")
     assert not shipped.prebuilt.exists()
-    build.compile_to(shipped.prebuilt, compiler(tmp_path, WRITES_LIB), shipped)
+    build.compile_to(shipped.prebuilt, [compiler(tmp_path, WRITES_LIB)], shipped)
     assert build.built_library(shipped) == shipped.prebuilt
     assert shipped.prebuilt.name == build.AVX2.prebuilt.name != build.AVX512.prebuilt.name
 
@@ -248,7 +248,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name_and_its_name_after_that
         synced.append((os.fstat(handle).st_ino, [path.suffix for path in folder.iterdir()]))
 
     monkeypatch.setattr(os, "fsync", sync)
-    made = build.compile_into(folder, compiler(tmp_path, WRITES_LIB))
+    made = build.compile_into(folder, compiler(tmp_path, WRITES_LIB), build.AVX512)
     assert synced == [(made.stat().st_ino, [".part"]), (folder.stat().st_ino, [".so"])]
 
 
@@ -258,27 +258,29 @@ def test_nothing_is_compiled_into_a_directory_that_others_may_write_to(tmp_path:
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(SelfCheckError, match="others may write to"):
-        build.compile_into(folder, compiler(tmp_path, "exit 0"))
+        build.compile_into(folder, compiler(tmp_path, "exit 0"), build.AVX512)
 
 
 def test_a_library_that_others_may_write_to_is_not_loaded(tmp_path: Path) -> None:
     fake = compiler(tmp_path, WRITES_LIB)
-    build.compile_into(tmp_path / "native", fake).chmod(0o722)
+    build.compile_into(tmp_path / "native", fake, build.AVX512).chmod(0o722)
     with pytest.raises(SelfCheckError, match="others may write to"):
-        build.compile_into(tmp_path / "native", fake)
+        build.compile_into(tmp_path / "native", fake, build.AVX512)
 
 
 def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home").chmod(0o777)
     with pytest.raises(SelfCheckError, match="others may write to"):
-        build.compile_into(tmp_path / "home" / "native", compiler(tmp_path, "exit 0"))
+        build.compile_into(tmp_path / "home" / "native", compiler(tmp_path, "exit 0"), build.AVX512)
 
 
 def test_directories_that_are_made_are_nobody_elses_whatever_the_umask_is(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        made = build.compile_into(tmp_path / "cache" / "convoy" / "native", compiler(tmp_path, WRITES_LIB))
+        made = build.compile_into(
+            tmp_path / "cache" / "convoy" / "native", compiler(tmp_path, WRITES_LIB), build.AVX512
+        )
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in list(made.parents)[:3]] == [0o700] * 3
@@ -298,12 +300,34 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
     with pytest.raises(SelfCheckError, match="belongs to another user"):
-        build.compile_into(folder, compiler(tmp_path, "exit 0"))
+        build.compile_into(folder, compiler(tmp_path, "exit 0"), build.AVX512)
 
 
 def test_a_cpu_without_the_vectors_is_named_by_what_it_lacks(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nflags : fma avx2 avx512f avx512bw avx512vl avx512dq\n", encoding="ascii")
     found = build.missing_features(build.AVX512, info)
-    assert found in (["avx512_vnni"], ["x86-64 Linux"])
-    assert build.missing_features(build.AVX2, info) in (["f16c"], ["x86-64 Linux"])
+    assert found in (["avx512_vnni"], ["processor of x86-64"])
+    assert build.missing_features(build.AVX2, info) in (["f16c"], ["processor of x86-64"])
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_an_arm_processor_is_offered_neon_alone(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert build.own_sets() == (build.NEON_DOT, build.NEON)
+    assert build.missing_features(build.AVX2) == ["processor of x86-64"]
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nFeatures : fp asimd aes\n", encoding="ascii")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert build.missing_features(build.NEON_DOT, info) == ["asimddp"]
+    assert build.missing_features(build.NEON, info) == []
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert build.missing_features(build.NEON_DOT) == []
+
+
+def test_a_processor_without_code_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with nothing_compiled():
+        assert library.why_no_native() == "there is no compiled code for riscv64"

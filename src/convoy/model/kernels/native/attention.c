@@ -10,9 +10,9 @@
 #include "exp.h"
 
 #define RUN 16               /* keys that lie side by side in a pool, at least */
-#define MOST_FEW (LANES / 2) /* queries of a part with a key in each lane; more have a query in each */
+#define MOST_FEW (LANES == 16 ? 8 : 4) /* queries of a part with a key in each lane; more have a query in each */
 #define SQUARES 4            /* vectors of keys that become columns together */
-#define TILE (LANES == 16 ? 4 * LANES : 2 * LANES) /* queries of a part: their sums stay in registers */
+#define TILE (QUERY_VECTORS * LANES) /* queries of a part */
 #define LONG 64      /* key blocks: the scores of so many queries would leave the caches with more */
 #define FEW_PAIRS 4  /* starting a second thread takes longer than so few pairs */
 
@@ -238,9 +238,9 @@ INLINE void few_block_scores(const Part *p, int64_t block, const float *const *q
    lanes. */
 INLINE float few_sum(const float *x) {
   float lanes[8], total = 0;
-  __m256 run[4];
-  for (int k = 0; k < 4; k++) run[k] = _mm256_add_ps(_mm256_loadu_ps(x + 8 * k), _mm256_loadu_ps(x + 32 + 8 * k));
-  _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(run[0], run[1]), run[2]), run[3]));
+  Eight run[4];
+  for (int k = 0; k < 4; k++) run[k] = e_add(e_load(x + 8 * k), e_load(x + 32 + 8 * k));
+  e_store(lanes, e_add(e_add(e_add(run[0], run[1]), run[2]), run[3]));
   for (int k = 0; k < 8; k++) total += lanes[k];
   return total;
 }
@@ -480,7 +480,7 @@ static void attend_many(const Part *p) {
   int64_t vectors = (p->count + LANES - 1) / LANES;
   if (vectors == 1) attend_many_of(p, 1);
   else if (vectors == 2) attend_many_of(p, 2);
-#if LANES == 16
+#if QUERY_VECTORS == 4
   else if (vectors == 3) attend_many_of(p, 3);
   else attend_many_of(p, 4);
 #endif

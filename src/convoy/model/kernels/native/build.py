@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,21 +32,27 @@ class InstructionSet:
     """Describe an instruction set for which the C files are compiled, and the CPU features that it needs."""
 
     name: str
+    # Of `MACHINES`.
+    machine: str
     # By Linux's names.
     needed: tuple[str, ...]
+    # The compiler's option for all features; empty: one option for each.
+    architecture: str = ""
     # The folder of the wheel's files.
     shipped_in: Path = PREBUILT
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return the compiler's options."""
+        """Return the compiler's options, for a library and for a program."""
+        if self.architecture:
+            return (*_OPTIONS, self.architecture)
         return (*_OPTIONS, *(f"-m{name.replace('_', '')}" for name in self.needed))
 
     @property
     def digest(self) -> bytes:
         """Return the SHA-256 of the sources and the options."""
-        texts = [(_HERE / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
-        return hashlib.sha256(b"\0".join((*texts, " ".join(self.options).encode()))).digest()
+        texts = [path.read_bytes() for path in (*SOURCES, *(_HERE / name for name in _HEADERS))]
+        return hashlib.sha256(b"\0".join((*texts, " ".join((*_SHARED, *self.options)).encode()))).digest()
 
     @property
     def prebuilt(self) -> Path:
@@ -53,23 +60,30 @@ class InstructionSet:
         return self.shipped_in / f"kernels-{self.digest.hex()[:32]}.so"
 
 
+# The names of processors, by what `platform.machine` calls them.
+MACHINES = {"x86_64": "x86-64", "aarch64": "arm64", "arm64": "arm64"}
 # All have the same functions with the same bits.
-AVX512 = InstructionSet("AVX-512", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"))
-AVX2 = InstructionSet("AVX2", ("avx2", "fma", "f16c"))
-# Best first.
-INSTRUCTION_SETS = (AVX512, AVX2)
-_SOURCES = (
-    *("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c"),
-    "rounding.c",
+AVX512 = InstructionSet(
+    "AVX-512", "x86-64", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
+)
+AVX2 = InstructionSet("AVX2", "x86-64", ("avx2", "fma", "f16c"))
+NEON_DOT = InstructionSet("NEON with dot products", "arm64", ("asimd", "asimddp"), "-march=armv8.2-a+dotprod")
+NEON = InstructionSet("NEON", "arm64", ("asimd",), "-march=armv8-a")
+# Best first, of each processor.
+INSTRUCTION_SETS = (AVX512, AVX2, NEON_DOT, NEON)
+SOURCES = tuple(
+    _HERE / f"{name}.c"
+    for name in ("kernels", "layers", "stored", "codes", "attention", "activation", "rounding", "threads")
 )
 _HEADERS = (
     *("shared.h", "kernels.h", "ranges.h", "exp.h", "activation.h", "attention.h"),
-    *("vector.h", "vector_avx512.h", "vector_avx2.h"),
+    *("vector.h", "vector_avx512.h", "vector_avx2.h", "vector_neon.h"),
 )
 FOLDER = Path("~/.cache/convoy/native")
 # No contraction: torch rounds a product and a sum separately, so they must stay two operations. No
 # -march=native: several machines may share a home directory.
-_OPTIONS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off")
+_OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-pthread")
+_SHARED = ("-fPIC", "-shared")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 180
 
@@ -100,9 +114,15 @@ def find_compiler() -> str | None:
     return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
 
 
+def own_sets(machine: str | None = None) -> tuple[InstructionSet, ...]:
+    """Return the instruction sets of a processor, best first. ``machine`` None means this one's."""
+    machine = platform.machine() if machine is None else machine
+    return tuple(one for one in INSTRUCTION_SETS if one.machine == MACHINES.get(machine))
+
+
 def best_built() -> InstructionSet | None:
     """Return the best instruction set that has a library here, or None. It does not load the library."""
-    for one in INSTRUCTION_SETS:
+    for one in own_sets():
         try:
             built_library(one)
         except SelfCheckError:
@@ -114,20 +134,26 @@ def best_built() -> InstructionSet | None:
 def missing_features(of: InstructionSet, info: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return the features that an instruction set's code needs and this machine lacks.
 
-    On anything but x86-64 Linux the result names only that.
+    On a processor of another kind the result names only that.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return ["x86-64 Linux"]
+    if MACHINES.get(platform.machine()) != of.machine:
+        return [f"processor of {of.machine}"]
+    if (sys.platform, of.machine) == ("darwin", "arm64"):
+        # Every Mac of this kind has both.
+        return []
+    if sys.platform != "linux":
+        return ["Linux"]
     try:
         lines = info.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return ["readable list of CPU features"]
-    # The first processor's flags: the processors of one machine are alike.
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    # The first processor's flags: the processors of one machine are alike. ARM calls them features.
+    told = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    flags = next(told, [])
     return [name for name in of.needed if name not in flags]
 
 
-def compile_into(folder: Path, compiler: str, of: InstructionSet = AVX512) -> Path:
+def compile_into(folder: Path, compiler: str, of: InstructionSet) -> Path:
     """Return the library's path in ``folder``, after compiling it if it is missing. Raises SelfCheckError."""
     try:
         for path in reversed((folder, *folder.parents)):
@@ -141,7 +167,7 @@ def compile_into(folder: Path, compiler: str, of: InstructionSet = AVX512) -> Pa
         named = hashlib.sha256(b"\0".join((of.digest, compiler.encode(), version)))
         place = folder / f"kernels-{named.hexdigest()[:32]}.so"
         if not place.exists():
-            compile_to(place, compiler, of)
+            compile_to(place, [compiler], of)
         require_own(place)
     except OSError as error:
         raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
@@ -172,9 +198,10 @@ def require_own(place: Path) -> None:
             raise SelfCheckError(f"others may write to {path}", hint=f"chmod go-w {path}")
 
 
-def compile_to(place: Path, compiler: str, of: InstructionSet) -> None:
+def compile_to(place: Path, compiler: Sequence[str], of: InstructionSet) -> None:
     """Compile under another name, then rename the file. Two processes may compile at the same time.
 
+    ``compiler`` is a program, and arguments that come first.
     Neither process then loads half a file. The file is synced before the rename, and the directory after
     it, so that a power loss leaves no partial file. Raises SelfCheckError and OSError.
     """
@@ -182,8 +209,7 @@ def compile_to(place: Path, compiler: str, of: InstructionSet) -> None:
     os.close(handle)
     half = Path(name)
     try:
-        sources = [str(_HERE / name) for name in _SOURCES]
-        _run([compiler, *of.options, "-o", str(half), *sources, "-lm"])
+        _run([*compiler, *_SHARED, *of.options, "-o", str(half), *map(str, SOURCES), "-lm"])
         half.chmod(0o500)
         _sync(half)
         half.replace(place)
@@ -211,5 +237,5 @@ def _run(command: list[str]) -> bytes:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         reason = said[0] if said else f"exit status {done.returncode}"
-        raise SelfCheckError(f"{command[0]} could not compile {_SOURCES[0]}: {reason}")
+        raise SelfCheckError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
     return done.stdout

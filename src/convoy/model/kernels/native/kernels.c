@@ -256,39 +256,39 @@ static int64_t ceil_log2(int64_t n) {
   return bits;
 }
 
-static inline __m256 eight(const float *x, int squared) {
-  __m256 v = _mm256_loadu_ps(x);
-  return squared ? _mm256_mul_ps(v, v) : v;
+INLINE Eight eight(const float *x, int squared) {
+  Eight v = e_load(x);
+  return squared ? e_mul(v, v) : v;
 }
 
 /* Return the sum of n floats, or of their squares, in the order in which ATen adds a contiguous row (SumKernel.cpp):
    four runs of vectors of eight, side by side, in four levels. */
-static inline __attribute__((always_inline)) float row_sum(const float *x, int64_t n, int squared) {
+INLINE float row_sum(const float *x, int64_t n, int squared) {
   int64_t vectors = n / 8, steps = vectors / 4, power = ceil_log2(steps) / 4, i = 0;
   if (power < 4) power = 4;
-  __m256 acc[4][4];
+  Eight acc[4][4];
   for (int level = 0; level < 4; level++)
-    for (int k = 0; k < 4; k++) acc[level][k] = _mm256_setzero_ps();
+    for (int k = 0; k < 4; k++) acc[level][k] = e_zero();
   while (i + ((int64_t)1 << power) <= steps) {
     for (int64_t j = 0; j < (int64_t)1 << power; j++, i++)
-      for (int k = 0; k < 4; k++) acc[0][k] = _mm256_add_ps(acc[0][k], eight(x + 32 * i + 8 * k, squared));
+      for (int k = 0; k < 4; k++) acc[0][k] = e_add(acc[0][k], eight(x + 32 * i + 8 * k, squared));
     for (int level = 1; level < 4; level++) {
       for (int k = 0; k < 4; k++) {
-        acc[level][k] = _mm256_add_ps(acc[level][k], acc[level - 1][k]);
-        acc[level - 1][k] = _mm256_setzero_ps();
+        acc[level][k] = e_add(acc[level][k], acc[level - 1][k]);
+        acc[level - 1][k] = e_zero();
       }
       if (i & ((((int64_t)1 << power) - 1) << (level * power))) break;
     }
   }
   for (; i < steps; i++)
-    for (int k = 0; k < 4; k++) acc[0][k] = _mm256_add_ps(acc[0][k], eight(x + 32 * i + 8 * k, squared));
+    for (int k = 0; k < 4; k++) acc[0][k] = e_add(acc[0][k], eight(x + 32 * i + 8 * k, squared));
   for (int level = 1; level < 4; level++)
-    for (int k = 0; k < 4; k++) acc[0][k] = _mm256_add_ps(acc[0][k], acc[level][k]);
-  for (i = 4 * steps; i < vectors; i++) acc[0][0] = _mm256_add_ps(acc[0][0], eight(x + 8 * i, squared));
-  for (int k = 1; k < 4; k++) acc[0][0] = _mm256_add_ps(acc[0][0], acc[0][k]);
+    for (int k = 0; k < 4; k++) acc[0][k] = e_add(acc[0][k], acc[level][k]);
+  for (i = 4 * steps; i < vectors; i++) acc[0][0] = e_add(acc[0][0], eight(x + 8 * i, squared));
+  for (int k = 1; k < 4; k++) acc[0][0] = e_add(acc[0][0], acc[0][k]);
   float total = 0, parts[8];
   for (i = 8 * vectors; i < n; i++) total += squared ? x[i] * x[i] : x[i];
-  _mm256_storeu_ps(parts, acc[0][0]);
+  e_store(parts, acc[0][0]);
   for (int k = 0; k < 8; k++) total += parts[k];
   return total;
 }

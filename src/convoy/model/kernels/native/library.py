@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from collections.abc import Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from convoy.errors import SelfCheckError
-from convoy.model.kernels.native.build import AVX2, INSTRUCTION_SETS, InstructionSet, built_library
+from convoy.model.kernels.native.build import AVX512, InstructionSet, built_library, own_sets
 
 _THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -278,7 +279,7 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     A process that limits torch (`ATEN_CPU_CAPABILITY`) limits them too.
     """
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return INSTRUCTION_SETS if is_wide else (AVX2,)
+    return tuple(one for one in own_sets() if is_wide or one is not AVX512)
 
 
 @functools.cache
@@ -307,7 +308,10 @@ def why_no_native() -> str:
     """Return why nothing is compiled here, or ""."""
     if native_library() is not None:
         return ""
-    found = find_library(INSTRUCTION_SETS[-1])
+    sets = own_sets()
+    if not sets:
+        return f"there is no compiled code for {platform.machine()}"
+    found = find_library(sets[-1])
     return "" if isinstance(found, NativeLibrary) else found.message
 
 
@@ -320,16 +324,20 @@ def find_library(of: InstructionSet) -> NativeLibrary | SelfCheckError:
         return error
 
 
-def _load(of: InstructionSet) -> NativeLibrary:
-    """Compile and load a library, and share torch's threads with it. Raises SelfCheckError."""
+def _torchs_threads() -> list[c_void_p]:
+    """Return the functions of the GNU OpenMP that torch has loaded, or none where it runs on another one.
+
+    A second OpenMP would start threads of its own.
+    """
+    own = ctypes.CDLL(None)
     try:
-        # The functions of the OpenMP that torch has loaded: a second OpenMP would start threads of its own.
-        own = ctypes.CDLL(None)
-        threads = [ctypes.cast(getattr(own, name), c_void_p) for name in _THREADS]
-    except (AttributeError, OSError) as error:
-        raise SelfCheckError(
-            "this build of torch does not run on GNU OpenMP, so its threads cannot be shared"
-        ) from error
+        return [ctypes.cast(getattr(own, name), c_void_p) for name in _THREADS]
+    except AttributeError:
+        return []
+
+
+def _load(of: InstructionSet) -> NativeLibrary:
+    """Compile and load a library, and share torch's threads with it if it can. Raises SelfCheckError."""
     try:
         place = built_library(of)
         library = NativeLibrary(str(place))
@@ -339,5 +347,7 @@ def _load(of: InstructionSet) -> NativeLibrary:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)
-    library.convoy_init(*threads)
+    threads = _torchs_threads()
+    if threads:
+        library.convoy_init(*threads)
     return library

@@ -80,8 +80,7 @@ INLINE void walk_f32(const int rows, const int vectors, const int ahead, const W
   const uint8_t *p = walk->panel + walk->k * 4 * PANEL + 4 * walk->lane;
   int64_t n = walk->end - walk->k;
   for (int64_t at = 0; at < n; at++, p += 4 * PANEL) {
-    for (int64_t b = 0; !ahead && b < walk->step; b += LINE)
-      _mm_prefetch((const char *)walk->next + at * walk->step + b, _MM_HINT_T0);
+    for (int64_t b = 0; !ahead && b < walk->step; b += LINE) prefetch(walk->next + at * walk->step + b);
     V w[VECTORS];
     UNROLL for (int v = 0; v < vectors; v++) {
       if (ahead) v_prefetch(p, v, 4 * LANES);
@@ -190,7 +189,7 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
     if (bytes < PANEL)
       for (; at < stop; at += 8, p += 8 * bytes) {
         use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
-        UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
+        if (has_fifths(kind)) UNROLL for (int v = 0; v < vectors; v++) fifths[v] = i_right(fifths[v], 8);
       }
     else
       for (; at < stop; at++, p += bytes) use_bytes(rows, vectors, kind, walk, s, at, p, scale, second);
@@ -220,7 +219,7 @@ INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const W
       if (has_fifths(kind)) p += FIFTHS;
       for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL) {
         use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
-        UNROLL for (int v = 0; v < vectors && has_fifths(kind); v++) fifths[v] = i_right(fifths[v], 8);
+        if (has_fifths(kind)) UNROLL for (int v = 0; v < vectors; v++) fifths[v] = i_right(fifths[v], 8);
       }
     }
   }
@@ -395,7 +394,7 @@ static const float *unpack_tile(const StoredRange *of, int64_t panel, int64_t k,
   if (of->kind == CODES) {
     codes_tile(of, packed, from, round_up(end, step), memory);
   } else {
-    Walk walk = {of, packed, from, round_up(end, step), 0, 0, 0, memory};
+    Walk walk = {of, packed, from, round_up(end, step), 0, 0, 0, memory, 0, 0};
     unpacks[of->kind](&walk);
   }
   return memory + (k - from) * PANEL;
@@ -414,7 +413,7 @@ static void fused_run(const StoredJob *job, const StoredRange *of, int64_t panel
   for (int64_t pass = 0; pass < passes; pass++) {
     int64_t r = rows * pass / passes, count = rows * (pass + 1) / passes - r;
     const float *own = x + r * job->stride + k;
-    Walk walk = {of, of->packed + panel * of->panel_bytes, k, end, 0, own, job->stride, 0};
+    Walk walk = {of, of->packed + panel * of->panel_bytes, k, end, 0, own, job->stride, 0, 0, 0};
     fused[of->kind][count - 1](&walk, total + r * PANEL, add);
   }
 }

@@ -1,18 +1,32 @@
-/* Choose the vector operations of the instruction set that the compiler was told. Both headers define the same names,
+/* Choose the vector operations of the instruction set that the compiler was told. All headers define the same names,
    over `LANES` lanes of float32 or of 32-bit integers. Each operation on floats rounds once, and `v_fma` rounds its
    sum alone. So a number has the same bits with any of them. */
 
 #ifndef CONVOY_VECTOR_H
 #define CONVOY_VECTOR_H
 
-#include <immintrin.h>
-
 #include "shared.h"
+
+#ifdef __aarch64__
+#include <arm_neon.h>
+
+#include "vector_neon.h"
+#else
+#include <immintrin.h>
 
 #ifdef __AVX512F__
 #include "vector_avx512.h"
 #else
 #include "vector_avx2.h"
+#endif
+
+/* Eight lanes, for sums whose order is that of eight lanes. */
+typedef __m256 Eight;
+INLINE Eight e_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void e_store(float *p, Eight a) { _mm256_storeu_ps(p, a); }
+INLINE Eight e_zero(void) { return _mm256_setzero_ps(); }
+INLINE Eight e_add(Eight a, Eight b) { return _mm256_add_ps(a, b); }
+INLINE Eight e_mul(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
 #endif
 
 #define VECTORS (PANEL / LANES) /* vectors of a panel */
@@ -28,9 +42,12 @@ INLINE V v_round_bf16(V a) {
   return v_bits(i_and(i_merge(is_nan, i_or(bits, i_set(0x00400000)), rounded), i_set(0xffff0000)));
 }
 
+/* Ask for a line of memory that is read soon. */
+INLINE void prefetch(const uint8_t *p) { __builtin_prefetch(p, 0, 3); }
+
 /* Prefetch the line of vector v, of `bytes` bytes each, unless it begins inside one. */
 INLINE void v_prefetch(const uint8_t *p, const int v, const int bytes) {
-  if (v * bytes % LINE == 0) _mm_prefetch((const char *)p + v * bytes + AHEAD, _MM_HINT_T0);
+  if (v * bytes % LINE == 0) prefetch(p + v * bytes + AHEAD);
 }
 
 #endif

@@ -2,6 +2,7 @@
 
 #define LANES 8
 #define FUSED_ROWS 1 /* rows for which weights are unpacked in registers; for more, a tile at a time */
+#define QUERY_VECTORS 2 /* vectors of queries of a part of an attention: their sums stay in registers */
 
 #define I_OFFSET 0   /* added to bytes before `i_dots`, which takes them signed */
 
