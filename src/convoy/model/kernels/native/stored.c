@@ -217,18 +217,24 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
 INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS]) {
   Values values = load_values(kind, walk->of);
   Factors by;
+  V halves[VECTORS], minima[VECTORS];
   int64_t n = walk->end - walk->k, lane = walk->lane;
   for (int64_t at = 0; at < n;) {
     int64_t k = walk->k + at;
     const uint8_t *block = walk->panel + k / SUPER * super_bytes(kind);
     const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * half_bytes(kind), *p = planes + PLANES + 4 * lane;
+    if (at == 0 || k % SUPER == 0)
+      UNROLL for (int v = 0; v < vectors; v++) {
+        halves[v] = v_half(block + 2 * (lane + LANES * v));
+        minima[v] = v_sub(v_set(0), v_half(block + 2 * PANEL + 2 * (lane + LANES * v)));
+      }
     for (int half = 0; half < 2; half++, at += 32, p += 16 * PANEL) {
       UNROLL for (int v = 0; v < vectors; v++) {
-        const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
+        const uint8_t *own = planes + lane + LANES * v;
         I a = i_bytes(own), b = i_bytes(own + PANEL), c = i_bytes(own + 2 * PANEL), low = i_set(63);
         I high = i_or(i_right(a, 6), i_or(i_left(i_right(b, 6), 2), i_left(i_right(c, 6), 4)));
-        by.scale[v] = v_mul(v_half(halves), v_int(i_and(half ? c : a, low)));
-        by.second[v] = v_mul(v_half(halves + 2 * PANEL), v_int(i_sub(i_set(0), half ? high : i_and(b, low))));
+        by.scale[v] = v_mul(halves[v], v_int(i_and(half ? c : a, low)));
+        by.second[v] = v_mul(minima[v], v_int(half ? high : i_and(b, low)));
         if (has_fifths(kind)) by.fifths[v] = i_load(p + 4 * LANES * v);
       }
       if (has_fifths(kind)) p += FIFTHS;
@@ -237,10 +243,11 @@ INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const W
   }
 }
 
-/* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. */
+/* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. A
+   scale times a signed byte has 18 bits, so that its product with a code has 24 at most, and is exact. */
 INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s)[VECTORS]) {
   int64_t n = walk->end - walk->k, lane = walk->lane;
-  V raised = v_set(8388608.0f + 32.0f), scale[VECTORS];
+  V scale[VECTORS], centre[VECTORS];
   for (int64_t at = 0; at < n; at += 16) {
     int64_t k = walk->k + at, half = k / 16 % 2;
     const uint8_t *block = walk->panel + k / SUPER * Q6_K_BYTES;
@@ -251,6 +258,7 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
     UNROLL for (int v = 0; v < vectors; v++) {
       int64_t own = lane + LANES * v;
       scale[v] = v_mul(v_half(block + 2 * own), v_int(i_signed(part + half * PANEL + own)));
+      centre[v] = v_mul(scale[v], v_set(-32));
       /* Bits 4 and 5 of each byte are those of four inputs. */
       highs[v] = i_load(high + 4 * LANES * v);
       v_prefetch(high, v, 4 * LANES);
@@ -268,8 +276,7 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
         }
         UNROLL for (int j = 0; j < 4; j++)
           UNROLL for (int v = 0; v < vectors; v++)
-            use(rows, walk, at + 8 * pair + 4 * quad + j, s, v,
-                v_mul(v_sub(v_raised_byte(codes[v], j), raised), scale[v]));
+            use(rows, walk, at + 8 * pair + 4 * quad + j, s, v, v_fma(v_byte(codes[v], j), scale[v], centre[v]));
       }
       UNROLL for (int v = 0; v < vectors; v++) highs[v] = i_right(highs[v], 4);
     }

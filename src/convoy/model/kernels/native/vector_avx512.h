@@ -79,10 +79,10 @@ INLINE V v_gather(const float *table, I places) { return _mm512_i32gather_ps(pla
 /* Round to the nearest half, ties to even. */
 INLINE V v_round_half(V a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 
-/* Return byte `which` of each lane plus 2^23, as floats. */
-INLINE V v_raised_byte(I a, int which) {
+/* Return byte `which` of each lane as a float. */
+INLINE V v_byte(I a, int which) {
   I place = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(which));
-  return v_bits(_mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x4b000000), 0x1111111111111111, a, place));
+  return v_int(_mm512_maskz_shuffle_epi8(0x1111111111111111, a, place));
 }
 
 /* Widen floats of 8 bits, E4M3, and divide them by 256: the bits are a half's. There is no NaN among them. */

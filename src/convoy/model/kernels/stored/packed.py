@@ -380,9 +380,8 @@ def _fused_packing(one: StoredRange) -> _Packing | None:
             _scale_types(one, packing)
         except ValueError:
             return None
-        if packing.kind in _NIBBLES and (one.inputs % 8 or _group(one, packing) % 8):
-            return None
-        if packing.kind in _FUSED_SUMS and not _has_exact_products(one, packing):
+        is_odd = packing.kind in _NIBBLES and (one.inputs % 8 or _group(one, packing) % 8)
+        if is_odd or (packing.kind in _FUSED_SUMS and not _has_exact_products(one, packing)):
             return None
     if packing.kind == "E4M3" and _has_e4m3_nan(one.parts["values"]):
         return None
