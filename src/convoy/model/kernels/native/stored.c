@@ -35,6 +35,7 @@ INLINE int fits_passes(int64_t kind, int64_t rows) {
 INLINE int has_second(int64_t kind) {
   return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == FIVES_ADD || kind == BYTES_ADD;
 }
+INLINE int is_super(int64_t kind) { return kind == Q4_K || kind == Q5_K; }
 INLINE int has_fifths(int64_t kind) { return kind == FIVES || kind == FIVES_ADD || kind == Q5_K; }
 INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= FIVES_ADD ? PANEL / 2 : PANEL; }
 /* Return the bytes in front of the codes of a block. */
@@ -131,10 +132,17 @@ INLINE Values load_values(const int kind, const StoredRange *of) {
   return values;
 }
 
-/* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. The lowest eight bits of `fifths` are their fifth
-   bits, if the kind has them. */
+/* What turns codes into weights, for the inputs that share a scale. A weight is code * scale + second. */
+typedef struct {
+  V scale[VECTORS], second[VECTORS];
+  I fifths[VECTORS]; /* the lowest eight bits are used next */
+} Factors;
+
+/* Use eight inputs: the codes of 4 bits at `p`, looked up and scaled. A scale has 11 bits that count, or 17 after a
+   product with one of 6 bits, so its product with a code is exact in 24 bits. A fused sum then rounds as the reader's
+   two operations do. */
 INLINE void use_nibbles(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS],
-                        int64_t at, const uint8_t *p, Values values, const I *fifths, const V *scale, const V *second) {
+                        int64_t at, const uint8_t *p, Values values, const Factors *by) {
   I codes[VECTORS];
   UNROLL for (int v = 0; v < vectors; v++) {
     v_prefetch(p, v, 4 * LANES);
@@ -144,17 +152,24 @@ INLINE void use_nibbles(const int rows, const int vectors, const int kind, const
     UNROLL for (int v = 0; v < vectors; v++) {
       V w;
       if (has_fifths(kind)) {
-        I fifth = j < 4 ? i_left(fifths[v], 4 - (j & 3)) : i_right(fifths[v], j & 3);
+        I fifth = j < 4 ? i_left(by->fifths[v], 4 - (j & 3)) : i_right(by->fifths[v], j & 3);
         w = v_step(values.fives, i_merge(i_set(15), i_right(codes[v], 4 * j), fifth));
       } else
         w = kind == NIBBLES ? v_look(values.nibbles, codes[v], j)
                             : v_count(values.nibbles, codes[v], j, kind == CENTRED ? -8 : 0);
-      if (kind == NIBBLES_LESS) w = v_sub(w, second[v]);
-      w = v_mul(w, scale[v]);
-      if (kind == NIBBLES_ADD || kind == FIVES_ADD) w = v_add(w, second[v]);
-      if (kind == Q4_K || kind == Q5_K) w = v_sub(w, second[v]);
+      w = has_second(kind) || is_super(kind) ? v_fma(w, by->scale[v], by->second[v]) : v_mul(w, by->scale[v]);
       use(rows, walk, at + j, s, v, w);
     }
+}
+
+/* Use `units` times eight inputs under the same scales. */
+INLINE void use_units(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS], int64_t at,
+                      const uint8_t *p, int64_t units, Values values, Factors *by) {
+  for (int64_t end = at + 8 * units; at < end; at += 8, p += 4 * PANEL) {
+    use_nibbles(rows, vectors, kind, walk, s, at, p, values, by);
+    if (has_fifths(kind))
+      UNROLL for (int v = 0; v < vectors; v++) by->fifths[v] = i_right(by->fifths[v], 8);
+  }
 }
 
 INLINE void use_bytes(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS],
@@ -173,26 +188,26 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
   int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, number = (uint32_t)walk->k / (uint32_t)group;
   int64_t in = walk->k - number * group, lane = walk->lane, n = walk->end - walk->k, at = 0;
   const uint8_t *block = walk->panel + number * (head + group * bytes);
-  Values values = load_values(kind, of);
-  V scale[VECTORS], second[VECTORS];
-  I fifths[VECTORS];
+  Values values;
+  if (bytes < PANEL) values = load_values(kind, of);
+  Factors by;
   for (; at < n; block += head + group * bytes, in = 0) {
     UNROLL for (int v = 0; v < vectors; v++) {
-      scale[v] = widened(of->scale, block, lane + LANES * v);
+      by.scale[v] = widened(of->scale, block, lane + LANES * v);
       /* `v_e4m3` has divided by 256. */
-      if (kind == E4M3) scale[v] = v_mul(scale[v], v_set(256));
-      if (has_second(kind)) second[v] = widened(of->second, block + PANEL * widths_of[of->scale], lane + LANES * v);
-      if (has_fifths(kind)) fifths[v] = i_load(block + head - FIFTHS + 4 * (lane + LANES * v));
+      if (kind == E4M3) by.scale[v] = v_mul(by.scale[v], v_set(256));
+      if (has_second(kind)) by.second[v] = widened(of->second, block + PANEL * widths_of[of->scale], lane + LANES * v);
+      if (has_fifths(kind)) by.fifths[v] = i_load(block + head - FIFTHS + 4 * (lane + LANES * v));
+      /* The zero is a whole number of 8 bits, so that scale * code - scale * zero has two exact products. */
+      if (kind == NIBBLES_LESS) by.second[v] = v_mul(by.scale[v], v_sub(v_set(0), by.second[v]));
     }
     const uint8_t *p = block + head + in * bytes + lane * (bytes < PANEL ? 4 : 1);
     int64_t stop = least(n, at + group - in);
-    if (bytes < PANEL)
-      for (; at < stop; at += 8, p += 8 * bytes) {
-        use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
-        if (has_fifths(kind)) UNROLL for (int v = 0; v < vectors; v++) fifths[v] = i_right(fifths[v], 8);
-      }
-    else
-      for (; at < stop; at++, p += bytes) use_bytes(rows, vectors, kind, walk, s, at, p, scale, second);
+    if (bytes < PANEL) {
+      use_units(rows, vectors, kind, walk, s, at, p, (stop - at) / 8, values, &by);
+      at = stop;
+    } else
+      for (; at < stop; at++, p += bytes) use_bytes(rows, vectors, kind, walk, s, at, p, by.scale, by.second);
   }
 }
 
@@ -200,35 +215,38 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
    third has the second scale, and the highest two bits of all hold the second minimum. */
 INLINE void walk_q4_k(const int rows, const int vectors, const int kind, const Walk *walk, V (*s)[VECTORS]) {
   Values values = load_values(kind, walk->of);
-  V scale[VECTORS], second[VECTORS];
-  I fifths[VECTORS];
+  Factors by;
+  V halves[VECTORS], minima[VECTORS];
   int64_t n = walk->end - walk->k, lane = walk->lane;
   for (int64_t at = 0; at < n;) {
     int64_t k = walk->k + at;
     const uint8_t *block = walk->panel + k / SUPER * super_bytes(kind);
     const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * half_bytes(kind), *p = planes + PLANES + 4 * lane;
-    for (int half = 0; half < 2; half++) {
+    if (at == 0 || k % SUPER == 0)
       UNROLL for (int v = 0; v < vectors; v++) {
-        const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
+        halves[v] = v_half(block + 2 * (lane + LANES * v));
+        minima[v] = v_sub(v_set(0), v_half(block + 2 * PANEL + 2 * (lane + LANES * v)));
+      }
+    for (int half = 0; half < 2; half++, at += 32, p += 16 * PANEL) {
+      UNROLL for (int v = 0; v < vectors; v++) {
+        const uint8_t *own = planes + lane + LANES * v;
         I a = i_bytes(own), b = i_bytes(own + PANEL), c = i_bytes(own + 2 * PANEL), low = i_set(63);
         I high = i_or(i_right(a, 6), i_or(i_left(i_right(b, 6), 2), i_left(i_right(c, 6), 4)));
-        scale[v] = v_mul(v_half(halves), v_int(i_and(half ? c : a, low)));
-        second[v] = v_mul(v_half(halves + 2 * PANEL), v_int(half ? high : i_and(b, low)));
-        if (has_fifths(kind)) fifths[v] = i_load(p + 4 * LANES * v);
+        by.scale[v] = v_mul(halves[v], v_int(i_and(half ? c : a, low)));
+        by.second[v] = v_mul(minima[v], v_int(half ? high : i_and(b, low)));
+        if (has_fifths(kind)) by.fifths[v] = i_load(p + 4 * LANES * v);
       }
       if (has_fifths(kind)) p += FIFTHS;
-      for (int unit = 0; unit < 4; unit++, at += 8, p += 4 * PANEL) {
-        use_nibbles(rows, vectors, kind, walk, s, at, p, values, fifths, scale, second);
-        if (has_fifths(kind)) UNROLL for (int v = 0; v < vectors; v++) fifths[v] = i_right(fifths[v], 8);
-      }
+      use_units(rows, vectors, kind, walk, s, at, p, 4, values, &by);
     }
   }
 }
 
-/* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. */
+/* Use 16 inputs at a time, which share a scale. Their highest two bits lie in one lane, their lowest four in two. A
+   scale times a signed byte has 18 bits, so that its product with a code has 24 at most, and is exact. */
 INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s)[VECTORS]) {
   int64_t n = walk->end - walk->k, lane = walk->lane;
-  V raised = v_set(8388608.0f + 32.0f), scale[VECTORS];
+  V scale[VECTORS], centre[VECTORS];
   for (int64_t at = 0; at < n; at += 16) {
     int64_t k = walk->k + at, half = k / 16 % 2;
     const uint8_t *block = walk->panel + k / SUPER * Q6_K_BYTES;
@@ -239,6 +257,7 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
     UNROLL for (int v = 0; v < vectors; v++) {
       int64_t own = lane + LANES * v;
       scale[v] = v_mul(v_half(block + 2 * own), v_int(i_signed(part + half * PANEL + own)));
+      centre[v] = v_mul(scale[v], v_set(-32));
       /* Bits 4 and 5 of each byte are those of four inputs. */
       highs[v] = i_load(high + 4 * LANES * v);
       v_prefetch(high, v, 4 * LANES);
@@ -256,8 +275,7 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
         }
         UNROLL for (int j = 0; j < 4; j++)
           UNROLL for (int v = 0; v < vectors; v++)
-            use(rows, walk, at + 8 * pair + 4 * quad + j, s, v,
-                v_mul(v_sub(v_raised_byte(codes[v], j), raised), scale[v]));
+            use(rows, walk, at + 8 * pair + 4 * quad + j, s, v, v_fma(v_byte(codes[v], j), scale[v], centre[v]));
       }
       UNROLL for (int v = 0; v < vectors; v++) highs[v] = i_right(highs[v], 4);
     }

@@ -88,10 +88,10 @@ INLINE V v_gather(const float *table, I places) { return _mm256_i32gather_ps(tab
 /* Round to the nearest half, ties to even. */
 INLINE V v_round_half(V a) { return _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 
-/* Return byte `which` of each lane plus 2^23, as floats. */
-INLINE V v_raised_byte(I a, int which) {
+/* Return byte `which` of each lane as a float. */
+INLINE V v_byte(I a, int which) {
   I place = _mm256_add_epi32(_mm256_set_epi32(12, 8, 4, 0, 12, 8, 4, 0), i_set(0x80808000 + (uint32_t)which));
-  return v_bits(i_or(_mm256_shuffle_epi8(a, place), i_set(0x4b000000)));
+  return v_int(_mm256_shuffle_epi8(a, place));
 }
 
 /* Widen floats of 8 bits, E4M3, and divide them by 256: the bits are a half's. There is no NaN among them. */

@@ -17,7 +17,13 @@ typedef struct {
    registers beside the sums, so several rows use 32 outputs at a time. */
 INLINE int vectors_at_once(const int rows, const int plain) { return plain || rows < 4 ? 4 : 2; }
 
-INLINE V v_set(float x) { return _mm512_set1_ps(x); }
+/* Broadcast as a whole number: on Zen 4, loading one float into all lanes takes a unit of arithmetic, and loading a
+   whole number takes none. */
+INLINE V v_set(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
+}
 INLINE V v_load(const void *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(void *p, V a) { _mm512_storeu_ps(p, a); }
 INLINE V v_add(V a, V b) { return _mm512_add_ps(a, b); }
@@ -74,10 +80,10 @@ INLINE V v_gather(const float *table, I places) { return _mm512_i32gather_ps(pla
 /* Round to the nearest half, ties to even. */
 INLINE V v_round_half(V a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 
-/* Return byte `which` of each lane plus 2^23, as floats. */
-INLINE V v_raised_byte(I a, int which) {
+/* Return byte `which` of each lane as a float. */
+INLINE V v_byte(I a, int which) {
   I place = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(which));
-  return v_bits(_mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x4b000000), 0x1111111111111111, a, place));
+  return v_int(_mm512_maskz_shuffle_epi8(0x1111111111111111, a, place));
 }
 
 /* Widen floats of 8 bits, E4M3, and divide them by 256: the bits are a half's. There is no NaN among them. */

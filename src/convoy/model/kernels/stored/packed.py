@@ -43,6 +43,8 @@ _HALF_POWERS, _BYTES = 3, 4
 _FLOATS = frozenset({"F32", "BF16", "F16"})
 _NIBBLES = frozenset({"NIBBLES", "CENTRED", "NIBBLES_ADD", "NIBBLES_LESS"})
 _PANEL = 64
+# Kinds that add to a product of scale and code with one rounding.
+_FUSED_SUMS = frozenset({"NIBBLES_ADD", "NIBBLES_LESS"})
 # Outputs and rows of a check: two panels, and two passes of rows. Fewer rows than these are fused.
 _CHECK_OUTPUTS, _CHECK_ROWS = 70, 13
 _FUSED_ROWS = range(1, 7)
@@ -378,11 +380,18 @@ def _fused_packing(one: StoredRange) -> _Packing | None:
             _scale_types(one, packing)
         except ValueError:
             return None
-        if packing.kind in _NIBBLES and (one.inputs % 8 or _group(one, packing) % 8):
+        is_odd = packing.kind in _NIBBLES and (one.inputs % 8 or _group(one, packing) % 8)
+        if is_odd or (packing.kind in _FUSED_SUMS and not _has_exact_products(one, packing)):
             return None
     if packing.kind == "E4M3" and _has_e4m3_nan(one.parts["values"]):
         return None
     return packing
+
+
+def _has_exact_products(one: StoredRange, packing: _Packing) -> bool:
+    """Return whether scales times codes, and times zeros, are float32 numbers that need no rounding."""
+    zeros_fit = packing.kind != "NIBBLES_LESS" or one.parts[packing.second].dtype == torch.uint8
+    return one.parts["scales"].dtype != torch.float32 and zeros_fit
 
 
 def _has_e4m3_nan(values: torch.Tensor) -> bool:
