@@ -7,12 +7,14 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 # 64 positions of at most 512 rotary dimensions stay below ATen's threading grain of 32,768 elements.
 _BLOCK = 64
@@ -44,8 +46,16 @@ class RopeUse:
 class RopeTable:
     """Hold cos and sin for positions 0..max_context, filled on demand."""
 
-    def __init__(self, rotary: nn.Module, max_context: int, layer_type: str | None = None) -> None:
+    def __init__(
+        self,
+        rotary: nn.Module,
+        max_context: int,
+        layer_type: str | None = None,
+        computed: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._rotary = rotary
+        # Entered around the library's module.
+        self._computed = computed
         self._max_context = max_context
         self._max_blocks = -(-max_context // _BLOCK)
         self._arguments = {} if layer_type is None else {"layer_type": layer_type}
@@ -78,16 +88,44 @@ class RopeTable:
             # Some rotary modules change their frequencies beyond the context, which a last block must
             # therefore not reach.
             positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK).clamp_(max=self._max_context - 1)
-            block_cos, block_sin = self._rotary(torch.empty(0), positions[None], **self._arguments)
+            with self._computed():
+                block_cos, block_sin = self._rotary(torch.empty(0), positions[None], **self._arguments)
             cos.append(block_cos[0])
             sin.append(block_sin[0])
         self._cos, self._sin = torch.cat(cos), torch.cat(sin)
 
 
+class RoundedOnce(TorchFunctionMode):
+    """Compute powers, sines and cosines of float32 in float64, and round the result once.
+
+    Their float32 forms differ by a unit between processors and builds of torch. In float64 such a difference
+    is rounded away but for one number in some hundred million.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _INEXACT:
+            return func(*args, **(kwargs or {}))
+        wide = [one.to(torch.float64) if isinstance(one, torch.Tensor) else one for one in args]
+        return func(*wide, **(kwargs or {})).to(torch.float32)
+
+
+_INEXACT = {
+    *(torch.cos, torch.sin, torch.pow, torch.Tensor.cos, torch.Tensor.sin),
+    *(torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__),
+}
+
+
 class Rotations:
     """Hold the tables of a model, one for each type of layer with a rotation of its own."""
 
-    def __init__(self, rotary: nn.Module, max_context: int) -> None:
+    def __init__(self, rotary: Any, max_context: int, *, is_exact: bool = False) -> None:
+        """Take the library's module. An exact table and its frequencies are `RoundedOnce`."""
+        self._computed = RoundedOnce if is_exact else nullcontext
+        if is_exact:
+            with RoundedOnce():
+                rotary = type(rotary)(rotary.config)
         self._rotary = rotary
         self._max_context = max_context
         self._tables: dict[str | None, RopeTable] = {}
@@ -99,7 +137,7 @@ class Rotations:
     def _of(self, use: RopeUse, positions: torch.Tensor, last: int) -> Rotation:
         table = self._tables.get(use.layer_type)
         if table is None:
-            table = RopeTable(self._rotary, self._max_context, use.layer_type)
+            table = RopeTable(self._rotary, self._max_context, use.layer_type, self._computed)
             self._tables[use.layer_type] = table
         rotation = table.look_up(positions, last)
         return rotation if use.spread is None else spread_over_heads(*table.both_halves(rotation), use.spread)

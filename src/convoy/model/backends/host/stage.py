@@ -85,7 +85,7 @@ class HostStage:
         self._shares = takes_shared_kv(modules.layers.values())
         # Compiled code for all layers, for rows of one token.
         self._native: NativeLayers | None = None
-        self._rotations = Rotations(modules.rotary, spec.max_context)
+        self._rotations = Rotations(modules.rotary, spec.max_context, is_exact=True)
         self._spec = spec
         self._kv = HostKvStore(
             spec,

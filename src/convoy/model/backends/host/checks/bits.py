@@ -24,6 +24,7 @@ from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
 from convoy.model.layers.attention import LayerBatch, attend
+from convoy.model.layers.rope import RoundedOnce
 from convoy.wire.messages.control import Row
 
 # Another computation gets another label.
@@ -81,7 +82,9 @@ def _linears() -> list[torch.Tensor]:
 
 def _elementwise() -> list[torch.Tensor]:
     x = check_numbers("rows", 7, 1031)
-    angles = torch.arange(64).float()[:, None] / torch.pow(10_000.0, torch.arange(0, 64, 2).float() / 64)
+    with RoundedOnce():
+        angles = torch.arange(64).float()[:, None] / torch.pow(10_000.0, torch.arange(0, 64, 2).float() / 64)
+        turns = [angles.cos(), angles.sin()]
     return [
         rms_norm(x, check_numbers("norm", 1031), 1e-6),
         exp_(8 * x),
@@ -90,8 +93,7 @@ def _elementwise() -> list[torch.Tensor]:
         *(activate(4 * x, name) for name in sorted(ACTIVATIONS)),
         torch.rsqrt(x * x + 1e-6),
         x.sum(-1),
-        angles.cos(),
-        angles.sin(),
+        *turns,
     ]
 
 
