@@ -89,7 +89,10 @@ LAST_EVENTS: list[tuple[Kind, bytes]] = [
     ("completion", b"data: [DONE]\n\n"),
     ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
     ("responses", b'event: response.completed\ndata: {"type":"response.completed","sequence_number":0}\n\n'),
-    ("responses", b'event: response.incomplete\ndata: {"type":"response.incomplete","sequence_number":0}\n\n'),
+    (
+        "responses",
+        b'event: response.incomplete\ndata: {"type":"response.incomplete","sequence_number":0}\n\n',
+    ),
     ("responses", b'event: response.failed\ndata: {"type":"response.failed","sequence_number":0}\n\n'),
 ]
 

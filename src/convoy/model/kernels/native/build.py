@@ -58,9 +58,13 @@ AVX512 = InstructionSet("AVX-512", ("avx512f", "avx512bw", "avx512vl", "avx512dq
 AVX2 = InstructionSet("AVX2", ("avx2", "fma", "f16c"))
 # Best first.
 INSTRUCTION_SETS = (AVX512, AVX2)
-_SOURCES = ("kernels.c", "layers.c", "stored.c", "codes.c", "attention.c", "activation.c", "threads.c")
+_SOURCES = (
+    *("kernels.c", "layers.c", "stored.c", "codes.c", "int8.c"),
+    *("attention.c", "activation.c", "threads.c"),
+)
 _HEADERS = (
-    *("shared.h", "kernels.h", "ranges.h", "exp.h", "activation.h", "attention.h"),
+    *("shared.h", "kernels.h", "ranges.h", "int8.h"),
+    *("exp.h", "activation.h", "attention.h"),
     *("vector.h", "vector_avx512.h", "vector_avx2.h"),
 )
 FOLDER = Path("~/.cache/convoy/native")
