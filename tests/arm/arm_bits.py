@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,13 @@ import torch
 from convoy.config.kernels import KEPT_FORMS
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.int8 import Int8Linear
-from convoy.model.kernels.native.activation import exp_library, exp_sample, native_activate, native_exp
+from convoy.model.kernels.native.activation import (
+    Activation,
+    exp_library,
+    exp_sample,
+    native_activate,
+    native_apply,
+)
 from convoy.model.kernels.native.build import (
     INSTRUCTION_SETS,
     SOURCES,
@@ -28,10 +32,13 @@ from convoy.model.kernels.native.build import (
     find_compiler,
     missing_features,
 )
+from convoy.model.kernels.native.formulas import FORMULAS
 from convoy.model.kernels.native.library import NativeLibrary, native_library
 from convoy.model.kernels.native.norm import native_norm
+from convoy.model.kernels.stored.int8 import failing_int8
 from convoy.model.kernels.stored.packed import failing_forms, floats_hold, kernel_holds
 from convoy.model.kernels.stored.sample import usual_shape
+from convoy.model.quantize.search import round_by_library, rounding_sample
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import Quantise, awq, gptq, mlx, write
@@ -82,16 +89,6 @@ def library() -> NativeLibrary:
     return found
 
 
-@contextmanager
-def own_exp(library: NativeLibrary) -> Iterator[None]:
-    """Compute `exp` by its formula in the context, and behind it as torch does."""
-    assert exp_library() is library
-    library.convoy_use_exp(None)
-    yield
-    exp_library.cache_clear()
-    assert exp_library() is library
-
-
 def record_forms(recorder: Recorder, library: NativeLibrary) -> None:
     with recorder.recording():
         assert floats_hold(library)
@@ -101,21 +98,20 @@ def record_forms(recorder: Recorder, library: NativeLibrary) -> None:
 
 
 def record_parts(recorder: Recorder, library: NativeLibrary) -> None:
-    y = numbers(9, 105, seed=1)
-    with own_exp(library), recorder.recording():
+    y, rows = numbers(9, 105, seed=1), rounding_sample()
+    assert exp_library() is library
+    with recorder.recording():
         for size in (2, 40, 64, 105, 1031, 5120):
             native_norm(library, numbers(33, size), numbers(size, seed=1), 1e-5)
             native_norm(library, numbers(3, size), None, 1e-6)
-        native_exp(library, exp_sample())
-        for name in ("silu", "gelu_pytorch_tanh"):
-            assert native_activate(numbers(3, 20_001), name)
-            assert native_activate(y, name, numbers(9, 105))
-        for width, outputs in ((105, 70), (44, 40), (704, 256)):
-            linear = Int8Linear(numbers(outputs, width), numbers(outputs, seed=1), offered=(library,))
-            for rows in (1, 2, 3, 5, 6, 7, 13):
-                given = numbers(rows, width, seed=2)
-                given[0, 0] = 3e38
-                linear(given)
+        for function in FORMULAS:
+            native_apply(library, function, exp_sample())
+        for name in ("silu", "gelu", "gelu_pytorch_tanh"):
+            assert native_activate(numbers(3, 20_001), Activation(name))
+            assert native_activate(y, Activation(name), numbers(9, 105))
+        for bits in (4, 8):
+            round_by_library(library, rows, torch.linspace(0.5, 1.5, rows.shape[1]), bits)
+        assert failing_int8(library) == []
 
 
 def build(path: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -126,7 +122,6 @@ def build(path: Path, kind: str, dtype: torch.dtype) -> Path:
 
 def record_models(
     recorder: Recorder,
-    library: NativeLibrary,
     folder: Path,
     models: Sequence[tuple[str, torch.dtype | Quantise, str]],
 ) -> None:
@@ -142,7 +137,7 @@ def record_models(
         stage = HostStage.load(source, whole, StageOptions(require_tags=False, kv_dtype=kv_dtype))
         torch.set_num_threads(1 + number % 3)
         chain = Chain([stage])
-        with own_exp(library), recorder.recording():
+        with recorder.recording():
             chain.run((0, list(range(1, 71))), (1, list(range(5, 14))))
             chain.run((0, [3]))
             chain.run((0, [4]), (1, [5]))
@@ -187,17 +182,16 @@ def recorded(
 SUBJECTS: dict[str, Callable[[Recorder, NativeLibrary, Path], None]] = {
     "forms": lambda recorder, library, _: record_forms(recorder, library),
     "parts": lambda recorder, library, _: record_parts(recorder, library),
-    "floats": lambda recorder, library, folder: record_models(recorder, library, folder / "f", FLOATS),
-    "quantised": lambda recorder, library, folder: record_models(recorder, library, folder / "q", QUANTISED),
+    "floats": lambda recorder, _, folder: record_models(recorder, folder / "f", FLOATS),
+    "quantised": lambda recorder, _, folder: record_models(recorder, folder / "q", QUANTISED),
 }
 # The functions that a subject must reach, so that a change which avoids them is seen.
 REACHED = {
     "forms": {"stored_pack", "stored_linear", "stored_unpack"},
-    "parts": {"norm", "activate", "i8_pack", "i8_linear"},
+    "parts": {"norm", "apply", "activate", "round", "int8_linear"},
     "floats": {
         "layers",
         "layer_begin",
-        "layer_mix",
         "layer_end",
         "rotate",
         "attend",

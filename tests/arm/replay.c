@@ -29,24 +29,19 @@ typedef union {
 int64_t convoy_stored_panel_bytes(void *, int64_t);
 void convoy_stored_pack(void *, void *, int64_t, void *, int64_t);
 void convoy_stored_linear(void *, void *, int64_t, void *, int64_t, int64_t, int64_t);
+int convoy_int8_linear(void *, void *, int64_t, void *, int64_t, int64_t, int64_t);
 void convoy_stored_unpack(void *, int64_t, void *, int64_t, int64_t, void *);
 void convoy_f32_linear(void *, void *, int64_t, void *, int64_t, int64_t);
-int convoy_i8_linear(void *, void *, int64_t, void *, int64_t, int64_t);
-int64_t convoy_i8_size(int64_t, int64_t);
-void convoy_i8_pack(void *, int64_t, int64_t, void *, void *);
 void convoy_norm(void *, void *, float, void *, int64_t, int64_t, int64_t);
 int convoy_layer_begin(void *, void *, void *);
 int convoy_layers(void *, int64_t);
-void convoy_layer_shares(void *, void *);
-int convoy_layer_mix(void *, void *, void *);
-int convoy_layer_end(void *, void *);
+void convoy_layer_end(void *, void *);
 int convoy_experts(void *, void *);
-int convoy_experts_raise(void *, void *);
-int convoy_experts_mix(void *, void *);
 void convoy_rotate(void *, void *, void *, void *, int64_t, void *, void *, void *, int64_t, int64_t);
 void convoy_attend(void *, int64_t);
-void convoy_use_exp(void *);
-void convoy_activate(void *, int64_t, void *, int64_t, void *, int64_t, int64_t, int64_t, int64_t);
+void convoy_round(void *, void *, int64_t);
+void convoy_apply(void *, int64_t, int64_t, int64_t);
+void convoy_activate(void *, void *, int64_t, void *, int64_t, void *, int64_t, int64_t, int64_t);
 
 #define A(i) a[i].address
 #define N(i) a[i].number
@@ -55,23 +50,19 @@ void convoy_activate(void *, int64_t, void *, int64_t, void *, int64_t, int64_t,
   RESULT(stored_panel_bytes, A(0), N(1))                                                              \
   NOTHING(stored_pack, A(0), A(1), N(2), A(3), N(4))                                                  \
   NOTHING(stored_linear, A(0), A(1), N(2), A(3), N(4), N(5), N(6))                                    \
+  RESULT(int8_linear, A(0), A(1), N(2), A(3), N(4), N(5), N(6))                                       \
   NOTHING(stored_unpack, A(0), N(1), A(2), N(3), N(4), A(5))                                          \
   NOTHING(f32_linear, A(0), A(1), N(2), A(3), N(4), N(5))                                             \
-  RESULT(i8_linear, A(0), A(1), N(2), A(3), N(4), N(5))                                               \
-  RESULT(i8_size, N(0), N(1))                                                                         \
-  NOTHING(i8_pack, A(0), N(1), N(2), A(3), A(4))                                                      \
   NOTHING(norm, A(0), A(1), (float)a[2].real, A(3), N(4), N(5), N(6))                                 \
   RESULT(layer_begin, A(0), A(1), A(2))                                                               \
   RESULT(layers, A(0), N(1))                                                                          \
-  NOTHING(layer_shares, A(0), A(1))                                                                   \
-  RESULT(layer_mix, A(0), A(1), A(2))                                                                 \
-  RESULT(layer_end, A(0), A(1))                                                                       \
+  NOTHING(layer_end, A(0), A(1))                                                                      \
   RESULT(experts, A(0), A(1))                                                                         \
-  RESULT(experts_raise, A(0), A(1))                                                                   \
-  RESULT(experts_mix, A(0), A(1))                                                                     \
   NOTHING(rotate, A(0), A(1), A(2), A(3), N(4), A(5), A(6), A(7), N(8), N(9))                         \
   NOTHING(attend, A(0), N(1))                                                                         \
-  NOTHING(activate, A(0), N(1), A(2), N(3), A(4), N(5), N(6), N(7), N(8))
+  NOTHING(round, A(0), A(1), N(2))                                                                    \
+  NOTHING(apply, A(0), N(1), N(2), N(3))                                                              \
+  NOTHING(activate, A(0), A(1), N(2), A(3), N(4), A(5), N(6), N(7), N(8))
 
 #define RESULT(NAME, ...) \
   static int64_t call_##NAME(const Argument *a) { return convoy_##NAME(__VA_ARGS__); }
@@ -189,7 +180,6 @@ static void call(void) {
 
 int main(int count, char **arguments) {
   if (count != 2 || !(file = fopen(arguments[1], "rb"))) refuse("give it a file of recorded calls");
-  convoy_use_exp(0);
   for (int step; (step = getc(file)) != EOF;) {
     if (step == 'R') make_region();
     else if (step == 'F') fill();

@@ -45,7 +45,7 @@ def test_ratios_are_those_of_the_rows_that_are_there() -> None:
     def row(kernel: str, count: int, ms: float) -> FloorRow:
         return FloorRow(kernel, count, 100, 1000, 20.0, 30.0, ms, 1000 * count / ms, 30 / ms)
 
-    rows = [row("exact-f32", 1, 40.0), row("exact-f32", 4, 50.0), row("w8a8", 16, 30.0)]
+    rows = [row("exact-f32", 1, 40.0), row("exact-f32", 4, 50.0), row("int8-q8", 16, 30.0)]
     assert floor_ratios(rows) == {"exact-f32_of_floor": 0.75, "exact-f32_step_4_over_1": 1.25}
 
 

@@ -31,19 +31,19 @@ def test_a_prompt_is_cut_into_long_chunks_only_where_every_stage_is_on_a_device(
 
 
 def test_what_is_asked_of_hosts_is_on_a_device_what_it_has_in_its_place() -> None:
-    asked = ("auto", "exact-q8", "exact-q4", "w8a8", "w4a16")
-    assert [kernel_on_cuda(name) for name in asked] == [CUDA_KERNEL, *(CUDA_INT8, CUDA_INT4) * 2]
-    for name in ("exact-f32", "plain-f32"):
+    asked = ("auto", "exact-q8", "exact-q4")
+    assert [kernel_on_cuda(name) for name in asked] == [CUDA_KERNEL, CUDA_INT8, CUDA_INT4]
+    for name in ("exact-f32", "plain-f32", "int8-q8"):
         with pytest.raises(UsageError, match="does not run on cuda"):
             kernel_on_cuda(name)
 
 
 def test_members_on_devices_run_each_its_own_kernel_beside_hosts() -> None:
-    hellos = {"alpha": hello("w8a8"), "beta": hello(CUDA_INT8), "gamma": hello(CUDA_KERNEL)}
+    hellos = {"alpha": hello("int8-q8"), "beta": hello(CUDA_INT8), "gamma": hello(CUDA_KERNEL)}
     kernels = agree_kernels(hellos, "alpha")
-    assert kernels == {"alpha": "w8a8", "beta": CUDA_INT8, "gamma": CUDA_KERNEL}
+    assert kernels == {"alpha": "int8-q8", "beta": CUDA_INT8, "gamma": CUDA_KERNEL}
     auto = hello(CUDA_KERNEL, CUDA_INT8, CUDA_INT4)
-    assert agree_kernels({"alpha": hello("w8a8"), "beta": auto}, "alpha")["beta"] == CUDA_INT8
+    assert agree_kernels({"alpha": hello("int8-q8"), "beta": auto}, "alpha")["beta"] == CUDA_INT8
     assert agree_kernels({"alpha": hello("exact-q4"), "beta": auto}, "alpha")["beta"] == CUDA_INT4
     assert agree_kernels({"alpha": hello(CUDA_INT4), "beta": auto}, "alpha")["beta"] == CUDA_INT4
     assert agree_kernels({"alpha": hello("plain-f32"), "beta": auto}, "alpha")["beta"] == CUDA_KERNEL

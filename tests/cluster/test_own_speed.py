@@ -74,7 +74,7 @@ def test_a_busy_machine_without_earlier_figures_is_a_warning() -> None:
 
 def test_figures_of_other_kernels_and_threads_are_kept_apart(tmp_path: Path) -> None:
     measured(itertools.repeat(12e9), tmp_path)
-    other = own_speed("w8a8", 2, "cpu", tmp_path, measure=lambda *_: Speed(1e9, 1e9), busy=lambda: 0.0)
+    other = own_speed("exact-q8", 2, "cpu", tmp_path, measure=lambda *_: Speed(1e9, 1e9), busy=lambda: 0.0)
     assert other.speed.read_bytes_per_s == 1e9
 
 

@@ -12,8 +12,7 @@ import pytest
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.status import ClusterStatus
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.int4 import int4_available
-from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.kernels.linear import packed_available
 from convoy.model.kernels.registry import own_form
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.placement import Placement, place
@@ -26,10 +25,6 @@ from support.tiny_models import build_model
 TOLERANCE = 0.05
 Sources = Callable[[str], ModelSource]
 needs_exact = pytest.mark.skipif(not packed_available(), reason="no packed linears here")
-needs_w8a8 = pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
-needs_w4a16 = pytest.mark.skipif(
-    not (packed_available() and int4_available()), reason="no 4-bit linears here"
-)
 
 
 @pytest.fixture
@@ -65,13 +60,12 @@ def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
     [
         pytest.param("demo", "exact-f32", marks=[needs_exact, pytest.mark.long]),
         pytest.param("demo", "exact-q4", marks=needs_exact),
-        pytest.param("demo", "w8a8", marks=[needs_w8a8, pytest.mark.long]),
-        pytest.param("demo", "w4a16", marks=needs_w4a16),
+        pytest.param("demo", "int8-q4", marks=needs_exact),
         pytest.param("demo", "plain-f32", marks=pytest.mark.long),
         pytest.param("qwen3_moe", "plain-f32", marks=pytest.mark.long),
         pytest.param("gpt_oss", "exact-f32", marks=needs_exact),
         pytest.param("gemma3", "exact-f32", marks=[needs_exact, pytest.mark.long]),
-        pytest.param("gemma4", "w8a8", marks=needs_w8a8),
+        pytest.param("gemma4", "exact-q8", marks=needs_exact),
         pytest.param("deepseek_v3", "plain-f32", marks=pytest.mark.long),
         pytest.param("qwen3_5", "plain-f32", marks=pytest.mark.long),
         ("deepseek_v4", "plain-f32"),

@@ -12,10 +12,10 @@ from convoy.config.kernels import (
     EXACT,
     EXACT_KERNELS,
     HOST_KERNELS,
+    INT8_KERNELS,
     KERNELS,
     KV_FORMS,
     QUANTIZED,
-    ROUNDED,
     RequestedKernel,
     RequestedKvDtype,
     form_of,
@@ -29,12 +29,15 @@ from convoy.errors import ModelError
 
 def test_the_settings_name_the_kernels_of_hosts() -> None:
     assert get_args(RequestedKernel) == (AUTO, *HOST_KERNELS)
-    assert host_kernels_text() == "auto, exact-f32, plain-f32, exact-q8, exact-q4, w8a8 or w4a16"
+    assert (
+        host_kernels_text()
+        == "auto, exact-f32, plain-f32, exact-q8, exact-q4, int8-stored, int8-q8 or int8-q4"
+    )
 
 
 def test_a_kernel_runs_on_hosts_or_on_cuda() -> None:
     assert set(HOST_KERNELS) | set(CUDA_KERNELS) == set(KERNELS)
-    assert [on_device(name) for name in (*HOST_KERNELS, *CUDA_KERNELS)] == [False] * 6 + [True] * 3
+    assert [on_device(name) for name in (*HOST_KERNELS, *CUDA_KERNELS)] == [False] * 7 + [True] * 3
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -60,7 +63,7 @@ def test_a_word_of_quantize_asks_for_a_rounded_kernel() -> None:
     assert QUANTIZED == {"q8": "exact-q8", "q4": "exact-q4"}
     assert {form_of(name).bits for name in QUANTIZED.values()} == {4, 8}
     assert {*QUANTIZED.values(), EXACT} == set(EXACT_KERNELS)
-    assert set(ROUNDED).isdisjoint(EXACT_KERNELS)
+    assert set(INT8_KERNELS).isdisjoint(EXACT_KERNELS)
 
 
 def test_a_member_that_unpacks_holds_exact_weights_in_another_form_with_the_same_kv() -> None:

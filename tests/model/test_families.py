@@ -121,7 +121,7 @@ def test_a_decoder_that_fits_runs_as_it_is(models: Models, prompt: Prompt, kind:
 def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -> None:
     spec = models.source(kind).spec
     # What a part adds to the bytes depends on no kernel.
-    for kernel, cuts in (("exact-f32", ()), ("exact-f32", two_cuts(models, kind)), ("w8a8", ())):
+    for kernel, cuts in (("exact-f32", ()), ("exact-f32", two_cuts(models, kind))):
         for stage in models.chain(kind, *cuts, kernel=kernel).stages:
             mine = stage.assignment
             ends = {"embed": mine.embed, "output": mine.output}

@@ -122,12 +122,12 @@ def test_plain_linears_agree_within_rounding_too(models: Models, kind: str) -> N
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("kernel", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("kernel", ["int8-q8"])
 def test_rounded_ranks_err_as_the_single_stage_does_and_keep_their_bits(models: Models, kernel: str) -> None:
     tokens = tokens_of(70)
-    (exact,) = models.chain("odd").run((0, tokens))
-    (single,) = models.chain("odd", kernel=kernel).run((0, tokens))
-    stages = ranks_of(models.source("odd"), 2, kernel=kernel)
+    (exact,) = models.chain("even").run((0, tokens))
+    (single,) = models.chain("even", kernel=kernel).run((0, tokens))
+    stages = ranks_of(models.source("even"), 2, kernel=kernel)
     (found,) = Chain(stages).run((0, tokens))
     assert (found - exact).square().mean() <= 1.5 * (single - exact).square().mean()
     assert torch.equal(in_pieces(Chain(stages), tokens), found)

@@ -14,12 +14,12 @@ from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 @pytest.mark.parametrize(
     ("device", "kernel", "members", "written"),
     [
-        ("cuda:0", "w8a8", ["cuda:0"], ["w8a8"]),
-        ("cuda:0,cuda:1", "w4a16", ["cuda:0", "cuda:1"], ["w4a16", "w4a16"]),
-        ("cpu,cuda:0", "w8a8", ["cpu", "cuda:0"], ["w8a8", "w8a8"]),
+        ("cuda:0", "exact-q8", ["cuda:0"], ["exact-q8"]),
+        ("cuda:0,cuda:1", "exact-q4", ["cuda:0", "cuda:1"], ["exact-q4", "exact-q4"]),
+        ("cpu,cuda:0", "exact-q8", ["cpu", "cuda:0"], ["exact-q8", "exact-q8"]),
         ("cpu,cuda:0", "exact-f32", ["cpu", "cuda:0"], ["exact-f32", "auto"]),
-        ("cpu+cpu", "w8a8", ["cpu+cpu"], ["w8a8"]),
-        ("auto", "w8a8", ["auto"], ["w8a8"]),
+        ("cpu+cpu", "exact-q8", ["cpu+cpu"], ["exact-q8"]),
+        ("auto", "exact-q8", ["auto"], ["exact-q8"]),
     ],
 )
 def test_the_kernel_that_is_asked_for_reaches_every_member_that_can_run_it(

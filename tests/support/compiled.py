@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from convoy.model.kernels.int8 import int8_library
 from convoy.model.kernels.native import build, library
 from convoy.model.kernels.native.activation import exp_library
 from convoy.model.kernels.native.linears import f32_library
@@ -57,6 +56,6 @@ def nothing_compiled() -> Iterator[None]:
 
 def _forget() -> None:
     found = (build.built_library, library.find_library, library.native_library)
-    others = (exp_library, int8_library, norm_library, f32_library, onednn_holds, rounding_library)
+    others = (exp_library, norm_library, f32_library, onednn_holds, rounding_library)
     for known in (*found, *others):
         known.cache_clear()

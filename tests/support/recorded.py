@@ -24,12 +24,10 @@ from convoy.model.kernels.native.library import NativeLibrary
 
 # The numbers of functions in `replay.c`.
 FUNCTIONS = (
-    *("stored_panel_bytes", "stored_pack", "stored_linear", "stored_unpack", "f32_linear"),
-    *("i8_linear", "i8_size", "i8_pack", "norm", "layer_begin", "layers", "layer_shares", "layer_mix"),
-    *("layer_end", "experts", "experts_raise", "experts_mix", "rotate", "attend", "activate"),
+    *("stored_panel_bytes", "stored_pack", "stored_linear", "int8_linear", "stored_unpack", "f32_linear"),
+    *("norm", "layer_begin", "layers", "layer_end", "experts", "rotate", "attend"),
+    *("round", "apply", "activate"),
 )
-# What each instruction set computes otherwise, and needs in later calls: where 8-bit sums begin.
-_OWN = {"i8_pack": 4}
 
 
 @dataclass
@@ -84,7 +82,6 @@ class Recorder:
             for kind, one in zip(function.argtypes, given, strict=True)
         ]
         scratch = memory.span(given[0]._obj.memory) if name == "attend" else None
-        own = memory.span(given[_OWN[name]]) if name in _OWN else None
         result = function(*given)
         self._write("C", FUNCTIONS.index(name), len(given))
         for kind, numbers in arguments:
@@ -97,9 +94,8 @@ class Recorder:
                 region.content = None
             elif after != before:
                 region.content = after
-                if span != own:
-                    start, end = _differing(before, after)
-                    changed.append((region.number, start, after[start:end]))
+                start, end = _differing(before, after)
+                changed.append((region.number, start, after[start:end]))
         self._numbers(len(changed))
         for number, start, found in changed:
             self._numbers(len(found), number, start)

@@ -84,7 +84,7 @@ def _checks(path: Path | None) -> Iterator[Check]:
         return
     given = subject.config.model
     folder = given.cache or default_cache()
-    own = partial(check_speed, given.kernel, given.num_threads, given.device, folder)
+    own = partial(check_speed, given.wanted_kernel, given.num_threads, given.device, folder)
     yield Check("speed", own, "measuring this machine ...")
     yield from _extra_checks(subject.config)
     yield from _member_checks(subject, subject.config)
@@ -109,7 +109,7 @@ def _extra_checks(config: Config) -> Iterator[Check]:
     from convoy.cluster.checkup import machine
     from convoy.cluster.checkup.finding import Check
 
-    yield Check("device", lambda: machine.check_devices(config.model.device, config.model.kernel))
+    yield Check("device", lambda: machine.check_devices(config.model.device, config.model.wanted_kernel))
     yield Check("discovery", lambda: machine.check_discovery(wanted=config.listen.discover))
     yield Check("tpm", lambda: machine.check_tpm(config.cluster.tpm))
 

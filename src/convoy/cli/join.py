@@ -92,7 +92,7 @@ def join(
     file = _file(token, config, newcomer, _teller(as_json))
     settings = _with_flags(with_discover(load_config(file), discover), standby, port)
     asked = override(settings.model, cache=cache, weights_from=weights_from(weights), signed=signed)
-    settings = computing(override(settings, model=asked), None, device)
+    settings = computing(override(settings, model=asked), None, None, device)
     me = load_member(settings)
     _check_peer(me)
     if token is None:

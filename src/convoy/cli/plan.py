@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.checks.plan_print import print_fits, print_plan, print_rules
 from convoy.cli.checks.rates import ContextFlag, RoundTripFlag, SpeedFlag, ThreadsFlag
-from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import KvDtypeFlag, check_choice, with_step_flags
 from convoy.cli.flags.table import option
 from convoy.cli.local.members import LayersFlag, parse_members
@@ -65,6 +65,7 @@ def plan(
     level: LevelFlag = None,
     config: ConfigFlag = None,
     quantize: QuantizeFlag = None,
+    compute: ComputeFlag = None,
     kv_dtype: KvDtypeFlag = None,
     standby: StandbysFlag = None,
     speed: SpeedFlag = None,
@@ -91,7 +92,7 @@ def plan(
         layers,
         policy,
         level or (),
-        kernel_for(quantize, settings.model.kernel),
+        kernel_for(quantize, settings.model.kernel, compute or settings.model.compute),
         standby or (),
         speed or (),
         round_trip or (),

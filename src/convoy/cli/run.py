@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from convoy.cli.flags.device import DeviceFlag
-from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
@@ -49,6 +49,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: use no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
+    compute: ComputeFlag = None,
     device: DeviceFlag = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
@@ -65,7 +66,7 @@ def run(
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
-    options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
+    options = LocalOptions(members, layers, kernel_for(quantize, kernel, compute), threads, engine=engine)
     cores = share_cores(members) if pin else None
     options = replace(options, device=device or "auto", cores=cores, sharing=sharing, note=print_note)
     http = ServeConfig(**listens)

@@ -14,7 +14,7 @@ import typer
 from convoy.cli.flags.device import DeviceFlag, computing
 from convoy.cli.flags.discovery import DiscoverFlag, with_discover
 from convoy.cli.flags.http import warn_in_clear
-from convoy.cli.flags.quantize import QuantizeFlag
+from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag
 from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAddressFlag
@@ -99,6 +99,7 @@ def serve(
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
     quantize: QuantizeFlag = None,
+    compute: ComputeFlag = None,
     weights: WeightsFromFlag = None,
     signed: SignedFlag = None,
     device: DeviceFlag = None,
@@ -116,7 +117,7 @@ def serve(
     chosen = _chosen(settings, model, quiet=as_json)
     http, limits = override(settings.serve, **listens), override(settings.engine, **engine)
     plan = override(settings.plan, **waiting, **sharing)
-    settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
+    settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, compute, device)
     providing = Providing.of(provide, coordinator_key, certificate, settings, directory)
     with ExitStack() as stack:
         if config is None:
@@ -148,7 +149,7 @@ def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
 
 def _alone_options(settings: Config) -> LocalOptions:
     return LocalOptions(
-        num_members=1, kernel=settings.model.kernel, device=settings.model.device, note=print_note
+        num_members=1, kernel=settings.model.wanted_kernel, device=settings.model.device, note=print_note
     )
 
 

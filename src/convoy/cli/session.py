@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.flags.device import computing
-from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_for
 from convoy.cli.flags.steps import KvDtypeFlag, check_choice
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import config_file
@@ -68,6 +68,7 @@ def session(
     raw: Annotated[bool, typer.Option("--raw", help="Use no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
     quantize: QuantizeFlag = None,
+    compute: ComputeFlag = None,
     kv_dtype: KvDtypeFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -76,6 +77,7 @@ def session(
         *(prompt, load, save, max_tokens, temperature, seed, raw),
         quiet=as_json,
         quantize=quantize,
+        compute=compute,
         kv_dtype=kv_dtype,
     )
     turn.check()
@@ -85,7 +87,7 @@ def session(
         print_note(f"as the head of {found}; --members 1 is this machine alone")
     check_choice("engine", "kv_dtype", kv_dtype)
     engine = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel), engine=engine)
+    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel, compute), engine=engine)
     _start(turn, keys, model, config or found, options)
 
 
@@ -102,6 +104,7 @@ class SessionTurn:
     raw: bool
     quiet: bool
     quantize: str | None = None
+    compute: str | None = None
     kv_dtype: str | None = None
 
     def check(self) -> None:
@@ -208,7 +211,7 @@ def _start(
     source = ModelSource.resolve(model)
     turn.check_model(source)
     if config is not None:
-        settings = computing(load_config(config), turn.quantize, None)
+        settings = computing(load_config(config), turn.quantize, turn.compute, None)
         settings = override(settings, engine=override(settings.engine, kv_dtype=turn.kv_dtype))
         _run(turn, keys, start_cluster(settings, model, quiet=turn.quiet))
         return

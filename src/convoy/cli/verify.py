@@ -18,6 +18,7 @@ from convoy.cli.checks.leak import (
     show_leak,
 )
 from convoy.cli.flags.device import DeviceFlag
+from convoy.cli.flags.quantize import ComputeFlag, kernel_for
 from convoy.cli.flags.steps import KvDtypeFlag, check_choice
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, plain, print_json, print_note, print_table, report_error
@@ -37,6 +38,7 @@ def verify(
         str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
     ],
     kernel: Annotated[str, typer.Option(help=f"{host_kernels_text()}.")] = "auto",
+    compute: ComputeFlag = None,
     cuts: Annotated[
         str, typer.Option(help="all, or the most places to cut into two. A sample is cut into three.")
     ] = "all",
@@ -68,6 +70,7 @@ def verify(
     from convoy.evaluate.verify import verify as run
     from convoy.model.checkpoints.source import ModelSource
 
+    kernel = kernel_for(None, kernel, compute)
     source = ModelSource.resolve(model)
     asked = prompts_of(source, prompts, tokens, print_note)
     device, chosen = device_and_kernel(source, device, kernel, ranks, threads, note=print_note)

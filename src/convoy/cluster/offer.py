@@ -17,7 +17,7 @@ from convoy.config.kernels import (
     EXACT,
     EXACT_KERNELS,
     KERNELS,
-    form_of,
+    quantized_kernel,
 )
 from convoy.errors import Incompatible
 from convoy.model.backends.host.checks.bits import bits_digest
@@ -28,7 +28,6 @@ from convoy.model.device import (
     choose_devices,
     describe_devices,
     device_memory_bytes,
-    kernel_on_cuda,
     kernels_on_cuda,
 )
 from convoy.model.kernels.registry import own_form
@@ -114,8 +113,12 @@ def agree_kernels(
 def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
     """Return the kernel of each member on CUDA: rounded like the head's weights, if it offers that."""
     led = hellos[head].kernels[0] if head in hellos else CUDA_KERNEL
-    is_rounded = led in KERNELS and form_of(led).bits > 0
-    wanted = kernel_on_cuda(led) if is_rounded or on_device(led) else CUDA_KERNEL
+    quantize = KERNELS[led].quantize if led in KERNELS else ""
+    wanted = CUDA_KERNEL
+    if on_device(led):
+        wanted = led
+    elif quantize:
+        wanted = quantized_kernel(CUDA_KERNEL, quantize)
     offered = {
         name: hello.kernels for name, hello in hellos.items() if any(map(on_device, hello.kernels[:1]))
     }

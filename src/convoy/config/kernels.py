@@ -1,16 +1,14 @@
 """The kernels: one row for each, with its name, the form of weights, the dtypes of K/V, and error bounds.
 
-A kernel of hosts with rounded linears also names its module in `model.kernels`, which has the check of this
-machine and the factories (`model.kernels.registry`). So a new one is one module and one row. A form's word is
-the kernel's, or a dtype's if everything is simply held in it.
+A form's word is the kernel's, or a dtype's if everything is simply held in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from convoy.errors import ModelError
+from convoy.errors import ModelError, UsageError
 
 # Outputs that lie together in the memory of a compiled kernel.
 _PANEL = 64
@@ -119,8 +117,8 @@ class Kernel:
     quantize: str = ""
     # The kernel that stages on CUDA run if this one is asked for.
     cuda_name: str = ""
-    # The module with its `KERNEL`, for linears on hosts that round activations too.
-    module: str = ""
+    # The word of --compute. With int8, rows are rounded to 8 bits where a form's products are whole numbers.
+    compute: str = "exact"
 
 
 # Exact mode's layers: linears in the form of their file, and float32 linears packed for oneDNN.
@@ -129,8 +127,8 @@ EXACT = "exact-f32"
 EXACT_Q8, EXACT_Q4 = "exact-q8", "exact-q4"
 # The library's layers in float32.
 PLAIN = "plain-f32"
-# Exact mode's layers with linears of 8-bit weights, and of 4-bit weights.
-W8A8, W4A16 = "w8a8", "w4a16"
+# The same three with rows rounded to 8 bits, and products of whole numbers.
+INT8, INT8_Q8, INT8_Q4 = "int8-stored", "int8-q8", "int8-q4"
 # Stages on CUDA: weights and K/V in bfloat16, Convoy's own attention (`model.backends.cuda`).
 CUDA_KERNEL = "cuda-bf16"
 # The same with rounded weights; see `model.backends.cuda.kernels.rounded`.
@@ -139,10 +137,16 @@ CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
 AUTO: Final = "auto"
 # The words of --quantize, and of the formats of `convoy quantize`.
 QuantizeFormat = Literal["q4", "q8"]
+# The words of --compute.
+RequestedCompute = Literal["exact", "int8"]
 _CUDA_KV = ("bf16",)
 _EXACT_BOUNDS = ErrorBounds(0.0, 2e-5, 2e-5)
 # Codes of groups of 32, each with a scale in bfloat16.
 _Q8_FORM = KernelForm("float32", packed=True, bits=8, group=32, scale_bytes=2, keeps=True)
+_Q4_FORM = replace(_Q8_FORM, bits=4, otherwise=EXACT_Q8)
+# Seen: up to 0.23 for each ten units of logit, and a median of 0.29. If a rounded row goes to another expert,
+# one position may be far off.
+_INT8_BOUNDS, _INT8_EXPERT_BOUNDS = ErrorBounds(0.0, 1.0, 0.5), ErrorBounds(0.0, 5.0, 1.0)
 
 # By name. The form of q8 is that of Q8_0 in GGUF: 32 codes of 8 bits with a float16 scale.
 KV_FORMS: dict[str, KvForm] = {
@@ -193,30 +197,29 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             EXACT_Q4,
-            replace(_Q8_FORM, bits=4, otherwise=EXACT_Q8),
+            _Q4_FORM,
             _EXACT_BOUNDS,
             ranks_library=4e-5,
             steady=True,
             quantize="q4",
             cuda_name=CUDA_INT4,
         ),
-        Kernel(
-            W8A8,
-            KernelForm("float32", packed=True, bits=8),
-            # If a rounded row goes to another expert, one position may be far off.
-            ErrorBounds(0.0, 5.0, 1.0),
-            steady=True,
-            cuda_name=CUDA_INT8,
-            module="convoy.model.kernels.int8",
-        ),
-        Kernel(
-            W4A16,
-            # A scale and a middle in bfloat16.
-            KernelForm("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise=W8A8),
-            ErrorBounds(0.0, 20.0, 5.0),
-            steady=True,
-            cuda_name=CUDA_INT4,
-            module="convoy.model.kernels.int4",
+        # The library's model is given the rounded weights, and no rounded rows.
+        *(
+            Kernel(
+                name,
+                form,
+                _INT8_BOUNDS,
+                expert_bounds=_INT8_EXPERT_BOUNDS,
+                steady=True,
+                quantize=quantize,
+                compute="int8",
+            )
+            for name, form, quantize in (
+                (INT8, KernelForm("float32", packed=True, keeps=True), ""),
+                (INT8_Q8, _Q8_FORM, "q8"),
+                (INT8_Q4, _Q4_FORM, "q4"),
+            )
         ),
         Kernel(
             CUDA_KERNEL,
@@ -262,13 +265,13 @@ KEPT_FORMS = frozenset(
 )
 HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
-# Kernels of hosts with linears of their own, which round activations too.
-ROUNDED = tuple(name for name in HOST_KERNELS if KERNELS[name].module)
+# Kernels of hosts that round rows to 8 bits.
+INT8_KERNELS = tuple(name for name in HOST_KERNELS if KERNELS[name].compute == "int8")
 # Kernels of exact mode: they multiply by linears in the form of the file, or in that of `convoy quantize`.
-EXACT_KERNELS = tuple(name for name in HOST_KERNELS if KERNELS[name].form.keeps)
+EXACT_KERNELS = tuple(name for name in HOST_KERNELS if KERNELS[name].form.keeps and name not in INT8_KERNELS)
 STEADY = frozenset(name for name, kernel in KERNELS.items() if kernel.steady)
-# The kernel for each word of --quantize.
-QUANTIZED = {kernel.quantize: name for name, kernel in KERNELS.items() if kernel.quantize}
+# The kernel of exact mode for each word of --quantize.
+QUANTIZED = {KERNELS[name].quantize: name for name in EXACT_KERNELS if KERNELS[name].quantize}
 # The settings of a kernel and of K/V's dtype. Their words are the rows above; a checker sees plain text.
 if TYPE_CHECKING:
     RequestedKernel = str
@@ -284,7 +287,8 @@ FORMS: dict[str, KernelForm] = {
     **{
         name + _UNPACKED: KernelForm(kernel.form.dtype, packed=kernel.form.packed)
         for name, kernel in KERNELS.items()
-        if kernel.form.keeps
+        # Products of whole numbers need the codes.
+        if name in EXACT_KERNELS
     },
 }
 
@@ -307,9 +311,40 @@ def form_of(word: str) -> KernelForm:
     return FORMS[word]
 
 
-def exact_bits(kernel: str) -> int:
-    """Return the bits to which a kernel of exact mode rounds weights as they are loaded, or 0."""
-    return KERNELS[kernel].form.bits if kernel in EXACT_KERNELS else 0
+def loaded_bits(kernel: str) -> int:
+    """Return the bits to which a kernel of hosts rounds weights as they are loaded, or 0."""
+    form = KERNELS[kernel].form
+    return form.bits if form.keeps else 0
+
+
+def computing_kernel(kernel: str, compute: str) -> str:
+    """Return the kernel that ``compute`` asks for beside ``kernel``, or ``kernel`` where that is "exact".
+
+    Raises UsageError for an unknown word, and for a kernel that "int8" does not go with.
+    """
+    words = get_args(RequestedCompute)
+    if compute not in words:
+        raise UsageError(f"compute is {compute!r}, expected {' or '.join(words)}")
+    if compute == "exact" or kernel in INT8_KERNELS:
+        return kernel
+    quantize = (
+        None
+        if kernel not in {AUTO, *EXACT_KERNELS}
+        else KERNELS[EXACT if kernel == AUTO else kernel].quantize
+    )
+    if quantize is None:
+        raise UsageError(
+            f"compute is {compute}, and the kernel is {kernel}", hint='leave the kernel at "auto"'
+        )
+    return next(name for name in INT8_KERNELS if KERNELS[name].quantize == quantize)
+
+
+def quantized_kernel(kernel: str, quantize: str) -> str:
+    """Return the kernel like ``kernel`` that holds weights as the word of --quantize says."""
+    host = QUANTIZED[quantize]
+    if on_device(kernel):
+        return KERNELS[host].cuda_name
+    return computing_kernel(host, "int8") if kernel in INT8_KERNELS else host
 
 
 def held_form(kernel: str, *, unpacks: bool) -> str:

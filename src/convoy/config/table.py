@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from convoy.config.kernels import AUTO, RequestedKernel, RequestedKvDtype
+from convoy.config.kernels import AUTO, RequestedCompute, RequestedKernel, RequestedKvDtype, computing_kernel
 
 DEFAULT_PEER_PORT = 7777
 # The hint about a model that is missing; an example follows.
@@ -228,6 +228,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
     ] = None
     path: Annotated[Path | None, Setting("a model's directory or .gguf file, in place of name")] = None
     kernel: Annotated[RequestedKernel, Setting("how the linears compute", ": see [kernels](#kernels)")] = AUTO
+    compute: Annotated[
+        RequestedCompute,
+        Setting(
+            "exact, or int8: faster, with rows rounded to 8 bits",
+            " ([its error](verify.md#8-bit-products)); the head's counts",
+            flag=Flag("exact, or int8: round rows to 8 bits for rounded weights. Faster, with an error."),
+        ),
+    ] = "exact"
     device: Annotated[
         Name,
         Setting(
@@ -285,6 +293,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
             shown="the public one",
         ),
     ] = None
+
+    @property
+    def wanted_kernel(self) -> str:
+        """Return the kernel that both keys ask for together. Raises UsageError if they do not go together."""
+        return computing_kernel(self.kernel, self.compute)
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -20,12 +20,12 @@ import torch
 from convoy.config.kernels import (
     AUTO,
     EXACT_KERNELS,
+    KERNELS,
     PLAIN,
-    QUANTIZED,
     ErrorBounds,
     QuantizeFormat,
-    exact_bits,
     kv_form,
+    loaded_bits,
 )
 from convoy.engine.ranks.host_ranks import JOIN
 from convoy.engine.ranks.load import load_member_stage
@@ -88,7 +88,7 @@ def verify(
     """
     started = time.monotonic()
     rounded, errors, library = read_record(source.path), ErrorSums(), native_library()
-    bits = exact_bits(options.kernel)
+    bits = loaded_bits(options.kernel)
     bench = _Bench(source, prompts, options, load)
     every = [whole(source.spec), *layouts(source.spec, options.max_cuts)]
     progress(0, len(every), "the unsplit stage")
@@ -232,7 +232,7 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
     needed = sum(map(math.prod, shapes)) * torch.float64.itemsize
     if doubtful and needed < psutil.virtual_memory().available * _SHARE_OF_MEMORY:
         texts = [expected.texts[index] for index in doubtful]
-        bits = exact_bits(options.kernel)
+        bits = loaded_bits(options.kernel)
         rounding = LoadRounding(source, bits) if bits else None
         logits = library_logits(source, texts, dtype=torch.float64, rounding=rounding)
         expected.float64 = dict(zip(doubtful, logits, strict=True))
@@ -243,7 +243,7 @@ def _record_of(source: ModelSource, kernel: str, errors: ErrorSums) -> QuantizeR
     spec = source.spec
     held = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
     stored = sum(tensor.num_bytes for tensor in source.tensors.values())
-    form = next(word for word in get_args(QuantizeFormat) if QUANTIZED[word] == kernel)
+    form = next(word for word in get_args(QuantizeFormat) if KERNELS[kernel].quantize == word)
     return errors.record((source.name, source.digest), form, (stored, held))
 
 

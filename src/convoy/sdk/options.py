@@ -78,7 +78,7 @@ def member_options(config: Config) -> MemberOptions:
     return MemberOptions(
         memory_bytes=int(model.memory_gb * 1e9),
         num_threads=model.num_threads,
-        kernel=model.kernel,
+        kernel=model.wanted_kernel,
         device=model.device,
         activation_dtype=model.activation_dtype,
         policy=load_policy(config.cluster.policy),

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.pages import AddressRoom, ask_huge_pages, lay_together, whole_pages
+from convoy.model.kernels.stored.linear import StoredLinear
+from convoy.model.kernels.stored.weights import plain_matrix
 
 PAGE = 2 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pages and addresses are asked for on Linux alone")
@@ -66,4 +67,9 @@ def test_weights_that_are_laid_together_are_the_same() -> None:
 
 
 def test_what_is_no_packed_matrix_of_some_mebibytes_stays_where_it_is() -> None:
-    assert lay_together([PackedLinear(torch.randn(64, 96), None), Int8Linear(torch.randn(64, 96), None)]) == 0
+    assert (
+        lay_together(
+            [PackedLinear(torch.randn(64, 96), None), StoredLinear(plain_matrix(torch.randn(64, 96)), None)]
+        )
+        == 0
+    )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from convoy.config.kernels import EXACT_KERNELS
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.kernels.linear import packed_available
 from convoy.model.kernels.native.library import keeps_stored
 from convoy.plan.span import Span
 from convoy.plan.spec.model import ModelSpec
@@ -55,7 +55,7 @@ from pathlib import Path
 def anonymous():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
-from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.kernels.linear import packed_available
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.stage import StageOptions
@@ -142,14 +142,6 @@ def test_loading_takes_little_more_than_what_stays(tmp_path: Path, family: str, 
 
 @pytest.mark.long
 @needs_status
-@pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
-def test_a_file_of_4_bits_is_never_whole_in_float32(tmp_path: Path) -> None:
-    """It is unpacked and rounded anew, matrix by matrix; 900 MB stay of what would be 3.4 GB."""
-    assert_peak(tmp_path / "mlx", write_mlx(tmp_path / "mlx"), "w8a8")
-
-
-@pytest.mark.long
-@needs_status
 @pytest.mark.skipif(not keeps_stored(), reason="nothing is compiled here, so all is unpacked")
 def test_a_file_of_3_bits_is_packed_matrix_by_matrix(tmp_path: Path) -> None:
     """It is unpacked by tiles; 370 MB stay, as in the file."""
@@ -161,12 +153,12 @@ def test_a_file_of_3_bits_is_packed_matrix_by_matrix(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_status
-@pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
+@pytest.mark.skipif(not packed_available(), reason="no packed linears here")
 @pytest.mark.parametrize(
     ("kernel", "tied"),
     [
-        *((kernel, False) for kernel in ("exact-f32", "exact-q4", "plain-f32", "w8a8", "w4a16")),
-        *((kernel, True) for kernel in ("exact-f32", "w8a8")),
+        *((kernel, False) for kernel in ("exact-f32", "exact-q4", "plain-f32")),
+        *((kernel, True) for kernel in ("exact-f32", "exact-q8")),
     ],
 )
 def test_the_output_of_a_large_vocabulary_is_never_there_twice(

@@ -34,8 +34,7 @@ ROWS: list[tuple[str, Asked, ParallelFacts, Mode, str]] = [
     ("no room on a rank", "auto", facts(room=ROOM), "pipeline", "but beta has 8.0 GB"),
     ("the collective failed", "auto", facts(collective=SILENT), "pipeline", f"did not come up: {SILENT}"),
     ("exact mode", "auto", facts(kernel="exact-f32"), "pipeline", "the same bits over every cut"),
-    ("8 bits", "auto", facts(kernel="w8a8"), "pipeline", "the same bits over every cut"),
-    ("4 bits", "auto", facts(kernel="w4a16"), "pipeline", "the same bits over every cut"),
+    ("8-bit products", "auto", facts(kernel="int8-stored"), "pipeline", "the same bits over every cut"),
     ("nothing measured", "auto", facts(steps=None), "pipeline", "nothing was measured"),
     (
         "predicted slower",

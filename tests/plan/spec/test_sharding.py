@@ -111,7 +111,7 @@ def test_a_model_is_not_split_twice() -> None:
         rank_spec(rank_spec(spec_of(), 2), 2)
 
 
-@pytest.mark.parametrize("form", ["exact-f32", "w8a8", "w4a16", "cuda-bf16"])
+@pytest.mark.parametrize("form", ["exact-f32", "cuda-int8", "cuda-bf16"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -139,7 +139,9 @@ def test_experts_are_shared_out_whole_where_that_is_asked_for() -> None:
     assert split.layers[0].experts.elements == whole.layers[0].experts.elements
     assert {m.count for m in whole.layers[0].experts.linears} == {32, 64}  # gate and up are two for each
     span = Span(1, 3)
-    assert rank_bytes(spec, span, "w8a8", 4, "whole") < rank_bytes(spec, span, "w8a8", 4)  # fewer scales
+    assert rank_bytes(spec, span, "cuda-int8", 4, "whole") < rank_bytes(
+        spec, span, "cuda-int8", 4
+    )  # fewer scales
 
 
 def test_experts_whose_width_does_not_divide_are_shared_out_whole_by_themselves() -> None:

@@ -12,17 +12,18 @@ from convoy.config.settings import Config, override
 DeviceFlag = Annotated[str | None, option("model", "device")]
 
 
-def computing(settings: Config, quantize: str | None, device: str | None) -> Config:
-    """Return ``settings`` with the kernel and the device that these two flags ask for.
+def computing(settings: Config, quantize: str | None, compute: str | None, device: str | None) -> Config:
+    """Return ``settings`` with the kernel and the device that these three flags ask for.
 
     Raises `UsageError` for a wrong kernel, and for a device that this machine lacks.
     """
     model = settings.model
-    kernel = kernel_for(quantize, model.kernel)
+    compute = compute or model.compute
+    kernel = kernel_for(quantize, model.kernel, compute)
     wish = device or model.device
     if wish not in {"auto", "cpu"} or on_device(kernel):
         # This import loads torch, which takes seconds.
         from convoy.model.device import choose_devices
 
         choose_devices(wish, kernel)
-    return override(settings, model=override(model, kernel=kernel, device=wish))
+    return override(settings, model=override(model, kernel=kernel, compute=compute, device=wish))

@@ -1,4 +1,4 @@
-"""``--quantize``: round weights as they are loaded, as a kernel of the plan."""
+"""``--quantize`` and ``--compute``: round weights as they are loaded, and rows, as a kernel of the plan."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from typing import Annotated
 
 import typer
 
-from convoy.config.kernels import AUTO, QUANTIZED
+from convoy.cli.flags.table import option
+from convoy.config.kernels import AUTO, QUANTIZED, computing_kernel
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
     str | None,
     typer.Option(help="q4 or q8: round weights to 4 or 8 bits at load, as `convoy quantize` does."),
 ]
+ComputeFlag = Annotated[str | None, option("model", "compute")]
 
 
-def kernel_for(quantize: str | None, kernel: str) -> str:
-    """Return the kernel for ``--quantize``, or ``kernel`` without it. Raises UsageError."""
+def kernel_for(quantize: str | None, kernel: str, compute: str | None = None) -> str:
+    """Return the kernel for ``--quantize`` and ``--compute``, or ``kernel`` without both.
+
+    Raises UsageError.
+    """
+    return computing_kernel(_quantized(quantize, kernel), compute or "exact")
+
+
+def _quantized(quantize: str | None, kernel: str) -> str:
     if quantize is None:
         return kernel
     if quantize not in QUANTIZED:

@@ -23,7 +23,7 @@ _OPTIONS = {
         "standby",
         "exit_with_head",
     ),
-    "Model": ("model", "weights", "signed", "cache", "quantize", "kernel", "kv_dtype"),
+    "Model": ("model", "weights", "signed", "cache", "quantize", "compute", "kernel", "kv_dtype"),
     "Layers and devices": ("layers", "parallel", "ranks", "device", "threads", "pin"),
     "Requests": (
         *("max_model_len", "max_batch", "prefill_chunk", "prefill_window", "micro_batches", "speculate"),

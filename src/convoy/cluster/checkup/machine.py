@@ -90,10 +90,10 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     """Check whether exact mode holds here, with which bits, and whether compiled code runs the decodes."""
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
-    from convoy.model.kernels.int8 import int8_library
     from convoy.model.kernels.native.build import missing_features, own_sets
     from convoy.model.kernels.native.library import native_library, why_no_native
     from convoy.model.kernels.native.norm import norm_library
+    from convoy.model.kernels.registry import why_no_int8
     from convoy.model.kernels.stored.packed import failing_forms
 
     why_not = why_not_exact(num_threads)
@@ -115,11 +115,12 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
             f"compiled code has other bits here for {', '.join(failing)}: such matrices are slow",
             "serve a checkpoint in another form from this machine",
         )
-    parts = {"norms": norm_library(_NORM_SIZE), "8-bit linears": int8_library()}
-    for name, chosen in parts.items():
-        if chosen is not library:
-            instead = "torch" if chosen is None else chosen.instruction_set.name
-            yield warn(f"compiled {name} have other bits here: {instead} computes them, more slowly", _UPDATE)
+    if reason := why_no_int8():
+        yield warn(f"{reason}; --compute int8 is refused", _UPDATE)
+    norms = norm_library(_NORM_SIZE)
+    if norms is not library:
+        instead = "torch" if norms is None else norms.instruction_set.name
+        yield warn(f"compiled norms have other bits here: {instead} computes them, more slowly", _UPDATE)
 
 
 def compiled_finding(made: str, why_not: str, missing: Sequence[str], *, is_exact: bool) -> Finding:

@@ -2,7 +2,7 @@
 linears over the bytes of a file.
 
 A packed linear gives each row the same bits whatever stands beside it. Packing brings a matrix into the
-layout of oneDNN, and pages put it under few large page-table entries. `int8` and `int4` round weights,
-`registry` names the kernels with rounded linears, and two small modules hold activations and the return of
-freed memory. Open `linear` first.
+layout of oneDNN, and pages put it under few large page-table entries. `registry` tells what this machine
+holds and checks, `activation` has the activations, and a small module returns freed memory. Open `linear`
+first.
 """

@@ -14,7 +14,7 @@ from torch import nn
 
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
-from convoy.model.kernels.native.linears import MAX_F32_ROWS, NativeF32, NativeI8, native_f32
+from convoy.model.kernels.native.linears import MAX_F32_ROWS, NativeF32, native_f32
 from convoy.model.kernels.packing import pack_float32
 
 # oneDNN adds a row's products one after the other, and the rounding error grows with the length of such a
@@ -33,14 +33,6 @@ def packed_available() -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-def w8a8_available() -> bool:
-    """Return whether this build of torch has oneDNN's 8-bit linears."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    operators = torch.ops.onednn
-    return hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")
 
 
 def padded_count(num_rows: int, least: int = LEAST_ROWS) -> int:
@@ -94,7 +86,7 @@ class PackedLinear(nn.Module):
         return self._native is not None
 
     @property
-    def native(self) -> NativeF32 | NativeI8 | None:
+    def native(self) -> NativeF32 | None:
         """Return the compiled form, or None without one."""
         return self._native
 

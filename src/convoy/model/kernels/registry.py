@@ -1,51 +1,34 @@
-"""Find what a kernel of hosts offers here: with rounded linears its factories, and the form of its weights.
+"""Tell in which form this machine holds a kernel's weights, and whether it has 8-bit products.
 
-The rows stand in `config.kernels`, which knows no torch. A row names the module with its `KERNEL`.
+The rows stand in `config.kernels`, which knows no torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
 
-import torch
-from torch import nn
-
-from convoy.config.kernels import HOST_KERNELS, KERNELS, form_of, held_form
-from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.native.library import keeps_stored
+from convoy.config.kernels import held_form
+from convoy.errors import SelfCheckError
+from convoy.model.kernels.native.library import keeps_stored, native_libraries
+from convoy.model.kernels.stored.int8 import failing_int8
 
 
-@dataclass(frozen=True)
-class LinearKernel:
-    """Offer rounded linears in place of exact mode's."""
+@functools.cache
+def why_no_int8() -> str:
+    """Return why `--compute int8` is refused here, or "".
 
-    # Whether this build of torch has them.
-    is_available: Callable[[], bool]
-    # Makes a linear of a float matrix [out, in] and a bias.
-    make: Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
-    # Returns the rounded form of a packed linear.
-    round_linear: Callable[[PackedLinear], nn.Module]
-    # Returns one module of gate, up and down; None: the three are rounded by themselves.
-    join_mlp: Callable[[PackedLinear, PackedLinear, PackedLinear], nn.Module] | None = None
+    Compiled code is compared with the definition on one small matrix of each form, in about a second. Where
+    nothing is compiled, the definition itself is used.
+    """
+    library = next(native_libraries(), None)
+    failing = [] if library is None else failing_int8(library)
+    return f"the compiled 8-bit products have other bits here: {', '.join(failing)}" if failing else ""
 
 
-def linear_kernel(name: str) -> LinearKernel:
-    """Return what the module of the kernel ``name`` offers; the row must name a module."""
-    found: LinearKernel = importlib.import_module(KERNELS[name].module).KERNEL
-    return found
-
-
-def rounded_kernels() -> list[str]:
-    """Return the kernels with rounded linears that work here, each with the one for what does not fit it."""
-    named = [name for name in HOST_KERNELS if KERNELS[name].module]
-    return [name for name in named if all(linear_kernel(one).is_available() for one in _needed(name))]
-
-
-def _needed(name: str) -> list[str]:
-    otherwise = form_of(name).otherwise
-    return [name, otherwise] if otherwise else [name]
+def require_int8() -> None:
+    """Raise SelfCheckError where `--compute int8` is refused."""
+    if reason := why_no_int8():
+        raise SelfCheckError(reason, hint="leave out --compute int8")
 
 
 def own_form(kernel: str) -> str:

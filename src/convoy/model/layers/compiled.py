@@ -10,15 +10,12 @@ import torch
 
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import ExactXielu
-from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.activation import GATED_ACTIVATIONS, Activation, exp_library
 from convoy.model.kernels.native.library import ChoiceStruct, ExpertsStruct, ExpertStruct, LinearStruct
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kernels.stored.linear import StoredLinear
 
-# The forms of linears, by their names in `LinearStruct`.
-_FORMS = {PackedLinear: "f32", Int8Linear: "i8", StoredLinear: "stored"}
 # The activation of parts that are not compiled.
 ELSEWHERE = Activation("elsewhere")
 
@@ -48,11 +45,16 @@ def describe_linear(linear: Any) -> LinearStruct:
     The struct is valid while the linear is alive and its weights stay in place. Raises SelfCheckError for a
     linear without a compiled form.
     """
-    form = _FORMS.get(type(linear))
-    compiled = None if form is None else linear.stored if form == "stored" else linear.native
-    if form is None or compiled is None:
-        raise SelfCheckError(f"compiled layers have no {type(linear).__name__} of {_shape(linear)}")
-    return LinearStruct(outputs=linear.out_features, **{form: ctypes.pointer(compiled.described)})
+    if isinstance(linear, StoredLinear) and linear.stored is not None:
+        exact, rounding = linear.stored
+        return LinearStruct(
+            stored=None if exact is None else ctypes.pointer(exact.described),
+            int8=None if rounding is None else ctypes.pointer(rounding.described),
+            outputs=linear.out_features,
+        )
+    if type(linear) is PackedLinear and linear.native is not None:
+        return LinearStruct(f32=ctypes.pointer(linear.native.described), outputs=linear.out_features)
+    raise SelfCheckError(f"compiled layers have no {type(linear).__name__} of {_shape(linear)}")
 
 
 def _shape(linear: Any) -> str:
@@ -74,8 +76,6 @@ class NativeExperts:
         library = exp_library()
         if library is None:
             raise SelfCheckError("nothing is compiled here")
-        if any(type(linear) is Int8Linear for linears in experts for linear in linears):
-            raise SelfCheckError("compiled experts have no linears of 8 bits")
         gate = experts[0][0]
         each = (ExpertStruct * len(experts))(
             *(ExpertStruct(*map(describe_linear, linears)) for linears in experts)

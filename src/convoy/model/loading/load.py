@@ -47,14 +47,13 @@ def load_modules(
     bits: int = 0,
     progress: LoadProgress | None,
     kept: LoadedModules | None = None,
-    finish: Callable[[LoadedModules], None] | None = None,
     shard: Shard = WHOLE,
     portion_bytes: int = _PORTION_BYTES,
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's layers, which ``finish`` may convert further. If it ``keeps`` the forms of
-    the file, their matrices are not unpacked. With ``bits`` they are rounded as `convoy quantize` rounds
+    ``packed`` gives exact mode's layers. If it ``keeps`` the forms of the file, their matrices are not
+    unpacked. With ``bits`` they are rounded as `convoy quantize` rounds
     them, and kept in its form or unpacked. Layers are built a few at a time, so that the original weights
     of only these few are in memory beside the converted ones. Modules of ``kept``, which were loaded earlier
     from the same source in the same form, are reused where still owned; the others are freed first. Layers of
@@ -81,8 +80,6 @@ def load_modules(
     with large_apart():
         for portion in _portions(source, part, portion_bytes):
             fresh = _load_portion(source, portion, reading, packed=packed)
-            if finish is not None:
-                finish(fresh)
             fresh.settle(packed=packed)
             if shard.world_size > 1:
                 join_parts(fresh, ranks)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from convoy.config.kernels import form_of
-from convoy.model.kernels.int8 import Int8Mlp
+from convoy.errors import ModelError
 from convoy.model.kernels.linear import PackedLinear
-from convoy.model.kernels.registry import LinearKernel, linear_kernel
 from convoy.model.kernels.stored.embedding import Embedding, StoredEmbedding
-from convoy.model.kernels.stored.linear import StoredLinear, stored_linear
+from convoy.model.kernels.stored.linear import PLAIN_FORMS, StoredLinear, stored_linear
 from convoy.model.kernels.stored.weights import Weight
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.experts import ExactRouter, RouterScores
@@ -21,6 +22,8 @@ from convoy.model.layers.rope import RopeUse
 from convoy.model.parallel.ranks import PartialSum, Ranks
 from convoy.model.parallel.vocabulary import VocabularyPart
 from convoy.wire.messages.control import StageAssignment
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -118,21 +121,25 @@ class LoadedModules:
         if held != (assignment.embed, assignment.output):
             self.embedding = self.norm = self.output = None
 
-    def quantize(self, kernel: str) -> None:
-        """Round all packed linears as ``kernel`` does, `lm_head` as the kernel's form says otherwise.
+    def round_inputs(self) -> None:
+        """Round rows to 8 bits for all linears in forms with products of whole numbers, routers apart.
 
-        Linears that are rounded already stay as they are.
+        The other forms are multiplied exactly, and a warning names them, once. Raises ModelError if all
+        weights are plain numbers, which have no such products at all.
         """
-        inner, outer = linear_kernel(kernel), linear_kernel(form_of(kernel).otherwise or kernel)
-        for layer in self.layers.values():
-            _round_linears(layer, inner)
-        if self.layer_inputs is not None:
-            _round_linears(self.layer_inputs, inner)
-        # `lm_head` is not packed yet
-        if isinstance(self.output, nn.Linear):
-            self.output = outer.make(self.output.weight, self.output.bias)
-        elif self.output is not None:
-            self.output = _round_linears(self.output, outer)
+        inner = (self.layer_inputs, *self.layers.values(), self.output)
+        linears = [one for part in inner if part is not None for one in _rounding_linears(part)]
+        stored = [one for one in linears if isinstance(one, StoredLinear)]
+        for one in stored:
+            one.round_inputs()
+        forms = {form for one in stored for form in one.exact_forms}
+        forms |= {"F32" for one in linears if type(one) is PackedLinear}
+        if linears and forms <= PLAIN_FORMS and not any(one.is_rounding for one in stored):
+            raise ModelError(
+                f"8-bit products are for rounded weights, and these are in {' and '.join(sorted(forms))}",
+                hint="add --quantize q8 or q4, or leave out --compute int8",
+            )
+        _tell_exact(tuple(sorted(forms)))
 
     @property
     def linears(self) -> list[PackedLinear]:
@@ -167,22 +174,25 @@ class LoadedModules:
         return sum(plain.values()) + sum(packed) + sum(tables.values())
 
 
-def _round_linears(module: nn.Module, kernel: LinearKernel) -> nn.Module:
-    """Replace every packed linear in ``module``, or ``module`` itself. Routers stay as they are.
+def _rounding_linears(module: nn.Module) -> Iterator[PackedLinear]:
+    """Yield the linears of a module for which rows may be rounded.
 
-    A router chooses experts by scores that lie close together, and its matrix weighs next to nothing.
-    Returns the replacement of ``module``, or ``module``.
+    A router is left out: it chooses experts by scores that lie close together, and weighs next to nothing.
     """
-    # Both stand for a float matrix.
-    if isinstance(module, PackedLinear) and type(module) in (PackedLinear, StoredLinear):
-        return kernel.round_linear(module)
-    if isinstance(module, ExactMlp) and kernel.join_mlp is not None:
-        return kernel.join_mlp(module.gate, module.up, module.down)
-    for name, child in module.named_children():
+    if isinstance(module, PackedLinear):
+        yield module
+    for child in module.children():
         # The plan counts both kinds in float32.
         if not isinstance(child, ExactRouter | RouterScores):
-            setattr(module, name, _round_linears(child, kernel))
-    return module
+            yield from _rounding_linears(child)
+
+
+# Kept, so that a warning appears once and not for each stage.
+@functools.cache
+def _tell_exact(forms: tuple[str, ...]) -> None:
+    """Warn of forms without products of whole numbers."""
+    if forms:
+        _log.warning("--compute int8 multiplies weights in these forms exactly: %s", ", ".join(forms))
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
@@ -198,4 +208,4 @@ def _takes_lone_rows(part: nn.Module) -> bool:
     if isinstance(part, (PackedLinear, ExactNorm)):
         return part.takes_lone_rows
     # these consist of the parts above and of elementwise operators
-    return isinstance(part, (ExactAttention, ExactMlp, Int8Mlp, PartialSum, nn.Identity))
+    return isinstance(part, (ExactAttention, ExactMlp, PartialSum, nn.Identity))

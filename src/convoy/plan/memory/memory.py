@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from convoy.config.kernels import KERNELS, QUANTIZED, form_of, kv_form, on_device
+from convoy.config.kernels import QUANTIZED, form_of, kv_form, quantized_kernel
 from convoy.errors import PlanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
@@ -51,12 +51,6 @@ def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Of
         raise PlanError("; ".join(refusals), hint=_remedy(spec, owners, offers))
 
 
-def _rounded(kind: str, kernel: str) -> str:
-    """Return the kernel for a word of ``--quantize``, on the device of ``kernel``."""
-    host = QUANTIZED[kind]
-    return KERNELS[host].cuda_name if on_device(kernel) else host
-
-
 def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> str:
     """Return the hint: the memory of all stages now, and under each kind of ``--quantize`` that lowers it.
 
@@ -67,7 +61,9 @@ def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers)
     used = [offers[name] for name, _ in owners]
     ways, less = {"": used}, []
     for kind in QUANTIZED:
-        rounded = {name: replace(one, kernel=_rounded(kind, one.kernel)) for name, one in offers.items()}
+        rounded = {
+            name: replace(one, kernel=quantized_kernel(one.kernel, kind)) for name, one in offers.items()
+        }
         needed = _together(spec, owners, rounded)
         if needed < now:
             is_enough = fits(spec, relieve(spec, owners, rounded), rounded)

@@ -112,7 +112,7 @@ def plan(
             model,
             None if members is None else _named(members),
             layers,
-            kernel=kernel or settings.model.kernel,
+            kernel=kernel or settings.model.wanted_kernel,
             standbys=standbys,
             context=context,
             measured=measure,

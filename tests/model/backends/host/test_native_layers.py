@@ -17,8 +17,8 @@ from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.native_layers import NativeLayers
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.int8 import Int8Linear
 from convoy.model.kernels.native import library
+from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.layers.compiled import NativeExperts
 from convoy.model.layers.rope import Rotations
 from convoy.model.stage import StageOptions
@@ -161,11 +161,11 @@ def test_experts_have_the_bits_of_one_expert_after_the_other(
 @pytest.mark.parametrize(
     "kind", cases(["mixed", "olmo2", "arcee", "mixtral"], {"mixed", "olmo2"}.__contains__)
 )
-def test_linears_of_8_bits_have_the_bits_of_the_parts(
+def test_rounded_rows_have_the_bits_of_the_parts(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = stage_of(tmp_path, kind, "w8a8")
-    assert any(isinstance(linear, Int8Linear) for linear in stage.linears)
+    stage = stage_of(tmp_path, kind, "int8-q8")
+    assert any(isinstance(linear, StoredLinear) and linear.is_rounding for linear in stage.linears)
     expected = by_parts(stage, monkeypatch)
     with compiled_runs(stage) as runs:
         assert all(map(torch.equal, expected, decoded(stage)))
@@ -192,7 +192,6 @@ def test_long_contexts_are_left_to_the_parts(tmp_path: Path, monkeypatch: pytest
     ("kind", "kernel", "more", "why"),
     [
         ("odd", "exact-f32", {"head_dim": 8}, "no attention of its kind"),
-        ("odd", "w4a16", {}, "no Int4Linear"),
         ("olmoe", "exact-f32", {"clip_qkv": 2.0}, "do not clip"),
     ],
 )
@@ -245,7 +244,7 @@ def test_layers_whose_compiled_bits_differ_are_left_to_the_parts(
 
 def test_a_stage_that_is_over_holds_no_layers(tmp_path: Path) -> None:
     before = num_native()
-    stage = stage_of(tmp_path, "odd", "w8a8")
+    stage = stage_of(tmp_path, "odd")
     assert num_native() == before + 1
     stage.give_up()
     assert num_native() == before

@@ -16,14 +16,15 @@ from torch import nn
 from convoy.errors import SelfCheckError, StepError
 from convoy.model.backends.host.checks.attention_check import attention_holds
 from convoy.model.backends.host.checks.selfcheck import check_linears
-from convoy.model.kernels.int8 import Int8Linear, int8_library, int8_linear, round_weight
 from convoy.model.kernels.linear import PackedLinear, pad_rows
 from convoy.model.kernels.native import build, library
 from convoy.model.kernels.native.attention import NativeGroup
 from convoy.model.kernels.native.linears import MAX_F32_ROWS, f32_library
 from convoy.model.kernels.native.norm import norm_library, rms_norm
-from convoy.model.kernels.stored.linear import float_linear
+from convoy.model.kernels.stored.linear import StoredLinear, float_linear
+from convoy.model.kernels.stored.matrix import StoredMatrix
 from convoy.model.kernels.stored.packed import add_in_order
+from convoy.model.kernels.stored.sample import sample_range, usual_shape
 from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import KvPool
 from convoy.model.kv.pools import BlockTable
@@ -69,37 +70,10 @@ def test_products_are_added_in_the_order_of_the_inputs() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("width", "outputs"), SHAPES)
-def test_eight_bits_have_the_slow_references_bits(width: int, outputs: int, threads: Threads) -> None:
-    weight, bias = numbers(outputs, width), numbers(outputs, seed=1)
-    x = numbers(64, width, seed=2)
-    rounded, scale = round_weight(weight)
-    expected = int8_linear(x, rounded, scale, bias)
-    for compiled in library.native_libraries():
-        linear = Int8Linear(weight, bias, offered=(compiled,))
-        assert linear.native is not None
-        for count in (1, 2):
-            threads(count)
-            for rows in (1, 2, 3, 5, 6, 7, 13, 16, 31, 64):
-                assert torch.equal(linear(x[:rows]), expected[:rows])
-
-
-@needs_native
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("place", [0, 20, 104])
-def test_a_number_that_is_not_finite_leaves_no_finite_result_of_eight_bits(bad: float, place: int) -> None:
-    x, wrong = (numbers(3, 105, seed=2) for _ in range(2))
-    wrong[1, place] = bad
-    for compiled in library.native_libraries():
-        linear = Int8Linear(numbers(70, 105), None, offered=(compiled,))
-        found = linear(wrong)
-        assert found[1].isnan().all()
-        assert torch.equal(found[[0, 2]], linear(x)[[0, 2]])
-
-
-@needs_native
 def test_rows_that_do_not_lie_side_by_side_are_multiplied_as_others_are() -> None:
-    linear, rounded = PackedLinear(numbers(70, 96), None), Int8Linear(numbers(70, 96), None)
+    linear = PackedLinear(numbers(70, 96), None)
+    rounded = StoredLinear(StoredMatrix((sample_range(usual_shape("centred8", 96), 70),)), None)
+    rounded.round_inputs()
     x = numbers(3, 200, seed=2)
     for of in (linear, rounded):
         assert torch.equal(of(x[:, 50:146]), of(x[:, 50:146].contiguous()))
@@ -176,7 +150,6 @@ def test_parts_with_other_bits_go_to_the_next_library() -> None:
     right = list(library.native_libraries())
     parts: dict[str, Callable[[tuple[library.NativeLibrary, ...]], library.NativeLibrary | None]] = {
         "convoy_norm": partial(norm_library, 96),
-        "convoy_i8_linear": int8_library,
         "convoy_f32_linear": partial(f32_library, 96, 64),
     }
     for name, choose in parts.items():
@@ -188,13 +161,11 @@ def test_parts_with_other_bits_go_to_the_next_library() -> None:
 def test_without_a_compiler_torch_does_it_all_with_the_same_bits() -> None:
     weight, x = numbers(256, 704), numbers(5, 704, seed=2)
     with nothing_compiled():
-        linear, rounded = PackedLinear(weight, None), Int8Linear(weight, None)
+        linear = PackedLinear(weight, None)
         assert not linear.takes_lone_rows
         assert library.why_no_native()
         assert not library.keeps_stored()
         assert type(float_linear(weight, None)) is PackedLinear
-        whole, scale = round_weight(weight)
-        assert torch.equal(rounded(x), int8_linear(x, whole, scale, None))
         assert torch.equal(linear(x), linear(torch.cat((x, x)))[:5])
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError
-from convoy.model.kernels.int8 import Int8Mlp
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.activation import Activation
 from convoy.model.kernels.native.library import LayerStruct, LinearStruct, NormStruct
@@ -150,9 +149,6 @@ def _norm_of_heads(attention: Any, name: str, form: LayerForm) -> NormStruct:
 
 def _feed_forward(mlp: Any) -> tuple[Activation, tuple[LinearStruct, ...], int, nn.Module | None]:
     """Return an MLP's activation, its linears gate, up and down, and their width; or the module that runs."""
-    if type(mlp) is Int8Mlp:
-        linears = describe_linear(mlp.gate_up), LinearStruct(), describe_linear(mlp.down)
-        return gated_activation(mlp.activation), linears, mlp.width, None
     if type(mlp) is ExactMlp:
         linears = describe_linear(mlp.gate), describe_linear(mlp.up), describe_linear(mlp.down)
         return gated_activation(mlp.gate.activation), linears, mlp.gate.out_features, None

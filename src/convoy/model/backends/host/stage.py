@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from convoy.config.kernels import PLAIN, ROUNDED, exact_bits, form_of, kv_form
+from convoy.config.kernels import INT8_KERNELS, PLAIN, form_of, kv_form, loaded_bits
 from convoy.errors import StepError
 from convoy.model.backends.host.checks.layers_check import checked_layers
 from convoy.model.backends.host.checks.selfcheck import (
@@ -122,7 +121,6 @@ class HostStage:
         with importing():
             # Imported late: transformers takes seconds to import.
             from convoy.model.loading.load import load_modules
-            from convoy.model.loading.loaded import LoadedModules
 
         check_options(options.kernel, options.block_size)
         source.spec.with_kv_dtype(kv_form(options.kernel, options.kv_dtype).name)
@@ -134,15 +132,13 @@ class HostStage:
         elif before is not None:
             before.give_up()
         packed = options.kernel != PLAIN
-        rounds = options.kernel in ROUNDED
-        finish = partial(LoadedModules.quantize, kernel=options.kernel) if rounds else None
         keeps = form_of(own_form(options.kernel)).keeps
-        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "bits": exact_bits(options.kernel)}
+        work: dict[str, Any] = {"packed": packed, "keeps": keeps, "bits": loaded_bits(options.kernel)}
         if options.portion_bytes is not None:
             work["portion_bytes"] = options.portion_bytes
-        modules = load_modules(
-            source, assignment, kept=kept, progress=progress, finish=finish, shard=shard, **work
-        )
+        modules = load_modules(source, assignment, kept=kept, progress=progress, shard=shard, **work)
+        if options.kernel in INT8_KERNELS:
+            modules.round_inputs()
         if packed and modules.bytes_read:
             lay_together(modules.linears)
             ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
@@ -345,8 +341,7 @@ class HostStage:
         """
         if self._takes_lone_rows:
             return 1
-        # Rounded linears are quickest for few rows, but a lone row's norm may be split between threads.
-        return 2 if self.options.kernel in ROUNDED else LEAST_ROWS
+        return LEAST_ROWS
 
     def _compile_experts(self) -> None:
         """Run the experts of few rows on compiled code where its bits are those of one after the other."""

@@ -73,10 +73,13 @@ NEON = InstructionSet("NEON", "arm64", ("asimd",), "-march=armv8-a")
 INSTRUCTION_SETS = (AVX512, AVX2, NEON_DOT, NEON)
 SOURCES = tuple(
     _HERE / f"{name}.c"
-    for name in ("kernels", "layers", "stored", "codes", "attention", "activation", "rounding", "threads")
+    for name in (
+        *("kernels", "layers", "stored", "codes", "int8"),
+        *("attention", "activation", "rounding", "threads"),
+    )
 )
 _HEADERS = (
-    *("shared.h", "kernels.h", "ranges.h", "exp.h", "activation.h", "attention.h"),
+    *("shared.h", "kernels.h", "ranges.h", "int8.h", "exp.h", "activation.h", "attention.h"),
     *("vector.h", "vector_avx512.h", "vector_avx2.h", "vector_neon.h"),
 )
 FOLDER = Path("~/.cache/convoy/native")

@@ -9,7 +9,6 @@
 #define FEW_PAIRS 4 /* starting a second thread takes longer than so few pairs */
 
 typedef struct F32Linear F32Linear;
-typedef struct I8Linear I8Linear;
 
 /* Rows of x begin `stride` floats apart, and those of y `y_stride`. */
 typedef struct {
@@ -21,10 +20,6 @@ typedef struct {
 } F32Job;
 
 HIDDEN void convoy_f32_share(void *job);
-
-/* Compute y[rows][y_stride]. Return 0 where there is no memory for the rounded rows. */
-HIDDEN int convoy_i8_rows(const I8Linear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
-                          int64_t rows, int64_t threads);
 
 /* Return the sum of n floats, or of their squares, in ATen's order. */
 HIDDEN float convoy_row_sum(const float *x, int64_t n, int squared);

@@ -7,13 +7,15 @@
 #include <math.h>
 
 #include "activation.h"
+#include "int8.h"
 #include "kernels.h"
+#include "ranges.h"
 
-/* Weights in one of three forms. Exactly one pointer is set, or none where a layer has no such linear. */
+/* Weights in float32 or in stored forms, which are multiplied exactly, or in whole numbers with rounded rows. A matrix
+   may have outputs of both. No pointer is set where a layer has no such linear. */
 typedef struct {
   const F32Linear *f32;
-  const I8Linear *i8;
-  const StoredLinear *stored;
+  const StoredLinear *stored, *int8;
   int64_t outputs;
 } Linear;
 
@@ -57,6 +59,7 @@ typedef struct {
   union {
     F32Job f32;
     StoredJob stored;
+    Int8Job int8;
   } job;
 } Task;
 
@@ -70,32 +73,43 @@ static void tasks_share(void *p) {
   for (int64_t i = 0; i < all->count; i++) all->tasks[i].share(&all->tasks[i].job);
 }
 
-static void add_task(Tasks *all, const Linear *l, const float *x, int64_t stride, float *y, int64_t y_stride,
-                     int64_t rows) {
-  Task *task = all->tasks + all->count++;
-  if (l->stored) {
-    task->share = convoy_stored_share;
-    task->job.stored = (StoredJob){l->stored, x, stride, y, y_stride, rows, 0};
-  } else {
+/* Add the tasks of a linear: at most two. `rounded` has the rows of x, from `row` on, if the linear needs them. */
+static void add_tasks(Tasks *all, const Linear *l, const float *x, int64_t stride, const RoundedRows *rounded,
+                      int64_t row, float *y, int64_t y_stride, int64_t rows) {
+  if (l->f32) {
+    Task *task = all->tasks + all->count++;
     task->share = convoy_f32_share;
     task->job.f32 = (F32Job){l->f32, x, stride, y, y_stride, rows, 0};
+  }
+  if (l->stored) {
+    Task *task = all->tasks + all->count++;
+    task->share = convoy_stored_share;
+    task->job.stored = (StoredJob){l->stored, x, stride, y, y_stride, rows, 0};
+  }
+  if (l->int8) {
+    Task *task = all->tasks + all->count++;
+    task->share = convoy_int8_share;
+    task->job.int8 = (Int8Job){l->int8, *rounded, y, y_stride, row, rows, 0};
   }
 }
 
 /* Compute up to three linears of the same x, with their outputs side by side. Return 0 where there is no memory. */
 static int linears(const Linear *each, int count, const float *x, int64_t stride, float *y, int64_t rows,
                    int64_t threads) {
-  Task tasks[3];
+  Task tasks[6];
   Tasks all = {tasks, 0};
+  RoundedRows rounded = {0};
   int64_t y_stride = 0;
-  for (int i = 0; i < count; i++) y_stride += each[i].outputs;
-  for (int i = 0; i < count; y += each[i++].outputs) {
-    const Linear *l = each + i;
-    if (!l->outputs) continue;
-    if (!l->i8) add_task(&all, l, x, stride, y, y_stride, rows);
-    else if (!convoy_i8_rows(l->i8, x, stride, y, y_stride, rows, threads)) return 0;
+  for (int i = 0; i < count; i++) {
+    y_stride += each[i].outputs;
+    if (!each[i].int8 || rounded.memory) continue;
+    if (!convoy_round_rows(x, stride, each[i].int8->inputs[0] + each[i].int8->inputs[1], rows, threads, &rounded))
+      return 0;
   }
-  if (all.count) convoy_run(tasks_share, &all, threads);
+  for (int i = 0; i < count; y += each[i++].outputs)
+    add_tasks(&all, each + i, x, stride, &rounded, 0, y, y_stride, rows);
+  convoy_run(tasks_share, &all, threads);
+  free(rounded.memory);
   return 1;
 }
 
@@ -302,30 +316,55 @@ static void add_experts(const Choice *c, int64_t hidden) {
   }
 }
 
+/* Make the memory of the tasks of all pairs, and round the rows of all pairs if any expert needs them. `down` says
+   which linears of the experts are meant. Return 0 where there is no memory. */
+static int begin_tasks(const Experts *of, int down, const float *x, int64_t pairs, int64_t threads, Tasks *all,
+                       RoundedRows *rounded) {
+  int64_t inputs = down ? of->between : of->hidden;
+  int rounds = 0;
+  for (const Expert *one = of->each; one < of->each + of->num; one++)
+    rounds |= down ? one->down.int8 != 0 : one->gate.int8 || one->up.int8;
+  *rounded = (RoundedRows){0};
+  *all = (Tasks){malloc(4 * pairs * sizeof(Task)), 0};
+  if (!all->tasks) return 0;
+  if (!rounds || convoy_round_rows(x, inputs, inputs, pairs, threads, rounded)) return 1;
+  free(all->tasks);
+  return 0;
+}
+
+static void run_tasks(Tasks *all, RoundedRows *rounded, int64_t threads) {
+  convoy_run(tasks_share, all, threads);
+  free(all->tasks);
+  free(rounded->memory);
+}
+
 /* Run experts. Return 0 where there is no memory, -1 for an expert that does not exist. */
 int convoy_experts(const Experts *of, const Choice *c) {
   int64_t pairs = c->rows * c->chosen, n = of->between, hidden = of->hidden;
   if (!sort_pairs(of, c)) return -1;
-  Tasks all = {malloc(2 * pairs * sizeof(Task)), 0};
-  if (!all.tasks) return 0;
   for (int64_t at = 0; at < pairs; at++)
     memcpy(c->gathered + at * hidden, c->x + c->order[at] / c->chosen * hidden, 4 * hidden);
+  Tasks all;
+  RoundedRows rounded;
+  if (!begin_tasks(of, 0, c->gathered, pairs, c->threads, &all, &rounded)) return 0;
   for (int64_t at = 0, end; at < pairs; at = end) {
     const Expert *expert = of->each + c->numbers[c->order[at]];
     end = end_of_expert(c, at);
-    add_task(&all, &expert->gate, c->gathered + at * hidden, hidden, c->both + at * 2 * n, 2 * n, end - at);
-    add_task(&all, &expert->up, c->gathered + at * hidden, hidden, c->both + at * 2 * n + n, 2 * n, end - at);
+    const float *x = c->gathered + at * hidden;
+    float *both = c->both + at * 2 * n;
+    add_tasks(&all, &expert->gate, x, hidden, &rounded, at, both, 2 * n, end - at);
+    add_tasks(&all, &expert->up, x, hidden, &rounded, at, both + n, 2 * n, end - at);
   }
-  convoy_run(tasks_share, &all, c->threads);
+  run_tasks(&all, &rounded, c->threads);
   run_activation(&of->activation, c->both, c->raised, pairs, n, c->threads);
-  all.count = 0;
+  if (!begin_tasks(of, 1, c->raised, pairs, c->threads, &all, &rounded)) return 0;
   for (int64_t at = 0, end; at < pairs; at = end) {
     const Expert *expert = of->each + c->numbers[c->order[at]];
     end = end_of_expert(c, at);
-    add_task(&all, &expert->down, c->raised + at * n, n, c->made + at * hidden, hidden, end - at);
+    float *made = c->made + at * hidden;
+    add_tasks(&all, &expert->down, c->raised + at * n, n, &rounded, at, made, hidden, end - at);
   }
-  convoy_run(tasks_share, &all, c->threads);
-  free(all.tasks);
+  run_tasks(&all, &rounded, c->threads);
   add_experts(c, hidden);
   return 1;
 }

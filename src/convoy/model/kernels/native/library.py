@@ -26,15 +26,6 @@ class F32Linear(ctypes.Structure):
     )
 
 
-class I8Linear(ctypes.Structure):
-    """Mirror `I8Linear` of `kernels.c`."""
-
-    _fields_ = (
-        *(("weight", c_void_p), ("scale", c_void_p), ("start", c_void_p), ("bias", c_void_p)),
-        *(("inputs", c_int64), ("outputs", c_int64)),
-    )
-
-
 class StoredCodesStruct(ctypes.Structure):
     """Mirror `StoredCodes` of `ranges.h`."""
 
@@ -127,11 +118,11 @@ class AttentionStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """Mirror `Linear` of `layers.c`: one of the three pointers is set, or none for no linear."""
+    """Mirror `Linear` of `layers.c`: ``f32`` is set, or one or both of the others, or none for no linear."""
 
     _fields_ = (
-        *(("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)), ("stored", POINTER(StoredLinearStruct))),
-        ("outputs", c_int64),
+        *(("f32", POINTER(F32Linear)), ("stored", POINTER(StoredLinearStruct))),
+        *(("int8", POINTER(StoredLinearStruct)), ("outputs", c_int64)),
     )
 
 
@@ -219,6 +210,7 @@ _LINEAR = [c_void_p, c_int64, c_void_p, c_int64, c_int64]  # x, stride, y, rows,
 _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_init": [c_void_p] * 3,
     "convoy_stored_linear": [POINTER(StoredLinearStruct), *[c_void_p, c_int64] * 2, c_int64, c_int64],
+    "convoy_int8_linear": [POINTER(StoredLinearStruct), *[c_void_p, c_int64] * 2, c_int64, c_int64],
     "convoy_stored_panel_bytes": [POINTER(StoredRangeStruct), c_int64],
     "convoy_stored_pack": [
         *map(POINTER, (StoredRangeStruct, StoredSourceStruct)),
@@ -231,9 +223,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *(c_int64, c_int64, c_void_p),
     ],
     "convoy_f32_linear": [POINTER(F32Linear), *_LINEAR],
-    "convoy_i8_linear": [POINTER(I8Linear), *_LINEAR],
-    "convoy_i8_size": [c_int64, c_int64],
-    "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
     "convoy_layer_begin": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
     "convoy_layer_end": [POINTER(LayerStruct), POINTER(WorkStruct)],
@@ -253,9 +242,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
 }
 _RESULTS: dict[str, Any] = dict.fromkeys(
-    ("convoy_i8_size", "convoy_stored_panel_bytes", "convoy_attend_floats"), c_int64
+    ("convoy_stored_panel_bytes", "convoy_attend_floats"), c_int64
 ) | dict.fromkeys(
-    (*("convoy_i8_linear", "convoy_layers", "convoy_layer_begin", "convoy_experts"),),
+    (*("convoy_int8_linear", "convoy_layers", "convoy_layer_begin", "convoy_experts"),),
     c_int,
 )
 

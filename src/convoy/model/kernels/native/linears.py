@@ -1,20 +1,18 @@
-"""Multiply few rows by compiled code, over the weights that are resident anyway.
+"""Multiply few rows by compiled code, over oneDNN's own packed weights.
 
-In float32 the weights are oneDNN's own packed weights: one chain of products for each output, in runs of a
-written length, compared with oneDNN's bits. With 8 bits sums are whole numbers, so any order gives the
-same result.
+There is one chain of products for each output, in runs of a written length, compared with oneDNN's bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from convoy.model.kernels.native.choice import choose_library
-from convoy.model.kernels.native.library import F32Linear, I8Linear, NativeLibrary
+from convoy.model.kernels.native.library import F32Linear, NativeLibrary
 from convoy.model.kernels.packing import has_place, pack_float32
 
 # oneDNN multiplies more rows as fast: then products take the time, and not the reading of weights.
@@ -128,51 +126,3 @@ def _is_in_panels(packed: torch.Tensor) -> bool:
     outputs, inputs = packed.shape
     panels = -(-outputs // _PANEL) * _PANEL * -(-inputs // _INPUTS) * _INPUTS
     return int(torch.ops.mkldnn._nbytes(packed)) == 4 * panels
-
-
-class NativeI8:
-    """Multiply rows rounded to 8 bits by weights of 8 bits, with scales and bias, in one call."""
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        runs: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        bias: torch.Tensor | None,
-        library: NativeLibrary,
-    ) -> None:
-        """Pack the weights. ``shape`` is (outputs, inputs).
-
-        ``runs`` yields int8 [some outputs, inputs] and their scales, over 127. All runs but the last are
-        of whole panels of 64 outputs.
-        """
-        self._outputs, inputs = shape
-        padded = -(-self._outputs // _PANEL) * _PANEL
-        packed = torch.zeros(library.convoy_i8_size(inputs, self._outputs), dtype=torch.int8)
-        start, scale, done = torch.zeros(padded, dtype=torch.int32), torch.empty(self._outputs), 0
-        for weight, scales in runs:
-            place = packed[library.convoy_i8_size(inputs, done) :]
-            library.convoy_i8_pack(
-                *(weight.contiguous().data_ptr(), inputs, len(weight)),
-                *(place.data_ptr(), start[done:].data_ptr()),
-            )
-            scale[done : done + len(weight)] = scales
-            done += len(weight)
-        # Kept alive: the struct below has only their addresses.
-        self._held = (packed, scale, start, bias)
-        self.described = I8Linear(
-            *(packed.data_ptr(), scale.data_ptr(), start.data_ptr()),
-            *(None if bias is None else bias.data_ptr(), inputs, self._outputs),
-        )
-        self._reference = ctypes.byref(self.described)
-        self._run = library.convoy_i8_linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map float32 [rows, inputs] to [rows, outputs]. The numbers of a row must be contiguous."""
-        num_rows = x.shape[0]
-        y = torch.empty(num_rows, self._outputs)
-        done = self._run(
-            *(self._reference, x.data_ptr(), x.stride(0), y.data_ptr(), num_rows, torch.get_num_threads())
-        )
-        if not done:
-            raise MemoryError(f"there is no memory for {num_rows} rows of 8 bits")
-        return y

@@ -18,6 +18,10 @@ enum { PLAIN_ROWS, Q2_K_BLOCKS, Q3_K_BLOCKS, IQ4_XS_BLOCKS, TQ2_0_BLOCKS, NVFP4_
 
 #define TILE 64        /* inputs of a tile: with 64 outputs 16 KiB of float32 */
 #define SUPER 256      /* inputs of a super-block of ggml's K types */
+#define PLANES 192     /* bytes of the scales and minima of 64 inputs of Q4_K and Q5_K: three planes */
+#define FIFTHS 256     /* bytes of the fifth bits of 32 inputs: a lane of 32 bits for each output */
+#define Q6_K_PART 1664 /* bytes of 32 inputs: two scales, then the highest bits, then the lowest */
+#define Q6_K_BYTES (2 * PANEL + 8 * Q6_K_PART)
 
 static const int64_t widths_of[] = {2, 2, 4, 1, 1, 1, 1};
 
@@ -53,6 +57,40 @@ typedef struct {
   const uint8_t *codes, *scales, *seconds, *fifths; /* `fifths` lie as codes do */
   int64_t codes_row, codes_step, scales_row, scales_step, seconds_row, seconds_step, span, flip;
 } StoredSource;
+
+/* The inputs come in one or two parts, and those of a part in runs. The bias stands behind the first part. */
+struct StoredLinear {
+  const StoredRange *ranges;
+  int64_t num_ranges, inputs[2], run[2];
+};
+
+/* ---- the layout of panels ---- */
+
+INLINE int has_second(int64_t kind) {
+  return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == FIVES_ADD || kind == BYTES_ADD;
+}
+INLINE int is_super(int64_t kind) { return kind == Q4_K || kind == Q5_K; }
+INLINE int has_fifths(int64_t kind) { return kind == FIVES || kind == FIVES_ADD || kind == Q5_K; }
+INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= FIVES_ADD ? PANEL / 2 : PANEL; }
+/* Return the bytes in front of the codes of a block. */
+INLINE int64_t head_bytes(const StoredRange *of) {
+  int64_t seconds = has_second(of->kind) ? widths_of[of->second] : 0;
+  return PANEL * (widths_of[of->scale] + seconds) + (has_fifths(of->kind) ? FIFTHS : 0);
+}
+/* Return the bytes of 64 inputs of Q4_K or Q5_K, and of a super-block. */
+INLINE int64_t half_bytes(int64_t kind) { return PLANES + 32 * PANEL + (kind == Q5_K ? 2 * FIFTHS : 0); }
+INLINE int64_t super_bytes(int64_t kind) { return kind == Q6_K ? Q6_K_BYTES : 4 * PANEL + 4 * half_bytes(kind); }
+
+/* Widen the numbers of a vector of outputs from `lane` on. */
+INLINE V widened(int64_t type, const uint8_t *numbers, int64_t lane) {
+  switch (type) {
+    case IN_HALVES: return v_half(numbers + 2 * lane);
+    case IN_BF16: return v_bf16(numbers + 2 * lane);
+    case IN_FLOATS: return v_load(numbers + 4 * lane);
+    case IN_HALF_POWERS: return v_half_power(numbers + lane);
+    default: return v_int(i_bytes(numbers + lane));
+  }
+}
 
 /* Of each of the two kinds: compute the bytes of a panel; pack `width` outputs from `first` on into a panel; unpack
    the inputs [k, end) of a panel to a tile. For CODES both are multiples of 32. */

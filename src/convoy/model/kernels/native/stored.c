@@ -10,16 +10,6 @@
 #define CHUNK 128      /* inputs for which some outputs are computed before the others of a panel */
 #define MOST_TILE 256  /* inputs that are unpacked together, at most: TILE and two steps, or a super-block */
 #define BLOCK_ROWS 120 /* rows for which a tile is unpacked once */
-#define PLANES 192     /* bytes of the scales and minima of 64 inputs of Q4_K and Q5_K: three planes */
-#define FIFTHS 256     /* bytes of the fifth bits of 32 inputs: a lane of 32 bits for each output */
-#define Q6_K_PART 1664 /* bytes of 32 inputs: two scales, then the highest bits, then the lowest */
-#define Q6_K_BYTES (2 * PANEL + 8 * Q6_K_PART)
-
-/* The inputs come in one or two parts, and those of a part in runs. The bias stands behind the first part. */
-typedef struct StoredLinear {
-  const StoredRange *ranges;
-  int64_t num_ranges, inputs[2], run[2];
-} StoredLinear;
 
 static const int64_t steps[NUM_FUSED] = {1, 2, 1, 8, 8, 8, 8, 32, 32, 1, 1, 1, 64, 64, 32};
 
@@ -31,21 +21,6 @@ INLINE int is_plain(int64_t kind) { return kind <= F16; }
 INLINE int fits_passes(int64_t kind, int64_t rows) {
   return rows <= FUSED_ROWS || (FUSED_ROWS == MOST_ROWS && is_plain(kind));
 }
-
-INLINE int has_second(int64_t kind) {
-  return kind == NIBBLES_ADD || kind == NIBBLES_LESS || kind == FIVES_ADD || kind == BYTES_ADD;
-}
-INLINE int is_super(int64_t kind) { return kind == Q4_K || kind == Q5_K; }
-INLINE int has_fifths(int64_t kind) { return kind == FIVES || kind == FIVES_ADD || kind == Q5_K; }
-INLINE int64_t code_bytes(int64_t kind) { return kind >= NIBBLES && kind <= FIVES_ADD ? PANEL / 2 : PANEL; }
-/* Return the bytes in front of the codes of a block. */
-INLINE int64_t head_bytes(const StoredRange *of) {
-  int64_t seconds = has_second(of->kind) ? widths_of[of->second] : 0;
-  return PANEL * (widths_of[of->scale] + seconds) + (has_fifths(of->kind) ? FIFTHS : 0);
-}
-/* Return the bytes of 64 inputs of Q4_K or Q5_K, and of a super-block. */
-INLINE int64_t half_bytes(int64_t kind) { return PLANES + 32 * PANEL + (kind == Q5_K ? 2 * FIFTHS : 0); }
-INLINE int64_t super_bytes(int64_t kind) { return kind == Q6_K ? Q6_K_BYTES : 4 * PANEL + 4 * half_bytes(kind); }
 
 /* ---- unpacking: each weight is used for some rows at once, or kept in a tile if `rows` is 0 ---- */
 
@@ -64,17 +39,6 @@ typedef struct {
 INLINE void use(const int rows, const Walk *walk, int64_t at, V (*s)[VECTORS], int v, V w) {
   if (!rows) v_store(walk->tile + at * PANEL + walk->lane + LANES * v, w);
   UNROLL for (int r = 0; r < rows; r++) s[r][v] = v_fma(v_set(walk->x[r * walk->stride + at]), w, s[r][v]);
-}
-
-/* Widen the numbers of a vector of outputs from `lane` on. */
-INLINE V widened(int64_t type, const uint8_t *numbers, int64_t lane) {
-  switch (type) {
-    case IN_HALVES: return v_half(numbers + 2 * lane);
-    case IN_BF16: return v_bf16(numbers + 2 * lane);
-    case IN_FLOATS: return v_load(numbers + 4 * lane);
-    case IN_HALF_POWERS: return v_half_power(numbers + lane);
-    default: return v_int(i_bytes(numbers + lane));
-  }
 }
 
 INLINE void walk_f32(const int rows, const int vectors, const int ahead, const Walk *walk, V (*s)[VECTORS]) {

@@ -4,8 +4,6 @@
 #define FUSED_ROWS 1 /* rows for which weights are unpacked in registers; for more, a tile at a time */
 #define QUERY_VECTORS 2 /* vectors of queries of a part of an attention: their sums stay in registers */
 
-#define I_OFFSET 0   /* added to bytes before `i_dots`, which takes them signed */
-
 typedef __m256 V;
 typedef __m256i I;
 typedef struct {
@@ -119,13 +117,6 @@ INLINE void i_store_bytes(void *p, I a) {
   _mm_storel_epi64(p, _mm_packus_epi16(narrow, narrow));
 }
 
-/* Add the products of four bytes of each lane. Those of `a` and `b` are signed and at most 127 in magnitude, so that
-   two products fit 16 bits. */
-INLINE I i_dots(I sum, I a, I b) {
-  I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
-  return i_add(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-
 /* Write floats of 16 bits, rounded to the nearest, ties to even. There is no NaN among them. */
 INLINE void v_store_half(void *p, V a) {
   _mm_storeu_si128(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -164,4 +155,35 @@ INLINE V v_scale(V a, V q) {
   I all = i_rounded(q), half = _mm256_srai_epi32(all, 1);
   V first = v_bits(i_left(i_add(half, i_set(127)), 23)), second = v_bits(i_left(i_add(i_sub(all, half), i_set(127)), 23));
   return v_mul(v_mul(a, first), second);
+}
+
+/* ---- products of whole numbers, for `int8.c` ---- */
+
+#define DOT_ROWS 2   /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
+#define DOT_VECTORS 2
+#define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
+#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
+
+INLINE I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+
+/* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. Two of
+   them fit 16 bits. */
+INLINE I i_dot(I sum, I codes, I x) {
+  return i_add(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+
+/* The same for any signed bytes of weights. */
+INLINE I i_dot_bytes(I sum, I bytes, I x) { return i_dot(sum, _mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)); }
+
+/* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart. */
+INLINE void i_quads(const uint8_t *p, I *out) {
+  I a = i_load(p), b = i_load(p + PANEL), c = i_load(p + 2 * PANEL), d = i_load(p + 3 * PANEL);
+  I low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
+  I second_low = _mm256_unpacklo_epi8(c, d), second_high = _mm256_unpackhi_epi8(c, d);
+  I quads[4] = {_mm256_unpacklo_epi16(low, second_low), _mm256_unpackhi_epi16(low, second_low),
+                _mm256_unpacklo_epi16(high, second_high), _mm256_unpackhi_epi16(high, second_high)};
+  UNROLL for (int i = 0; i < 2; i++) {
+    out[i] = _mm256_permute2x128_si256(quads[2 * i], quads[2 * i + 1], 0x20);
+    out[2 + i] = _mm256_permute2x128_si256(quads[2 * i], quads[2 * i + 1], 0x31);
+  }
 }

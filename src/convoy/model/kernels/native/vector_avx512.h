@@ -4,8 +4,6 @@
 #define FUSED_ROWS 6 /* rows for which weights are unpacked in registers; for more, a tile at a time */
 #define QUERY_VECTORS 4 /* vectors of queries of a part of an attention: their sums stay in registers */
 
-#define I_OFFSET 128  /* added to bytes before `i_dots`, which takes them unsigned */
-
 typedef __m512 V;
 typedef __m512i I;
 typedef __m512 Table; /* the values of 4-bit codes */
@@ -105,9 +103,6 @@ INLINE I i_rounded(V a) { return _mm512_cvtps_epi32(a); }
 /* Write the lowest byte of each lane. */
 INLINE void i_store_bytes(void *p, I a) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(a)); }
 
-/* Add the products of four bytes of each lane: those of `a`, with I_OFFSET added, and the signed ones of `b`. */
-INLINE I i_dots(I sum, I a, I b) { return _mm512_dpbusd_epi32(sum, a, b); }
-
 /* Write floats of 16 bits, rounded to the nearest, ties to even. There is no NaN among them. */
 INLINE void v_store_half(void *p, V a) {
   _mm256_storeu_si256(p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -149,3 +144,33 @@ INLINE V v_where_less(V a, V b, V yes, V no) {
 
 /* Return a * 2^q for whole numbers q, rounded once. */
 INLINE V v_scale(V a, V q) { return _mm512_scalef_ps(a, q); }
+
+/* ---- products of whole numbers, for `int8.c` ---- */
+
+#define DOT_ROWS 3     /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
+#define DOT_VECTORS 4
+#define FUSED_DOTS 3   /* rows for which codes are unpacked in registers; for more, a tile at a time */
+#define BYTES_FROM 128 /* added to signed bytes of weights before `i_dot_bytes` */
+
+INLINE I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+
+/* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. */
+INLINE I i_dot(I sum, I codes, I x) { return _mm512_dpbusd_epi32(sum, codes, x); }
+
+/* The same for any bytes of weights, with BYTES_FROM added. */
+INLINE I i_dot_bytes(I sum, I bytes, I x) { return _mm512_dpbusd_epi32(sum, bytes, x); }
+
+/* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart. */
+INLINE void i_quads(const uint8_t *p, I *out) {
+  I a = i_load(p), b = i_load(p + PANEL), c = i_load(p + 2 * PANEL), d = i_load(p + 3 * PANEL);
+  I low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+  I second_low = _mm512_unpacklo_epi8(c, d), second_high = _mm512_unpackhi_epi8(c, d);
+  I quads[4] = {_mm512_unpacklo_epi16(low, second_low), _mm512_unpackhi_epi16(low, second_low),
+                _mm512_unpacklo_epi16(high, second_high), _mm512_unpackhi_epi16(high, second_high)};
+  I even[2] = {_mm512_shuffle_i32x4(quads[0], quads[1], 0x44), _mm512_shuffle_i32x4(quads[0], quads[1], 0xee)};
+  I odd[2] = {_mm512_shuffle_i32x4(quads[2], quads[3], 0x44), _mm512_shuffle_i32x4(quads[2], quads[3], 0xee)};
+  UNROLL for (int i = 0; i < 2; i++) {
+    out[2 * i] = _mm512_shuffle_i32x4(even[i], odd[i], 0x88);
+    out[2 * i + 1] = _mm512_shuffle_i32x4(even[i], odd[i], 0xdd);
+  }
+}

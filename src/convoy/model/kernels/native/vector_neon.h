@@ -4,8 +4,6 @@
 #define FUSED_ROWS 1 /* rows for which weights are unpacked in registers; for more, a tile at a time */
 #define QUERY_VECTORS 4 /* vectors of queries of a part of an attention: their sums stay in registers */
 
-#define I_OFFSET 0   /* added to bytes before `i_dots`, which takes them signed */
-
 typedef float32x4_t V;
 typedef uint32x4_t I;
 typedef uint8x16x4_t Table; /* the bytes of the values of 4-bit codes */
@@ -100,8 +98,8 @@ INLINE V v_gather(const float *table, I places) {
 /* Round to the nearest half, ties to even. */
 INLINE V v_round_half(V a) { return vcvt_f32_f16(vcvt_f16_f32(a)); }
 
-/* Return byte `which` of each lane plus 2^23, as floats. */
-INLINE V v_raised_byte(I a, int which) { return v_bits(i_or(i_and(i_right(a, 8 * which), i_set(255)), i_set(0x4b000000))); }
+/* Return byte `which` of each lane as floats. */
+INLINE V v_byte(I a, int which) { return v_int(i_and(i_right(a, 8 * which), i_set(255))); }
 
 /* Widen floats of 8 bits, E4M3, and divide them by 256: the bits are a half's. There is no NaN among them. */
 INLINE V v_e4m3(const void *p) {
@@ -125,18 +123,6 @@ INLINE void i_store_bytes(void *p, I a) {
   memcpy(p, &four, 4);
 }
 
-/* Add the products of four bytes of each lane. Those of `a` and `b` are signed and at most 127 in magnitude. */
-INLINE I i_dots(I sum, I a, I b) {
-  int8x16_t x = vreinterpretq_s8_u32(a), y = vreinterpretq_s8_u32(b);
-#ifdef __ARM_FEATURE_DOTPROD
-  return vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sum), x, y));
-#else
-  int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));
-  int32x4_t high = vpaddlq_s16(vmull_high_s8(x, y));
-  return i_add(sum, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
-#endif
-}
-
 /* Write floats of 16 bits, rounded to the nearest, ties to even. There is no NaN among them. */
 INLINE void v_store_half(void *p, V a) { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(a))); }
 INLINE void v_store_bf16(void *p, V a) {
@@ -157,8 +143,13 @@ INLINE void v_transpose(V *a) {
 /* Take `yes` where a < b, and `no` elsewhere. */
 INLINE V v_where_less(V a, V b, V yes, V no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
 
-/* Halve whole numbers, rounded down. */
-INLINE I i_halved(I a) { return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), 1)); }
+/* Return a * 2^q for whole numbers q from -150 to 129, rounded once. The first product is exact: two steps, because 2^q
+   may be no float32 where the result is one. */
+INLINE V v_scale(V a, V q) {
+  I all = i_rounded(q), half = vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(all), 1));
+  V first = v_bits(i_left(i_add(half, i_set(127)), 23)), second = v_bits(i_left(i_add(i_sub(all, half), i_set(127)), 23));
+  return v_mul(v_mul(a, first), second);
+}
 
 /* Eight lanes, for sums whose order is that of eight lanes. */
 typedef struct {
@@ -169,3 +160,38 @@ INLINE void e_store(float *p, Eight a) { v_store(p, a.low), v_store(p + 4, a.hig
 INLINE Eight e_zero(void) { return (Eight){v_set(0), v_set(0)}; }
 INLINE Eight e_add(Eight a, Eight b) { return (Eight){v_add(a.low, b.low), v_add(a.high, b.high)}; }
 INLINE Eight e_mul(Eight a, Eight b) { return (Eight){v_mul(a.low, b.low), v_mul(a.high, b.high)}; }
+
+/* ---- products of whole numbers, for `int8.c` ---- */
+
+#define DOT_ROWS 2   /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
+#define DOT_VECTORS 4
+#define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
+#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
+
+INLINE I i_xor(I a, I b) { return veorq_u32(a, b); }
+
+/* Add the products of four bytes of each lane: signed ones from -127 to 127. */
+INLINE I i_dot_bytes(I sum, I bytes, I x) {
+  int8x16_t a = vreinterpretq_s8_u32(bytes), b = vreinterpretq_s8_u32(x);
+#ifdef __ARM_FEATURE_DOTPROD
+  return vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sum), a, b));
+#else
+  int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+  int32x4_t high = vpaddlq_s16(vmull_high_s8(a, b));
+  return i_add(sum, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
+#endif
+}
+
+/* The same for codes from 0 to 127. */
+INLINE I i_dot(I sum, I codes, I x) { return i_dot_bytes(sum, codes, x); }
+
+/* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart. */
+INLINE void i_quads(const uint8_t *p, I *out) {
+  uint8x16_t a = vld1q_u8(p), b = vld1q_u8(p + PANEL), c = vld1q_u8(p + 2 * PANEL), d = vld1q_u8(p + 3 * PANEL);
+  uint16x8_t low = vreinterpretq_u16_u8(vzip1q_u8(a, b)), high = vreinterpretq_u16_u8(vzip2q_u8(a, b));
+  uint16x8_t second_low = vreinterpretq_u16_u8(vzip1q_u8(c, d)), second_high = vreinterpretq_u16_u8(vzip2q_u8(c, d));
+  out[0] = vreinterpretq_u32_u16(vzip1q_u16(low, second_low));
+  out[1] = vreinterpretq_u32_u16(vzip2q_u16(low, second_low));
+  out[2] = vreinterpretq_u32_u16(vzip1q_u16(high, second_high));
+  out[3] = vreinterpretq_u32_u16(vzip2q_u16(high, second_high));
+}

@@ -2,5 +2,6 @@
 
 `StoredMatrix` of `matrix` holds codes and scales of a matrix and unpacks them as the format's reader does.
 `StoredLinear` of `linear` multiplies by it without unpacking all of it. `weights` cuts and joins weights that
-are tensors or stored matrices, and `bits` takes small whole numbers out of words. Open `matrix` first.
+are tensors or stored matrices, and `bits` takes small whole numbers out of words. `integers` defines products
+with rows rounded to 8 bits, and `int8` has their compiled form. Open `matrix` first.
 """

@@ -6,7 +6,9 @@ are unpacked and multiplied in float32, and forgotten again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
 from convoy.model.kernels.native.library import NativeLibrary, native_library
+from convoy.model.kernels.stored.int8 import NativeInt8, int8_holds, rounds_inputs
+from convoy.model.kernels.stored.integers import int8_product, integers_of
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
 from convoy.model.kernels.stored.packed import (
     NativeStored,
@@ -23,12 +27,26 @@ from convoy.model.kernels.stored.packed import (
     onednn_holds,
     pack_range,
 )
+from convoy.model.kernels.stored.sample import Shape
 from convoy.model.kernels.stored.weights import own_range, plain_matrix
 
 # Numbers unpacked at a time: 4 MiB of float32.
 _SLICE_ELEMENTS = 1 << 20
 # The outputs that lie together in oneDNN's layout.
 _PANEL = 64
+# Forms of plain numbers, which have no products of whole numbers.
+PLAIN_FORMS = frozenset({"F32", "F16", "BF16"})
+_Native = TypeVar("_Native", bound=NativeStored)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Hold a range with its first output, its shape, and whether rows may be rounded for it."""
+
+    first: int
+    held: PackedRange | StoredRange
+    shape: Shape
+    may_round: bool
 
 
 class StoredLinear(PackedLinear):
@@ -37,9 +55,13 @@ class StoredLinear(PackedLinear):
     A row has the same bits alone and beside others. ``activation`` is one of `ACTIVATIONS`. Ranges with a
     compiled kernel are copied into its layout, and the others are copied as they are. ``offered`` is as
     `choose_library` takes it.
+
+    After `round_inputs`, rows are rounded to 8 bits for the ranges whose form allows products of whole
+    numbers.
     """
 
     _native = None
+    _is_rounding = False
     _left_native = False
 
     def __init__(
@@ -56,16 +78,17 @@ class StoredLinear(PackedLinear):
         self.out_features, self.in_features = matrix.shape
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self.activation = activation
-        self._parts: list[PackedRange | StoredRange] = [
-            pack_range(one, offered) or own_range(one) for one in matrix.ranges
-        ]
-        packed: dict[NativeLibrary, list[tuple[int, PackedRange]]] = {}
-        for first, one in self._placed():
-            if isinstance(one, PackedRange):
-                packed.setdefault(one.library, []).append((first, one))
+        self._parts: list[_Part] = []
+        first = 0
+        for one in matrix.ranges:
+            sample = one if isinstance(one, StoredRange) else one.sample
+            held = pack_range(one, offered) or own_range(one)
+            self._parts.append(_Part(first, held, Shape.of(sample), rounds_inputs(sample)))
+            first += one.outputs
         # One for each library. All forms have the same one, unless a form's kernel was refused.
-        self._stored = [NativeStored(ranges, self._bias) for ranges in packed.values()]
-        self.weight_bytes = sum(one.num_bytes for one in self._parts)
+        self._stored = self._natives(NativeStored, rounding=False)
+        self._int8: list[NativeInt8] = []
+        self.weight_bytes = sum(part.held.num_bytes for part in self._parts)
         self.weight_bytes += 0 if bias is None else 4 * bias.numel()
 
     @property
@@ -81,15 +104,52 @@ class StoredLinear(PackedLinear):
     @property
     def is_compiled(self) -> bool:
         """Return whether compiled kernels multiply by all ranges."""
-        return bool(self._stored) and all(isinstance(one, PackedRange) for one in self._parts)
+        return not self._left_native and all(isinstance(part.held, PackedRange) for part in self._parts)
 
     @property
-    def stored(self) -> NativeStored | None:
-        """Return the compiled form, or None unless it alone multiplies by all ranges."""
-        return self._stored[0] if self.is_compiled and len(self._stored) == 1 else None
+    def stored(self) -> tuple[NativeStored | None, NativeInt8 | None] | None:
+        """Return the compiled forms that multiply exactly and with rounded rows, None for what is not there.
+
+        Returns None unless these two together multiply by all ranges.
+        """
+        if not self.is_compiled or len(self._stored) > 1 or len(self._int8) > 1:
+            return None
+        return next(iter(self._stored), None), next(iter(self._int8), None)
+
+    def round_inputs(self) -> None:
+        """Round rows to 8 bits from now on, for all ranges whose form allows it.
+
+        Raises SelfCheckError where compiled code has other bits than the definition in `integers`.
+        """
+        for part in self._parts:
+            library = part.held.library if isinstance(part.held, PackedRange) else None
+            if part.may_round and library is not None and not int8_holds(library, part.shape):
+                raise SelfCheckError(
+                    f"the compiled 8-bit products of {library.instruction_set.name} have other bits here "
+                    f"for the form {part.shape.form}",
+                    hint="leave out --compute int8",
+                )
+        self._is_rounding = True
+        self._stored = self._natives(NativeStored, rounding=False)
+        self._int8 = self._natives(NativeInt8, rounding=True)
+
+    @property
+    def exact_forms(self) -> set[str]:
+        """Return the forms of the ranges for which rows are not rounded."""
+        return {part.shape.form for part in self._parts if not self._rounds(part)}
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether rows are rounded for some outputs."""
+        return any(map(self._rounds, self._parts))
 
     def leave_native(self) -> None:
-        """Unpack some outputs at a time from now on, and multiply by torch's operators."""
+        """Unpack some outputs at a time from now on, and multiply by torch's operators.
+
+        Raises SelfCheckError where rows are rounded, because packed codes are then used as they are.
+        """
+        if self._int8:
+            raise SelfCheckError("the compiled 8-bit products change a row's bits here")
         self._stored = []
         self._left_native = True
 
@@ -98,51 +158,59 @@ class StoredLinear(PackedLinear):
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         y = torch.empty(len(rows), self.out_features)
-        for stored in self._stored:
-            stored(rows, y)
-        for first, one in self._placed():
-            if len(rows) and (not self._stored or isinstance(one, StoredRange)):
-                self._by_slices(one, rows, first, y)
+        for native in (*self._stored, *self._int8):
+            native(rows, y)
+        for part in self._parts:
+            if len(rows) and (self._left_native or isinstance(part.held, StoredRange)):
+                self._by_slices(part, rows, y)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [out_features, in_features] and the bias, unpacked."""
-        return torch.cat([one.values(slice(0, one.outputs)) for one in self._parts]), self._bias
+        held = [part.held for part in self._parts]
+        return torch.cat([one.values(slice(0, one.outputs)) for one in held]), self._bias
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, float32 [n, in_features], for int64 ``ids`` [n]."""
         found = torch.empty(len(ids), self.in_features)
-        for first, one in self._placed():
-            own = ((ids >= first) & (ids < first + one.outputs)).nonzero().flatten()
+        for part in self._parts:
+            own = ((ids >= part.first) & (ids < part.first + part.held.outputs)).nonzero().flatten()
             if len(own):
-                found[own] = one.values(ids[own] - first)
+                found[own] = part.held.values(ids[own] - part.first)
         return found
 
-    def _placed(self) -> Iterator[tuple[int, PackedRange | StoredRange]]:
-        """Yield each range with its first output."""
-        first = 0
-        for one in self._parts:
-            yield first, one
-            first += one.outputs
+    def _rounds(self, part: _Part) -> bool:
+        return self._is_rounding and part.may_round
 
-    def _by_slices(
-        self, one: PackedRange | StoredRange, x: torch.Tensor, first: int, y: torch.Tensor
-    ) -> None:
+    def _natives(self, kind: type[_Native], *, rounding: bool) -> list[_Native]:
+        """Return the compiled forms of the packed ranges that round rows, or of the others."""
+        packed: dict[NativeLibrary, list[tuple[int, PackedRange]]] = {}
+        for part in self._parts:
+            if isinstance(part.held, PackedRange) and self._rounds(part) == rounding:
+                packed.setdefault(part.held.library, []).append((part.first, part.held))
+        return [kind(ranges, self._bias) for ranges in packed.values()]
+
+    def _by_slices(self, part: _Part, x: torch.Tensor, y: torch.Tensor) -> None:
         """Multiply x [rows, in_features] by some outputs of a range at a time, into y [rows, out_features].
 
         oneDNN may give few outputs another layout, and other sums. So the last slice has the rest, and few
         outputs of a larger matrix get zeros behind them.
         """
+        one, first = part.held, part.first
         padded = pad_rows(x, LEAST_ROWS)
         step = max(2, _SLICE_ELEMENTS // (self.in_features * _PANEL)) * _PANEL
         num_slices, least = max(1, one.outputs // step), min(2 * _PANEL, self.out_features)
         for number in range(num_slices):
             rows = slice(number * step, one.outputs if number == num_slices - 1 else (number + 1) * step)
             outputs = slice(first + rows.start, first + rows.stop)
+            bias = None if self._bias is None else self._bias[outputs]
+            if self._rounds(part):
+                assert isinstance(one, StoredRange), "packed ranges are multiplied by compiled code"
+                y[:, outputs] = int8_product(x, integers_of(one.rows(rows)), bias)
+                continue
             values = one.values(rows)
             if len(values) < least:
                 values = nn.functional.pad(values, (0, 0, 0, least - len(values)))
-            bias = None if self._bias is None else self._bias[outputs]
             if bias is not None and len(bias) < least:
                 bias = nn.functional.pad(bias, (0, least - len(bias)))
             linear = PackedLinear(values, bias) if self._left_native else float_linear(values, bias)

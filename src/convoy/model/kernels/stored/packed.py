@@ -245,6 +245,22 @@ def pack_range(
     return None if library is None else PackedRange(whole, packing, library)
 
 
+def pack_unchecked(one: StoredRange, library: NativeLibrary) -> PackedRange:
+    """Return the packed form of a range with a known form, for a check of ``library``."""
+    packing = _packing(one)
+    assert packing is not None, "a kernel is checked that is not there"
+    return PackedRange(one, packing, library)
+
+
+def fused_kind(one: StoredRange) -> tuple[str, int] | None:
+    """Return the kind of kernel that unpacks a range in registers, and the inputs that share a scale.
+
+    Returns None if there is no such kernel.
+    """
+    packing = _fused_packing(one)
+    return None if packing is None else (packing.kind, _group(one, packing))
+
+
 def float_library() -> NativeLibrary | None:
     """Return the first library here whose kernel of float32 adds in the written order, or None."""
     return next(filter(floats_hold, native_libraries()), None)
@@ -267,9 +283,7 @@ def floats_hold(library: NativeLibrary) -> bool:
 def kernel_holds(library: NativeLibrary, shape: Shape) -> bool:
     """Return whether a form's kernel has the reader's values, and the bits of the kernel of float32."""
     one = sample_range(shape, _CHECK_OUTPUTS)
-    packing = _packing(one)
-    assert packing is not None, "a kernel is checked that is not there"
-    packed, values = PackedRange(one, packing, library), one.unpack()
+    packed, values = pack_unchecked(one, library), one.unpack()
     if not torch.equal(packed.values(slice(0, _CHECK_OUTPUTS)), values):
         return False
     _, bias, x = _drawn(shape.inputs)

@@ -14,15 +14,14 @@ from convoy.config.kernels import (
     EXACT,
     EXACT_KERNELS,
     HOST_KERNELS,
-    KERNELS,
+    INT8_KERNELS,
     PLAIN,
-    ROUNDED,
     host_kernels_text,
 )
 from convoy.errors import ModelError, SelfCheckError, UsageError
 from convoy.model.kernels.activation import exp_, tanh_
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
-from convoy.model.kernels.registry import rounded_kernels
+from convoy.model.kernels.registry import require_int8
 from convoy.model.kernels.stored.linear import exact_available, float_linear
 from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.model.kv.pool import make_pool
@@ -144,16 +143,15 @@ def least_tile_rows(head_dim: int) -> int:
 def choose_kernel(requested: str, num_threads: int | None = None) -> str:
     """Return the kernel to run. "auto" gives exact mode where it holds, else the plain kernel.
 
-    `why_not_exact` tells why exact mode does not hold. Raises SelfCheckError if exact mode or rounded
-    linears were requested by name and do not work here, UsageError for an unknown name.
+    `why_not_exact` tells why exact mode does not hold. Raises SelfCheckError if exact mode or 8-bit products
+    were requested by name and do not hold here, UsageError for an unknown name.
     """
     if requested not in {AUTO, *HOST_KERNELS}:
         raise UsageError(f"kernel {requested!r} is not known, expected {host_kernels_text()}")
-    if requested in {*EXACT_KERNELS, *ROUNDED}:
+    if requested in {*EXACT_KERNELS, *INT8_KERNELS}:
         check_exact(num_threads)
-    if requested in ROUNDED and requested not in rounded_kernels():
-        bits = KERNELS[requested].form.bits
-        raise SelfCheckError(f"this build of torch has no {bits}-bit linears", hint='set kernel = "auto"')
+    if requested in INT8_KERNELS:
+        require_int8()
     if requested == AUTO:
         return PLAIN if why_not_exact(num_threads) else EXACT
     return requested
@@ -171,14 +169,14 @@ def why_not_exact(num_threads: int | None = None) -> str:
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
     """Return the kernels that this machine can run under the setting ``requested``, best first.
 
-    Rounded weights come last: they are used where the head requests them by name. Raises as
+    Rounded weights and rows come last: they are used where the head requests them by name. Raises as
     `choose_kernel` does.
     """
     kernel = choose_kernel(requested, num_threads)
     if requested != AUTO or kernel != EXACT:
         return [kernel]
     rounded = [name for name in EXACT_KERNELS if name != EXACT]
-    return [EXACT, PLAIN, *rounded, *rounded_kernels()]
+    return [EXACT, PLAIN, *rounded, *INT8_KERNELS]
 
 
 @contextmanager

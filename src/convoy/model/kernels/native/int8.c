@@ -1,0 +1,427 @@
+/* Multiply by matrices in the form of the model's file in whole numbers: rows are rounded to 8 bits in groups of 32
+   inputs, and codes stay as the file has them.
+
+   A step of 16 or 32 inputs has one sum of products of whole numbers, which is exact in any order. The steps of an
+   output are one chain of fused multiply-adds in the order of the inputs: docs/exact.md has it in full. The panels are
+   those of `stored.c`. Build with -ffp-contract=off. */
+
+#include <float.h>
+#include <math.h>
+
+#include "int8.h"
+#include "ranges.h"
+
+#define FOUR 4          /* vectors of outputs that few rows use at a time */
+#define TILE_GROUPS 8   /* groups that are unpacked together */
+#define BLOCK_ROWS 96   /* rows for which a tile is unpacked once */
+#define LEAST_TOP 0x1p-100f /* below it all numbers of a group are 0: 127 over it is finite */
+#define STEPS(KIND) ((KIND) == Q6_K ? 2 : 1) /* steps of a group */
+
+/* ---- rows ---- */
+
+typedef struct {
+  const float *x;
+  int64_t stride, inputs, rows, threads;
+  int8_t *codes, *paired;
+  RoundedGroup *groups;
+} RoundJob;
+
+/* Round a group of a row. A group with a number that is not finite has the scale NaN, so its results are NaN. */
+static void round_group(const float *x, int8_t *codes, int8_t *paired, RoundedGroup *group) {
+  V greatest = v_set(0);
+  int none = 0;
+  for (int k = 0; k < ROUNDED_GROUP; k += LANES) {
+    V some = v_load(x + k);
+    none |= v_has_nan(some);
+    greatest = v_max(greatest, v_abs(some));
+  }
+  float top = v_greatest(greatest);
+  int is_finite = !none && top <= FLT_MAX;
+  V factor = v_set(is_finite && top >= LEAST_TOP ? 127.0f / top : 0.0f);
+  memset(codes, 0, ROUNDED_GROUP);
+  if (is_finite)
+    for (int k = 0; k < ROUNDED_GROUP; k += LANES) i_store_bytes(codes + k, i_rounded(v_mul(v_load(x + k), factor)));
+  for (int k = 0; k < ROUNDED_GROUP; k++) paired[k / 8 * 8 + k % 8 / 2 + k % 2 * 4] = codes[k];
+  group->sums[0] = group->sums[1] = 0;
+  for (int k = 0; k < ROUNDED_GROUP; k++) group->sums[k / 16] += codes[k];
+  group->scale = is_finite ? top / 127.0f : NAN;
+  group->weighted = group->scale * (float)(group->sums[0] + group->sums[1]);
+}
+
+static void round_share(void *p) {
+  const RoundJob *job = p;
+  int64_t row, end;
+  convoy_my_part(job->threads, job->rows, &row, &end);
+  for (; row < end; row++)
+    for (int64_t k = 0; k < job->inputs; k += ROUNDED_GROUP) {
+      int64_t at = row * job->inputs + k;
+      round_group(job->x + row * job->stride + k, job->codes + at, job->paired + at, job->groups + at / ROUNDED_GROUP);
+    }
+}
+
+int convoy_round_rows(const float *x, int64_t stride, int64_t inputs, int64_t rows, int64_t threads, RoundedRows *to) {
+  int64_t count = rows * inputs, bytes = count / ROUNDED_GROUP * (int64_t)sizeof(RoundedGroup);
+  uint8_t *memory = aligned_alloc(64, round_up(2 * count + bytes, 64));
+  if (!memory) return 0;
+  int8_t *codes = (int8_t *)memory + bytes;
+  RoundJob job = {x, stride, inputs, rows, rows > 4 ? threads : 1, codes, codes + count, (RoundedGroup *)memory};
+  convoy_run(round_share, &job, job.threads);
+  *to = (RoundedRows){codes, codes + count, job.groups, inputs, memory};
+  return 1;
+}
+
+/* ---- forms ---- */
+
+INLINE int is_pairs(const int kind) { return code_bytes(kind) < PANEL || kind == Q4_K; }
+INLINE int is_bytes(const int kind) { return kind == SIGNED || kind == BYTES_ADD; }
+INLINE int has_shift(const int kind) { return has_second(kind) || kind == Q4_K; }
+/* Return what is added to the code of each weight before it is multiplied, as a whole number times the sum of x. */
+INLINE int32_t centre(const int kind) {
+  if (kind == SIGNED) return -BYTES_FROM;
+  if (kind == BYTES_ADD) return 128 - BYTES_FROM;
+  return kind == CENTRED ? -8 : kind == Q6_K ? -32 : 0;
+}
+
+/* A group of 32 inputs: the codes of outputs from some lane on, and the numbers of its steps. A weight is
+   factor * code + shift. */
+typedef struct {
+  const uint8_t *codes, *high;
+  V factor[2][FOUR], shift[FOUR];
+} Group;
+
+INLINE Group group_at(const int kind, const StoredRange *of, const uint8_t *panel, int64_t number, int64_t lane,
+                      const int vectors) {
+  Group g;
+  int64_t k = number * ROUNDED_GROUP;
+  if (kind == Q4_K) {
+    const uint8_t *block = panel + k / SUPER * super_bytes(kind);
+    const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * half_bytes(kind);
+    int64_t half = k % 64 / 32;
+    g.codes = planes + PLANES + half * 16 * PANEL + 4 * lane;
+    UNROLL for (int v = 0; v < vectors; v++) {
+      const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
+      I b = i_bytes(own + PANEL), c = i_bytes(own + 2 * PANEL), low = i_set(63), scale, least;
+      if (half) {
+        I a = i_bytes(own);
+        scale = i_and(c, low);
+        least = i_or(i_right(a, 6), i_or(i_left(i_right(b, 6), 2), i_left(i_right(c, 6), 4)));
+      } else {
+        scale = i_and(i_bytes(own), low);
+        least = i_and(b, low);
+      }
+      g.factor[0][v] = v_mul(v_half(halves), v_int(scale));
+      g.shift[v] = v_sub(v_set(0), v_mul(v_half(halves + 2 * PANEL), v_int(least)));
+    }
+    return g;
+  }
+  if (kind == Q6_K) {
+    const uint8_t *block = panel + k / SUPER * Q6_K_BYTES, *part = block + 2 * PANEL + k % SUPER / 32 * Q6_K_PART;
+    g.high = part + 2 * PANEL + 4 * lane;
+    g.codes = part + 10 * PANEL + 4 * lane;
+    UNROLL for (int half = 0; half < 2; half++)
+      UNROLL for (int v = 0; v < vectors; v++) {
+        int64_t own = lane + LANES * v;
+        g.factor[half][v] = v_mul(v_half(block + 2 * own), v_int(i_signed(part + half * PANEL + own)));
+      }
+    return g;
+  }
+  int64_t of_group = (uint32_t)k / (uint32_t)of->group, head = head_bytes(of), bytes = code_bytes(kind);
+  const uint8_t *block = panel + of_group * (head + of->group * bytes);
+  g.codes = block + head + (k - of_group * of->group) * bytes + lane * (bytes < PANEL ? 4 : 1);
+  UNROLL for (int v = 0; v < vectors; v++) {
+    g.factor[0][v] = widened(of->scale, block, lane + LANES * v);
+    if (!has_second(kind)) continue;
+    V second = widened(of->second, block + PANEL * widths_of[of->scale], lane + LANES * v);
+    g.shift[v] = kind == NIBBLES_LESS ? v_sub(v_set(0), v_mul(second, g.factor[0][v])) : second;
+  }
+  return g;
+}
+
+/* Unpack the codes of eight inputs, `unit` of four in a group, to four bytes in each lane. */
+INLINE void eight_codes(const int kind, const Group *g, const int unit, const int vectors, I *first, I *second) {
+  if (is_bytes(kind)) {
+    const uint8_t *p = g->codes + unit * 8 * PANEL;
+    UNROLL for (int k = 0; k < 8; k++) v_prefetch(p + k * PANEL, 0, PANEL);
+    i_quads(p, first);
+    i_quads(p + 4 * PANEL, second);
+    int flips = kind == SIGNED ? BYTES_FROM != 0 : BYTES_FROM == 0;
+    UNROLL for (int v = 0; v < vectors && flips; v++) {
+      first[v] = i_xor(first[v], i_set(0x80808080));
+      second[v] = i_xor(second[v], i_set(0x80808080));
+    }
+    return;
+  }
+  I low = i_set(0x0f0f0f0f);
+  if (kind == Q6_K) {
+    const uint8_t *p = g->codes + unit * 4 * PANEL, *q = g->high + unit / 2 * 4 * PANEL;
+    UNROLL for (int v = 0; v < vectors; v++) {
+      v_prefetch(p, v, 4 * LANES);
+      if (unit % 2 == 0) v_prefetch(q, v, 4 * LANES);
+      /* Bits 4 and 5 of each byte are those of four inputs. */
+      I lows = i_load(p + 4 * LANES * v), highs = i_right(i_load(q + 4 * LANES * v), 4 * (unit % 2));
+      I highest = i_set(0x30303030);
+      first[v] = i_or(i_and(lows, low), i_and(i_left(highs, 4), highest));
+      second[v] = i_or(i_and(i_right(lows, 4), low), i_and(i_left(highs, 2), highest));
+    }
+    return;
+  }
+  const uint8_t *p = g->codes + unit * 4 * PANEL;
+  UNROLL for (int v = 0; v < vectors; v++) {
+    v_prefetch(p, v, 4 * LANES);
+    I codes = i_load(p + 4 * LANES * v);
+    first[v] = i_and(codes, low);
+    second[v] = i_and(i_right(codes, 4), low);
+  }
+}
+
+INLINE uint32_t four_at(const int8_t *x) {
+  uint32_t four;
+  memcpy(&four, x, 4);
+  return four;
+}
+
+INLINE int32_t sum_of(const RoundedGroup *x, const int steps, const int step) {
+  return steps == 2 ? x->sums[step] : x->sums[0] + x->sums[1];
+}
+
+/* ---- few rows: codes are unpacked in registers ---- */
+
+/* Compute some rows of the outputs from `lane` on. */
+INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, const uint8_t *panel, int64_t lane,
+                      const RoundedRows *x, int64_t row, float *total) {
+  const int steps = STEPS(kind);
+  int64_t count = x->inputs / ROUNDED_GROUP;
+  const int8_t *codes = (is_pairs(kind) ? x->paired : x->codes) + row * x->inputs;
+  const RoundedGroup *groups = x->groups + row * count;
+  V sums[DOT_ROWS][FOUR];
+  UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_set(0);
+  for (int64_t number = 0; number < count; number++) {
+    Group g = group_at(kind, of, panel, number, lane, FOUR);
+    UNROLL for (int step = 0; step < steps; step++) {
+      I s[DOT_ROWS][FOUR];
+      UNROLL for (int r = 0; r < rows; r++) {
+        I start = i_set((uint32_t)(centre(kind) * sum_of(groups + r * count + number, steps, step)));
+        UNROLL for (int v = 0; v < FOUR; v++) s[r][v] = start;
+      }
+      UNROLL for (int at = 0; at < 4 / steps; at++) {
+        const int unit = step * 4 / steps + at;
+        I first[FOUR], second[FOUR];
+        eight_codes(kind, &g, unit, FOUR, first, second);
+        UNROLL for (int r = 0; r < rows; r++) {
+          const int8_t *own = codes + r * x->inputs + number * ROUNDED_GROUP + unit * 8;
+          I a = i_set(four_at(own)), b = i_set(four_at(own + 4));
+          UNROLL for (int v = 0; v < FOUR; v++) {
+            s[r][v] = is_bytes(kind) ? i_dot_bytes(s[r][v], first[v], a) : i_dot(s[r][v], first[v], a);
+            s[r][v] = is_bytes(kind) ? i_dot_bytes(s[r][v], second[v], b) : i_dot(s[r][v], second[v], b);
+          }
+        }
+      }
+      UNROLL for (int r = 0; r < rows; r++) {
+        V scale = v_set(groups[r * count + number].scale);
+        UNROLL for (int v = 0; v < FOUR; v++)
+          sums[r][v] = v_fma(v_mul(scale, g.factor[step][v]), v_int(s[r][v]), sums[r][v]);
+      }
+    }
+    if (has_shift(kind)) UNROLL for (int r = 0; r < rows; r++) {
+      V weighted = v_set(groups[r * count + number].weighted);
+      UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_fma(weighted, g.shift[v], sums[r][v]);
+    }
+  }
+  UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int v = 0; v < FOUR; v++) v_store(total + r * PANEL + lane + LANES * v, sums[r][v]);
+}
+
+/* ---- more rows: some groups of a panel are unpacked to a tile ---- */
+
+typedef struct {
+  uint8_t codes[TILE_GROUPS * ROUNDED_GROUP * PANEL]; /* by four inputs, then by output */
+  float factors[2 * TILE_GROUPS * PANEL], shifts[TILE_GROUPS * PANEL];
+} Tile;
+
+INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *panel, int64_t first, int64_t count,
+                          Tile *tile) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t lane = 0; lane < PANEL; lane += FOUR * LANES) {
+      Group g = group_at(kind, of, panel, first + i, lane, FOUR);
+      UNROLL for (int unit = 0; unit < 4; unit++) {
+        I one[FOUR], two[FOUR];
+        eight_codes(kind, &g, unit, FOUR, one, two);
+        uint8_t *to = tile->codes + (i * 4 + unit) * 8 * PANEL + 4 * lane;
+        UNROLL for (int v = 0; v < FOUR; v++) {
+          i_store(to + 4 * LANES * v, one[v]);
+          i_store(to + 4 * PANEL + 4 * LANES * v, two[v]);
+        }
+      }
+      UNROLL for (int v = 0; v < FOUR; v++) {
+        for (int step = 0; step < STEPS(kind); step++)
+          v_store(tile->factors + (i * STEPS(kind) + step) * PANEL + lane + LANES * v, g.factor[step][v]);
+        if (has_shift(kind)) v_store(tile->shifts + i * PANEL + lane + LANES * v, g.shift[v]);
+      }
+    }
+}
+
+/* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first row. */
+INLINE void dot_tile(const int rows, const int bytes, const int steps, const int shifts, int32_t from, const Tile *tile,
+                     int64_t count, const int8_t *codes, int64_t inputs, const RoundedGroup *groups, float *total) {
+  const int vectors = DOT_VECTORS;
+  int64_t width = inputs / ROUNDED_GROUP;
+  for (int64_t lane = 0; lane < PANEL; lane += vectors * LANES) {
+    V sums[DOT_ROWS][DOT_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = v_load(total + r * PANEL + lane + LANES * v);
+    const uint8_t *p = tile->codes + 4 * lane;
+    const int8_t *own = codes;
+    for (int64_t i = 0; i < count; i++) {
+      UNROLL for (int step = 0; step < steps; step++) {
+        I s[DOT_ROWS][DOT_VECTORS];
+        UNROLL for (int r = 0; r < rows; r++) {
+          I start = i_set((uint32_t)(from * sum_of(groups + r * width + i, steps, step)));
+          UNROLL for (int v = 0; v < vectors; v++) s[r][v] = start;
+        }
+        UNROLL for (int quad = 0; quad < 8 / steps; quad++, p += 4 * PANEL, own += 4) {
+          I w[DOT_VECTORS];
+          UNROLL for (int v = 0; v < vectors; v++) w[v] = i_load(p + 4 * LANES * v);
+          UNROLL for (int r = 0; r < rows; r++) {
+            I a = i_set(four_at(own + r * inputs));
+            UNROLL for (int v = 0; v < vectors; v++)
+              s[r][v] = bytes ? i_dot_bytes(s[r][v], w[v], a) : i_dot(s[r][v], w[v], a);
+          }
+        }
+        const float *factors = tile->factors + (i * steps + step) * PANEL + lane;
+        UNROLL for (int v = 0; v < vectors; v++) {
+          V factor = v_load(factors + LANES * v);
+          UNROLL for (int r = 0; r < rows; r++)
+            sums[r][v] = v_fma(v_mul(v_set(groups[r * width + i].scale), factor), v_int(s[r][v]), sums[r][v]);
+        }
+      }
+      UNROLL for (int v = 0; v < vectors && shifts; v++) {
+        V shift = v_load(tile->shifts + i * PANEL + lane + LANES * v);
+        UNROLL for (int r = 0; r < rows; r++)
+          sums[r][v] = v_fma(v_set(groups[r * width + i].weighted), shift, sums[r][v]);
+      }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < vectors; v++) v_store(total + r * PANEL + lane + LANES * v, sums[r][v]);
+  }
+}
+
+/* ---- the functions of each kind ---- */
+
+typedef void (*fuse_fn)(const StoredRange *, const uint8_t *, const RoundedRows *, int64_t, float *);
+typedef void (*unpack_fn)(const StoredRange *, const uint8_t *, int64_t, int64_t, Tile *);
+typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const RoundedGroup *, float *);
+
+#define FUSE(KIND, ROWS)                                                                                           \
+  static void fuse_##KIND##_##ROWS(const StoredRange *of, const uint8_t *panel, const RoundedRows *x, int64_t row, \
+                                   float *total) {                                                                 \
+    for (int64_t lane = 0; lane < PANEL; lane += FOUR * LANES)                                                     \
+      fuse_dots(ROWS, KIND, of, panel, lane, x, row, total);                                                       \
+  }
+#define DOTS(KIND, ROWS)                                                                                          \
+  static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t inputs,          \
+                                   const RoundedGroup *groups, float *total) {                                    \
+    dot_tile(ROWS, is_bytes(KIND), STEPS(KIND), has_shift(KIND), centre(KIND), tile, count, codes, inputs, groups, \
+             total);                                                                                              \
+  }
+#define UNPACK(KIND)                                                                                           \
+  static void groups_##KIND(const StoredRange *of, const uint8_t *panel, int64_t first, int64_t n, Tile *tile) { \
+    unpack_groups(KIND, of, panel, first, n, tile);                                                            \
+  }
+#if FUSED_DOTS == 3
+#define ALL_FUSE(KIND) FUSE(KIND, 1) FUSE(KIND, 2) FUSE(KIND, 3)
+#define FUSES(KIND) {fuse_##KIND##_1, fuse_##KIND##_2, fuse_##KIND##_3}
+#else
+#define ALL_FUSE(KIND) FUSE(KIND, 1)
+#define FUSES(KIND) {fuse_##KIND##_1}
+#endif
+#if DOT_ROWS == 3
+#define ALL_DOTS(KIND) DOTS(KIND, 1) DOTS(KIND, 2) DOTS(KIND, 3)
+#define TILES(KIND) {tile_##KIND##_1, tile_##KIND##_2, tile_##KIND##_3}
+#else
+#define ALL_DOTS(KIND) DOTS(KIND, 1) DOTS(KIND, 2)
+#define TILES(KIND) {tile_##KIND##_1, tile_##KIND##_2}
+#endif
+#define INT8_KIND(KIND) ALL_FUSE(KIND) ALL_DOTS(KIND) UNPACK(KIND)
+
+INT8_KIND(CENTRED) INT8_KIND(NIBBLES_ADD) INT8_KIND(NIBBLES_LESS) INT8_KIND(SIGNED) INT8_KIND(BYTES_ADD)
+INT8_KIND(Q4_K) INT8_KIND(Q6_K)
+
+static const struct {
+  fuse_fn fuse[FUSED_DOTS];
+  unpack_fn unpack;
+  tile_fn tile[DOT_ROWS];
+  int takes_pairs;
+} functions[NUM_FUSED] = {
+#define PAIRED 1
+    [CENTRED] = {FUSES(CENTRED), groups_CENTRED, TILES(CENTRED), PAIRED},
+    [NIBBLES_ADD] = {FUSES(NIBBLES_ADD), groups_NIBBLES_ADD, TILES(NIBBLES_ADD), PAIRED},
+    [NIBBLES_LESS] = {FUSES(NIBBLES_LESS), groups_NIBBLES_LESS, TILES(NIBBLES_LESS), PAIRED},
+    [SIGNED] = {FUSES(SIGNED), groups_SIGNED, TILES(SIGNED), 0},
+    [BYTES_ADD] = {FUSES(BYTES_ADD), groups_BYTES_ADD, TILES(BYTES_ADD), 0},
+    [Q4_K] = {FUSES(Q4_K), groups_Q4_K, TILES(Q4_K), PAIRED},
+    [Q6_K] = {FUSES(Q6_K), groups_Q6_K, TILES(Q6_K), 0},
+};
+
+/* ---- linears ---- */
+
+/* Compute some rows of one panel, at most BLOCK_ROWS. */
+static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+  const RoundedRows *x = &job->x;
+  const uint8_t *packed = of->packed + panel * of->panel_bytes;
+  int64_t inputs = x->inputs, count = inputs / ROUNDED_GROUP, first = job->row + row;
+  float total[BLOCK_ROWS * PANEL];
+  if (rows <= 2 * FUSED_DOTS) {
+    int64_t passes = (rows + FUSED_DOTS - 1) / FUSED_DOTS;
+    for (int64_t pass = 0; pass < passes; pass++) {
+      int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
+      functions[of->kind].fuse[some - 1](of, packed, x, first + r, total + r * PANEL);
+    }
+  } else {
+    Tile tile;
+    const int8_t *codes = functions[of->kind].takes_pairs ? x->paired : x->codes;
+    int64_t passes = (rows + DOT_ROWS - 1) / DOT_ROWS;
+    memset(total, 0, 4 * PANEL * rows);
+    for (int64_t g = 0; g < count; g += TILE_GROUPS) {
+      int64_t n = least(TILE_GROUPS, count - g);
+      functions[of->kind].unpack(of, packed, g, n, &tile);
+      for (int64_t pass = 0; pass < passes; pass++) {
+        int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
+        functions[of->kind].tile[some - 1](&tile, n, codes + (first + r) * inputs + g * ROUNDED_GROUP, inputs,
+                                           x->groups + (first + r) * count + g, total + r * PANEL);
+      }
+    }
+  }
+  int64_t width = least(PANEL, of->outputs - panel * PANEL);
+  for (int64_t r = 0; r < rows; r++) {
+    float *y = job->y + (row + r) * job->y_stride + of->first + panel * PANEL;
+    memcpy(y, total + r * PANEL, 4 * width);
+    for (int64_t j = 0; j < width && of->bias; j++) y[j] += of->bias[panel * PANEL + j];
+  }
+}
+
+void convoy_int8_share(void *p) {
+  Int8Job *job = p;
+  int64_t panel, blocks = (job->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  for (;;) {
+    panel = take(&job->next);
+    const StoredRange *of = job->linear->ranges, *end = of + job->linear->num_ranges;
+    for (; of < end && panel >= num_panels(of->outputs); of++) panel -= num_panels(of->outputs);
+    if (of == end) return;
+    for (int64_t block = 0; block < blocks; block++) {
+      int64_t row = job->rows * block / blocks;
+      int8_rows(job, of, panel, row, job->rows * (block + 1) / blocks - row);
+    }
+  }
+}
+
+/* Compute as convoy_stored_linear does, with rounded rows. Return 0 where there is no memory for these. */
+int convoy_int8_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
+                       int64_t rows, int64_t threads) {
+  RoundedRows rounded;
+  if (!convoy_round_rows(x, stride, linear->inputs[0] + linear->inputs[1], rows, threads, &rounded)) return 0;
+  Int8Job job = {linear, rounded, y, y_stride, 0, rows, 0};
+  convoy_run(convoy_int8_share, &job, threads);
+  free(rounded.memory);
+  return 1;
+}

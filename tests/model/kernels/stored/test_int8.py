@@ -1,0 +1,157 @@
+"""Products of rounded rows and stored codes: their definition, compiled code beside it, and bad rows."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from convoy.config.kernels import INT8_KERNELS, computing_kernel
+from convoy.errors import ModelError, SelfCheckError, UsageError
+from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
+from convoy.model.kernels.native.library import native_libraries
+from convoy.model.kernels.stored.int8 import SAMPLES, int8_holds, rounds_inputs
+from convoy.model.kernels.stored.integers import fused, int8_product, integers_of, round_rows
+from convoy.model.kernels.stored.linear import StoredLinear
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.sample import sample_range, usual_shape
+from support.cases import cases
+from support.compiled import faulty, nothing_compiled
+from support.tiny_models import Models, Threads
+
+INPUTS, OUTPUTS = 512, 70
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_of(*forms: str, bias: torch.Tensor | None = None) -> StoredLinear:
+    ranges = tuple(sample_range(usual_shape(form, INPUTS), OUTPUTS) for form in forms)
+    linear = StoredLinear(StoredMatrix(ranges), bias)
+    linear.round_inputs()
+    return linear
+
+
+def test_a_fused_multiply_add_is_rounded_once() -> None:
+    a, b, c = (numbers(2000, seed=seed) * 2.0 ** (8 * numbers(2000, seed=3 + seed)) for seed in range(3))
+    # Sums that lie just beside the middle of two float32 numbers.
+    a[:3], b[:3] = 1 + 2.0**-12, torch.tensor([1 + 2.0**-12, 1 - 2.0**-12, 2.0**-24])
+    c[:3] = torch.tensor([2.0**-60, -(2.0**-60), 1.0])
+    found = fused(a, b, c)
+    for one, x, y, z in zip(found.tolist(), a.tolist(), b.tolist(), c.tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        near = [torch.nextafter(torch.tensor(one), torch.tensor(to)).item() for to in (-torch.inf, torch.inf)]
+        assert all(abs(Fraction(one) - exact) <= abs(Fraction(other) - exact) for other in near)
+    assert fused(a, b, c)[2] != (a * b + c)[2] or bool((found != a * b + c).any())
+
+
+def test_rows_are_rounded_to_whole_numbers_of_their_groups() -> None:
+    x = numbers(5, 96)
+    x[1, 32:64] = 0
+    codes, scales = round_rows(x)
+    assert codes.abs().amax() == 127
+    assert torch.equal(codes, codes.round())
+    error = (codes.view(5, 3, 32) * scales.unsqueeze(-1) - x.view(5, 3, 32)).abs().amax(-1)
+    assert (error <= 0.501 * scales).all()
+    assert scales[1, 1] == 0
+
+
+@pytest.mark.parametrize("form", cases(SAMPLES, {"gguf:Q6_K", "affine4"}.__contains__))
+def test_the_definition_is_near_the_exact_product(form: str) -> None:
+    one, x = sample_range(usual_shape(form, INPUTS), OUTPUTS), numbers(9, INPUTS, seed=2)
+    assert rounds_inputs(one)
+    found, exact = int8_product(x, integers_of(one), None), x.double() @ one.unpack().double().t()
+    assert 1e-4 < (found - exact).norm() / exact.norm() < 0.02
+
+
+@pytest.mark.parametrize("form", cases(SAMPLES, {"gguf:Q4_K", "centred8"}.__contains__))
+def test_compiled_code_has_the_bits_of_the_definition(form: str) -> None:
+    for library in native_libraries():
+        assert int8_holds(library, usual_shape(form, INPUTS)), library.instruction_set.name
+
+
+def test_a_row_has_its_bits_beside_any_others_on_any_threads(threads: Threads) -> None:
+    bias = numbers(3 * OUTPUTS, seed=1)
+    # The last form has no products of whole numbers: its outputs are exact.
+    linear, x = linear_of("gguf:Q4_K", "gguf:Q8_0", "gguf:IQ4_NL", bias=bias), numbers(130, INPUTS, seed=2)
+    assert linear.exact_forms == {"gguf:IQ4_NL"}
+    threads(1)
+    whole = linear(x)
+    plain = StoredMatrix((sample_range(usual_shape("gguf:IQ4_NL", INPUTS), OUTPUTS),))
+    assert torch.equal(whole[:, 2 * OUTPUTS :], StoredLinear(plain, bias[2 * OUTPUTS :])(x))
+    for count in (1, 2):
+        threads(count)
+        for rows, start in ((1, 7), (2, 0), (3, 90), (6, 60), (7, 1), (100, 30), (130, 0)):
+            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows]), (count, rows)
+
+
+def test_without_compiled_code_the_definition_computes() -> None:
+    x = numbers(3, INPUTS, seed=2)
+    expected = linear_of("gguf:Q6_K", "affine8")(x)
+    with nothing_compiled():
+        found = linear_of("gguf:Q6_K", "affine8")
+        assert found.stored is None
+        assert torch.equal(found(x), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_leaves_no_finite_result_in_its_row(bad: float) -> None:
+    linear, x = linear_of("gguf:Q4_0", "affine4"), numbers(5, INPUTS, seed=2)
+    expected = linear(x)
+    x[1, 40] = bad
+    for rows in (3, 5):
+        found = linear(x[:rows])
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_numbers_too_small_for_a_scale_are_zeros() -> None:
+    linear, x = linear_of("gguf:Q4_0"), torch.full((1, INPUTS), 1e-38)
+    assert torch.equal(linear(x), torch.zeros(1, OUTPUTS))
+
+
+def test_compiled_code_with_other_bits_is_refused() -> None:
+    right = next(native_libraries(), None)
+    if right is None:
+        pytest.skip("nothing is compiled here")
+    wrong = faulty(right, "convoy_int8_linear", output=3)
+    assert not int8_holds(wrong, usual_shape("gguf:Q8_0", INPUTS))
+    matrix = StoredMatrix((sample_range(usual_shape("gguf:Q8_0", INPUTS), OUTPUTS),))
+    linear = StoredLinear(matrix, None, offered=(wrong,))
+    with pytest.raises(
+        SelfCheckError, match=r"8-bit products of AVX.* have other bits here for the form gguf:Q8_0"
+    ):
+        linear.round_inputs()
+
+
+def test_groups_that_cross_those_of_rows_are_multiplied_exactly() -> None:
+    assert not rounds_inputs(sample_range(usual_shape("I8", 40), 8))
+    assert not rounds_inputs(sample_range(usual_shape("F16", 64), 8))
+
+
+def test_float_weights_are_refused_with_what_to_do(models: Models) -> None:
+    with pytest.raises(ModelError, match="8-bit products are for rounded weights") as caught:
+        models.chain("even", kernel="int8-stored")
+    assert caught.value.hint == "add --quantize q8 or q4, or leave out --compute int8"
+
+
+def test_8_bit_products_are_offered_last_and_only_asked_for_by_name() -> None:
+    assert choose_kernel("auto", 1) not in INT8_KERNELS
+    assert available_kernels("auto", 1)[-3:] == list(INT8_KERNELS)
+    assert available_kernels("int8-stored", 1) == ["int8-stored"]
+
+
+def test_compute_joins_a_kernel_of_exact_mode() -> None:
+    asked = ("auto", "exact-f32", "exact-q8", "exact-q4", "int8-q4")
+    assert [computing_kernel(one, "int8") for one in asked] == [
+        *("int8-stored",) * 2,
+        "int8-q8",
+        *("int8-q4",) * 2,
+    ]
+    assert computing_kernel("plain-f32", "exact") == "plain-f32"
+    with pytest.raises(UsageError, match="compute is int8, and the kernel is plain-f32"):
+        computing_kernel("plain-f32", "int8")
+    with pytest.raises(UsageError, match="compute is 'fast', expected exact or int8"):
+        computing_kernel("auto", "fast")
