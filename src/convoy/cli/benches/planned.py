@@ -61,7 +61,7 @@ def plan(
     tokens: TokensFlag = 8,
     rounds: RoundsFlag = 2,
 ) -> None:
-    """Compare the rates that `convoy plan` predicts with those of running members.
+    """Compare the predictions of `convoy plan` with running members.
 
     Each prediction has a measurement of this machine of its own, made just before the members start.
     """
