@@ -92,7 +92,7 @@ def plan(
         layers,
         policy,
         level or (),
-        kernel_for(quantize, settings.model.kernel, compute or settings.model.compute),
+        kernel_for(quantize, settings.model.kernel, compute, settings.model.compute),
         standby or (),
         speed or (),
         round_trip or (),

@@ -18,12 +18,13 @@ def computing(settings: Config, quantize: str | None, compute: str | None, devic
     Raises `UsageError` for a wrong kernel, and for a device that this machine lacks.
     """
     model = settings.model
-    compute = compute or model.compute
-    kernel = kernel_for(quantize, model.kernel, compute)
+    kernel = kernel_for(quantize, model.kernel, compute, model.compute)
     wish = device or model.device
     if wish not in {"auto", "cpu"} or on_device(kernel):
         # This import loads torch, which takes seconds.
         from convoy.model.device import choose_devices
 
         choose_devices(wish, kernel)
-    return override(settings, model=override(model, kernel=kernel, compute=compute, device=wish))
+    return override(
+        settings, model=override(model, kernel=kernel, compute=compute or model.compute, device=wish)
+    )

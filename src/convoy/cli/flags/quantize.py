@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from convoy.cli.flags.table import option
-from convoy.config.kernels import AUTO, QUANTIZED, computing_kernel
+from convoy.config.kernels import AUTO, INT8_KERNELS, QUANTIZED, computing_kernel
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
@@ -17,12 +17,19 @@ QuantizeFlag = Annotated[
 ComputeFlag = Annotated[str | None, option("model", "compute")]
 
 
-def kernel_for(quantize: str | None, kernel: str, compute: str | None = None) -> str:
+def kernel_for(
+    quantize: str | None, kernel: str, compute: str | None = None, configured: str = "exact"
+) -> str:
     """Return the kernel for ``--quantize`` and ``--compute``, or ``kernel`` without both.
 
-    Raises UsageError.
+    ``configured`` is the file's word for ``--compute``. Raises UsageError.
     """
-    return computing_kernel(_quantized(quantize, kernel), compute or "exact")
+    wanted = _quantized(quantize, kernel)
+    if compute == "exact" and wanted in INT8_KERNELS:
+        raise UsageError(
+            f"--compute is exact, and the kernel is {wanted}", hint="leave out --compute, or the kernel"
+        )
+    return computing_kernel(wanted, compute or configured)
 
 
 def _quantized(quantize: str | None, kernel: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
-from convoy.model.kernels.activation import exact_sigmoid, exp_, softplus
+from convoy.model.kernels.activation import activate, exact_sigmoid, exp_, softplus
 from convoy.model.kernels.stored.linear import stored_linear
 from convoy.model.kernels.stored.weights import Weight, join_rows
 from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         found = _run(tokens, layer)
         found = nn.functional.pad(found, (0, 0, 0, len(x) - num_tokens)).view(len(x), -1, shape.value_dim)
         found = nn.functional.rms_norm(found, found.shape[-1:], self.norm, self._eps)
-        gate = self.gate(x) if self._packed else _silu(self.gate(x))
+        gate = self.gate(x) if self._packed else activate(self.gate(x), "silu")
         out: torch.Tensor = self.out(found.view(len(x), -1).mul_(gate))
         return out[None]
 
@@ -85,7 +85,7 @@ def _convolve(mixed: torch.Tensor, taps: torch.Tensor, layer: DeltaLayer) -> tor
     # One tap after the other, so that the order of the sum is fixed.
     for tap in range(1, len(taps)):
         total.add_(wide[tap : tap + num_out] * taps[tap])
-    return _silu(total.index_select(0, batch.token_wide - (len(taps) - 1)))
+    return activate(total.index_select(0, batch.token_wide - (len(taps) - 1)), "silu")
 
 
 def _run(tokens: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
@@ -194,10 +194,6 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     normed[:, :num_queries].mul_(1 / size)
     normed[:, num_queries:].mul_(size**-0.5)
     return normed
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return exact_sigmoid(x).mul_(x)
 
 
 def _linear(weight: Weight, *, packed: bool, activation: str | None = None) -> nn.Module:

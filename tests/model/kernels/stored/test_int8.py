@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 
+from convoy.cli.flags.quantize import kernel_for
 from convoy.config.kernels import INT8_KERNELS, computing_kernel
 from convoy.errors import ModelError, SelfCheckError, UsageError
 from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
@@ -56,6 +58,20 @@ def test_rows_are_rounded_to_whole_numbers_of_their_groups() -> None:
     error = (codes.view(5, 3, 32) * scales.unsqueeze(-1) - x.view(5, 3, 32)).abs().amax(-1)
     assert (error <= 0.501 * scales).all()
     assert scales[1, 1] == 0
+
+
+def test_a_row_is_divided_once_and_not_multiplied_by_a_reciprocal() -> None:
+    x = numbers(64, 32 * 2000).numpy()
+    groups = x.reshape(64, -1, 32)
+    factors = numpy.float32(127) / numpy.abs(groups).max(-1)
+    expected = numpy.rint(groups * factors[:, :, None]).reshape(x.shape)
+    codes, scales = round_rows(torch.from_numpy(x))
+    assert numpy.array_equal(codes.numpy(), expected)
+    assert numpy.array_equal(scales.numpy(), numpy.abs(groups).max(-1) / numpy.float32(127))
+
+
+def test_compiled_code_has_the_bits_of_the_definition_over_wide_rows() -> None:
+    assert all(int8_holds(library, usual_shape("gguf:Q8_0", 14336)) for library in native_libraries())
 
 
 @pytest.mark.parametrize("form", cases(SAMPLES, {"gguf:Q6_K", "affine4"}.__contains__))
@@ -155,3 +171,10 @@ def test_compute_joins_a_kernel_of_exact_mode() -> None:
         computing_kernel("plain-f32", "int8")
     with pytest.raises(UsageError, match="compute is 'fast', expected exact or int8"):
         computing_kernel("auto", "fast")
+
+
+@pytest.mark.parametrize("kernel", INT8_KERNELS)
+def test_an_exact_computation_is_not_asked_of_a_rounding_kernel(kernel: str) -> None:
+    with pytest.raises(UsageError, match=f"--compute is exact, and the kernel is {kernel}"):
+        kernel_for(None, kernel, "exact")
+    assert kernel_for(None, kernel, None) == kernel

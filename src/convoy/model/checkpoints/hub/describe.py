@@ -134,9 +134,10 @@ class _Budget:
 
 def _header(commit: HubCommit, file: str, budget: _Budget) -> list[StoredTensor]:
     place = f"{file} of {commit}"
+    budget.take(_FIRST_BYTES)
     data = commit.read(file, 0, _FIRST_BYTES, tries=_TRIES)
     length = header_bytes(place, data[:8])
-    budget.take(length)
+    budget.take(max(0, length + 8 - _FIRST_BYTES))
     if len(data) == _FIRST_BYTES and length + 8 > _FIRST_BYTES:
         data += commit.read(file, _FIRST_BYTES, 8 + length, tries=_TRIES)
     raw = data[8 : 8 + length]

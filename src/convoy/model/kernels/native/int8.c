@@ -351,15 +351,14 @@ static const struct {
   fuse_fn fuse[FUSED_DOTS];
   unpack_fn unpack;
   tile_fn tile[DOT_ROWS];
-  int takes_pairs;
+  int takes_pairs; /* whether nibbles of two inputs lie in a byte */
 } functions[NUM_FUSED] = {
-#define PAIRED 1
-    [CENTRED] = {FUSES(CENTRED), groups_CENTRED, TILES(CENTRED), PAIRED},
-    [NIBBLES_ADD] = {FUSES(NIBBLES_ADD), groups_NIBBLES_ADD, TILES(NIBBLES_ADD), PAIRED},
-    [NIBBLES_LESS] = {FUSES(NIBBLES_LESS), groups_NIBBLES_LESS, TILES(NIBBLES_LESS), PAIRED},
+    [CENTRED] = {FUSES(CENTRED), groups_CENTRED, TILES(CENTRED), 1},
+    [NIBBLES_ADD] = {FUSES(NIBBLES_ADD), groups_NIBBLES_ADD, TILES(NIBBLES_ADD), 1},
+    [NIBBLES_LESS] = {FUSES(NIBBLES_LESS), groups_NIBBLES_LESS, TILES(NIBBLES_LESS), 1},
     [SIGNED] = {FUSES(SIGNED), groups_SIGNED, TILES(SIGNED), 0},
     [BYTES_ADD] = {FUSES(BYTES_ADD), groups_BYTES_ADD, TILES(BYTES_ADD), 0},
-    [Q4_K] = {FUSES(Q4_K), groups_Q4_K, TILES(Q4_K), PAIRED},
+    [Q4_K] = {FUSES(Q4_K), groups_Q4_K, TILES(Q4_K), 1},
     [Q6_K] = {FUSES(Q6_K), groups_Q6_K, TILES(Q6_K), 0},
 };
 

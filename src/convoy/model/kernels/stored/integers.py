@@ -42,7 +42,9 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = x.reshape(len(x), -1, ROUNDED_GROUP)
     greatest = groups.abs().amax(-1)
     is_finite = greatest.isfinite()
-    factor = torch.where(is_finite & (greatest >= _LEAST_TOP), _GREATEST / greatest, 0.0)
+    # A number over a tensor would be its reciprocal times the number, which rounds twice.
+    wide = torch.div(torch.full_like(greatest, _GREATEST), greatest)
+    factor = torch.where(is_finite & (greatest >= _LEAST_TOP), wide, 0.0)
     codes = (groups * factor.unsqueeze(-1)).round_().where(is_finite.unsqueeze(-1), 0.0)
     return codes.flatten(-2), torch.where(is_finite, greatest / _GREATEST, torch.nan)
 
