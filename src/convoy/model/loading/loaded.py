@@ -137,7 +137,8 @@ class LoadedModules:
         if linears and forms <= PLAIN_FORMS and not any(one.is_rounding for one in stored):
             raise ModelError(
                 f"8-bit products are for rounded weights, and these are in {' and '.join(sorted(forms))}",
-                hint="add --quantize q8 or q4, or leave out --compute int8",
+                hint="add --quantize q8 or q4 (convoy verify: --kernel exact-q8), "
+                "or leave out --compute int8",
             )
         _tell_exact(tuple(sorted(forms)))
 

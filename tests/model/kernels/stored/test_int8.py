@@ -150,7 +150,10 @@ def test_groups_that_cross_those_of_rows_are_multiplied_exactly() -> None:
 def test_float_weights_are_refused_with_what_to_do(models: Models) -> None:
     with pytest.raises(ModelError, match="8-bit products are for rounded weights") as caught:
         models.chain("even", kernel="int8-stored")
-    assert caught.value.hint == "add --quantize q8 or q4, or leave out --compute int8"
+    assert (
+        caught.value.hint
+        == "add --quantize q8 or q4 (convoy verify: --kernel exact-q8), or leave out --compute int8"
+    )
 
 
 def test_8_bit_products_are_offered_last_and_only_asked_for_by_name() -> None:
