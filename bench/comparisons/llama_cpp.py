@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -24,6 +25,8 @@ BATCHED_BENCH, RPC_SERVER = "llama-batched-bench", "ggml-rpc-server"
 # llama.cpp gives each sequence a multiple of this.
 _CONTEXT_STEP = 256
 _POLL_S = 0.05
+# One line of `--output-format jsonl`: a flat object with the rate of decodes.
+_RESULT = re.compile(r"\{[^{}]*\"speed_tg\"[^{}]*\}")
 
 
 def find_programs(folder: Path) -> Path:
@@ -95,10 +98,12 @@ class LlamaRates:
                     # Raises, as the time is over.
                     self._deadline.left_s()
                 raise
-        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        # A message may stand before a result on its line.
+        found = [json.loads(result) for result in _RESULT.findall(text)]
         if process.returncode or len(found) != len(counts):
             last = ((told or text).splitlines() or ["no output"])[-1]
-            raise ConvoyError(f"{BATCHED_BENCH} ended with {process.returncode}: {last}")
+            counted = f"{len(found)} of {len(counts)} results"
+            raise ConvoyError(f"{BATCHED_BENCH} ended with {process.returncode} and {counted}: {last}")
         return found
 
 
