@@ -64,7 +64,8 @@ def test_a_plan_names_every_stage_and_who_can_read_prompts(folder: Path) -> None
     done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2", "--threads", "1"], folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "model    odd (llama, 6 layers, float32)"
+    assert lines[0] == "model    odd (llama, 6 layers)"
+    assert lines[2].endswith(" computed in float32")
     assert lines[1] == "route    complete: alpha 0:3,output -> beta 4:5 -> alpha"
     assert any(line.split()[:3] == ["0", "alpha", "(head)"] for line in lines)
     assert any(line.split()[:3] == ["1", "beta", "4:5"] for line in lines)

@@ -22,6 +22,7 @@ from cli.transcript import run_here
 from convoy.cli.serve import with_layers
 from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.cli.show.progress import LoadLines, VerifyLines
+from convoy.crypto.identity import OperatorKey
 from convoy.errors import SpanError, UsageError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import heavy_rooms
@@ -100,6 +101,35 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
         f"error: port {port} on 127.0.0.1 is taken",
         f"hint: use --port {port + 1}, or stop the program that listens there",
     ]
+
+
+def test_a_port_of_a_running_head_is_told_with_the_command_that_shows_it(tmp_path: Path) -> None:
+    with shown("serve", "demo-mini", "--port", "0") as head:
+        url = head.wait_for(r"serving demo-mini at (\S+)/v1")[1]
+        port = url.rpartition(":")[2]
+        done = run_here(["serve", "demo-mini", "--port", port], tmp_path)
+    assert done.returncode == 75
+    assert done.stderr.splitlines()[-2:] == [
+        f"error: port {port} on 127.0.0.1 is taken by a head of Convoy, which runs already",
+        f"hint: `convoy status --url {url}` shows it; a second head needs another --port",
+    ]
+
+
+def test_a_peer_that_serves_learns_its_role_before_its_port_and_its_model(tmp_path: Path) -> None:
+    for name in ("alpha", "beta"):
+        made = run_here(["identity", "new", name, "--address", f"{name}.test:7777"], tmp_path)
+        assert made.returncode == 0
+    new = ["roster", "new", "home", "alpha.card.toml", "beta.card.toml", "--head", "alpha"]
+    assert run_here(new, tmp_path).returncode == 0
+    operator = OperatorKey.load(tmp_path / ".convoy/operator").public_key.hex()
+    (tmp_path / "beta.toml").write_text(
+        '[cluster]\nname = "beta"\nidentity = ".convoy/beta"\nroster = "roster.toml"\n'
+        f'operator_key = "{operator}"\n'
+    )
+    with taken_port() as taken:
+        flags = ["--config", "beta.toml", "--port", str(taken.getsockname()[1])]
+        done = run_here(["serve", "nosuch", *flags], tmp_path)
+    assert "error: beta may not be the head; the roster allows alpha" in done.stderr
 
 
 def test_a_model_that_is_not_there_is_said_before_who_has_the_port(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.config.files import default_cache
 from convoy.config.settings import Config
-from convoy.errors import ConvoyError
+from convoy.sdk.endpoint import head_answers
 from convoy.sdk.head import network_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,12 @@ def _network_checks(subject: DoctorSubject, config: Config) -> Iterator[Check]:
         yield Check("port", lambda: network.check_listen(me.current, config.listen.host, config.listen.port))
     if me.member.head:
         yield Check(
-            "http", lambda: network.check_http(config.serve.host, config.serve.port, _head_at(config))
+            "http",
+            lambda: network.check_http(
+                config.serve.host,
+                config.serve.port,
+                partial(head_answers, config.serve.host, config.serve.port),
+            ),
         )
     others = [member for member in roster.members if member.name not in {name, *mine}]
     names = ", ".join(member.name for member in others)
@@ -201,21 +206,3 @@ def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Fin
         network = found or TcpNetwork()
         findings = at_once(2 * _DIAL_WAIT_S, [look(member) for member in others])
     return [*findings, *check_epochs(before, me.roster.epoch)]
-
-
-def _head_at(config: Config) -> Callable[[], bool]:
-    """Return a function that tells whether a Convoy head answers HTTP at this head's address."""
-
-    def answers() -> bool:
-        from convoy.sdk.endpoint import Endpoint
-
-        # A wildcard address cannot be dialled, so ask on loopback.
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104
-        endpoint = Endpoint(f"http://{host}:{config.serve.port}", timeout_s=_LOOK_UP_S)
-        try:
-            health = endpoint.get("/health", accept=frozenset({200, 503}))
-        except ConvoyError:
-            return False
-        return isinstance(health, dict) and "status" in health
-
-    return answers

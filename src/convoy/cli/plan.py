@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.checks.plan_print import print_fits, print_plan, print_rules
 from convoy.cli.checks.rates import ContextFlag, RoundTripFlag, SpeedFlag, ThreadsFlag
-from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_for
+from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_asked_by, kernel_for
 from convoy.cli.flags.steps import KvDtypeFlag, check_choice, with_step_flags
 from convoy.cli.flags.table import option
 from convoy.cli.local.members import LayersFlag, parse_members
@@ -85,6 +85,7 @@ def plan(
     check_choice("engine", "kv_dtype", kv_dtype)
     engine = override(settings.engine, kv_dtype=kv_dtype)
     settings = override(settings, plan=override(settings.plan, **sharing), engine=engine)
+    kernel = kernel_for(quantize, settings.model.kernel, compute, settings.model.compute)
     question = PlanQuestion(
         settings,
         model,
@@ -92,7 +93,7 @@ def plan(
         layers,
         policy,
         level or (),
-        kernel_for(quantize, settings.model.kernel, compute, settings.model.compute),
+        kernel,
         standby or (),
         speed or (),
         round_trip or (),
@@ -101,6 +102,7 @@ def plan(
         note=print_note,
         on_refused=(lambda _rules: None) if as_json or fit else print_rules,
         devices=device or (),
+        kernel_from=kernel_asked_by(kernel, quantize, compute, settings.model.compute),
     )
     if fit:
         fits = find_fits(question)

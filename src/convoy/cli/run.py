@@ -66,7 +66,9 @@ def run(
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
-    options = LocalOptions(members, layers, kernel_for(quantize, kernel, compute), threads, engine=engine)
+    options = LocalOptions(
+        members, layers, kernel_for(quantize, kernel, compute, kernel_from="--kernel"), threads, engine=engine
+    )
     cores = share_cores(members) if pin else None
     options = replace(options, device=device or "auto", cores=cores, sharing=sharing, note=print_note)
     http = ServeConfig(**listens)

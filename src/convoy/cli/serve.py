@@ -38,9 +38,9 @@ from convoy.cli.show.output import (
 from convoy.cli.show.progress import loading_bars
 from convoy.cli.show.ready import ReadyServer, room_tokens
 from convoy.config.settings import Config, load_config, override
-from convoy.errors import ConvoyError, UsageError
+from convoy.errors import ConfigError, ConvoyError, UsageError
 from convoy.model.library import heavy_rooms
-from convoy.sdk.endpoint import DEFAULT_URL
+from convoy.sdk.endpoint import DEFAULT_URL, dialled_url, head_answers
 from convoy.sdk.head import network_of, service_of
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.models import OpenedModel
@@ -114,6 +114,9 @@ def serve(
     asked = InviteFlags(config, directory, auto_approve, address, name, invite_port, passphrase_file)
     config = asked.let_in(model, as_json=as_json) if invite else config_file(config, directory)
     settings = _settings(with_discover(load_config(config), discover), weights, signed, traces)
+    if config is not None:
+        # A member with another role learns that before a model is looked for.
+        load_head(settings)
     chosen = _chosen(settings, model, quiet=as_json)
     http, limits = override(settings.serve, **listens), override(settings.engine, **engine)
     plan = override(settings.plan, **waiting, **sharing)
@@ -224,15 +227,13 @@ def serve_cluster(
 
     ``options`` are those of ``settings`` if they were read before: a pipe with keys can be read only once.
     """
-    from convoy.api.server import bind
-
     options = options or serve_options(settings)
     options.check()
     if options.in_clear and not show.as_json:
         warn_in_clear(options.host)
-    # Report a port in use before anything is loaded. Nothing listens until the model is ready.
-    bind(options).close()
     me = load_head(settings)
+    # Report a port in use before anything is loaded. Nothing listens until the model is ready.
+    _check_port(options)
     with watched_roster(settings, me, quiet=show.as_json):
         # The network only finds peers at the start: a serving head looks for no member.
         with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
@@ -250,6 +251,22 @@ def serve_cluster(
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
             _serve(cluster, told, settings, show, providing)
+
+
+def _check_port(options: ServeOptions) -> None:
+    """Raise ConfigError if HTTP cannot be served there. Say so where a head of Convoy already serves."""
+    from convoy.api.server import bind
+
+    try:
+        bind(options).close()
+    except ConfigError as error:
+        if not head_answers(options.host, options.port):
+            raise
+        raise ConfigError(
+            f"{error.message} by a head of Convoy, which runs already",
+            hint=f"`convoy status --url {dialled_url(options.host, options.port)}` shows it; a second head "
+            "needs another --port",
+        ) from error.__cause__
 
 
 @contextmanager

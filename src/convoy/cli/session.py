@@ -87,7 +87,9 @@ def session(
         print_note(f"as the head of {found}; --members 1 is this machine alone")
     check_choice("engine", "kv_dtype", kv_dtype)
     engine = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel, compute), engine=engine)
+    options = LocalOptions(
+        members or 1, layers, kernel_for(quantize, kernel, compute, kernel_from="--kernel"), engine=engine
+    )
     _start(turn, keys, model, config or found, options)
 
 

@@ -70,7 +70,7 @@ def verify(
     from convoy.evaluate.verify import verify as run
     from convoy.model.checkpoints.source import ModelSource
 
-    kernel = kernel_for(None, kernel, compute)
+    kernel = kernel_for(None, kernel, compute, kernel_from="--kernel")
     source = ModelSource.resolve(model)
     asked = prompts_of(source, prompts, tokens, print_note)
     device, chosen = device_and_kernel(source, device, kernel, ranks, threads, note=print_note)

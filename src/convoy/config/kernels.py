@@ -317,14 +317,20 @@ def loaded_bits(kernel: str) -> int:
     return form.bits if form.keeps else 0
 
 
-def computing_kernel(kernel: str, compute: str) -> str:
+def computing_kernel(
+    kernel: str, compute: str, *, kernel_from: str = "[model] kernel", compute_from: str = "[model] compute"
+) -> str:
     """Return the kernel that ``compute`` asks for beside ``kernel``, or ``kernel`` where that is "exact".
 
-    Raises UsageError for an unknown word, and for a kernel that "int8" does not go with.
+    Errors name ``kernel_from`` and ``compute_from``, the flags or keys with the two words. Raises UsageError
+    for an unknown word, and for a kernel that "int8" does not go with.
     """
     words = get_args(RequestedCompute)
     if compute not in words:
-        raise UsageError(f"compute is {compute!r}, expected {' or '.join(words)}")
+        expected = " or ".join(words)
+        raise UsageError(
+            f"{compute_from} is {compute!r}, expected {expected}", hint=f"give {compute_from} {expected}"
+        )
     if compute == "exact" or kernel in INT8_KERNELS:
         return kernel
     quantize = (
@@ -334,7 +340,8 @@ def computing_kernel(kernel: str, compute: str) -> str:
     )
     if quantize is None:
         raise UsageError(
-            f"compute is {compute}, and the kernel is {kernel}", hint='leave the kernel at "auto"'
+            f"{compute_from} is {compute}, and {kernel_from} is {kernel}, which has no 8-bit products",
+            hint=f"leave out {kernel_from}, or {compute_from}",
         )
     return next(name for name in INT8_KERNELS if KERNELS[name].quantize == quantize)
 

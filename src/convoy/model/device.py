@@ -33,11 +33,14 @@ def runs_on_cuda(kernel: str) -> bool:
     return kernel in _ON_CUDA
 
 
-def kernel_on_cuda(kernel: str) -> str:
-    """Return the CUDA kernel for the requested ``kernel``. Raises UsageError for one of hosts alone."""
+def kernel_on_cuda(kernel: str, asked_by: str = "[model] kernel") -> str:
+    """Return the CUDA kernel for the requested ``kernel``.
+
+    Raises UsageError for one of hosts alone. Its hint names ``asked_by``, the flag or key with the kernel.
+    """
     if not runs_on_cuda(kernel):
         raise UsageError(
-            f"kernel {kernel} does not run on cuda", hint='set device = "cpu", or kernel = "auto"'
+            f"kernel {kernel} does not run on cuda", hint=f"leave out {asked_by}, or compute on cpu"
         )
     return _ON_CUDA[kernel]
 
@@ -67,13 +70,13 @@ def _joined(wish: str) -> list[str]:
     return names
 
 
-def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
+def choose_devices(wish: str, kernel: str = AUTO, asked_by: str = "[model] kernel") -> tuple[str, ...]:
     """Return the devices for ``wish``.
 
     ``wish`` is auto, cpu, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or cuda:0+cuda:1 for
     ranks. auto means the first CUDA device, if there is one and the requested kernel does not run on hosts
     alone. Raises UsageError for an invalid device, a device that this machine lacks, and a ``kernel`` that
-    does not run there.
+    does not run there; its hint names ``asked_by``, the flag or key with the kernel.
     """
     if wish == AUTO:
         on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
@@ -81,14 +84,14 @@ def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
     names = _joined(wish) if RANKS in wish else split_devices(wish)
     if names == [HOST] or (RANKS in wish and HOST in names):
         if kernel in CUDA_KERNELS:
-            raise UsageError(f"kernel {kernel} does not run on cpu", hint='leave the kernel at "auto"')
+            raise UsageError(f"kernel {kernel} does not run on cpu", hint=f"leave out {asked_by}")
         return (HOST,)
     if HOST in names:
         raise UsageError(
             f"device is {wish}, expected cpu or CUDA devices, not both in one member",
             hint="start a member for each: a route may have stages on both",
         )
-    kernel_on_cuda(kernel)
+    kernel_on_cuda(kernel, asked_by)
     return _require_cuda(wish, names)
 
 

@@ -167,6 +167,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     # The dtypes of the stages' K/V, and all that they could have.
     kv_dtype: str = ""
     kv_choices: list[KvReport] = []
+    # The forms in which stages hold most of their weights, as in "BF16"; ``dtype`` is that of sums and rows.
+    weight_form: str = ""
 
 
 def report(

@@ -25,6 +25,7 @@ KEY_VARIABLE = "CONVOY_API_KEY"
 DEFAULT_URL = f"http://{SERVE.host}:{SERVE.port}"
 _MAX_BODY_BYTES = 16 << 20
 _BUSY = frozenset({429, 502, 503, 504})
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 _REMEDY = "ask again: `convoy status` shows whether the cluster is ready"
 
 
@@ -228,3 +229,21 @@ def _reason(error: Exception) -> str:
         return "timed out"
     text = error.strerror if isinstance(error, OSError) else None
     return (text or str(error) or type(error).__name__).lower()
+
+
+def dialled_url(host: str, port: int) -> str:
+    """Return the URL of a server that listens on ``host``; of a wildcard address, on loopback."""
+    bare = host.strip("[]")
+    bare = _ANYWHERE.get(bare, bare)
+    return f"http://[{bare}]:{port}" if ":" in bare else f"http://{bare}:{port}"
+
+
+def head_answers(host: str, port: int, timeout_s: float = 4.0) -> bool:
+    """Return whether a head of Convoy answers HTTP there."""
+    try:
+        health = Endpoint(dialled_url(host, port), timeout_s=timeout_s).get(
+            "/health", accept=frozenset({200, 503})
+        )
+    except ConvoyError:
+        return False
+    return isinstance(health, dict) and "status" in health

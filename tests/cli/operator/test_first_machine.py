@@ -19,10 +19,11 @@ def test_a_new_cluster_is_announced_and_named_with_its_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made(Path(".convoy"))
-    announced, other, done = capsys.readouterr().err.splitlines()
+    announced, other, unlocked, done = capsys.readouterr().err.splitlines()
     assert announced.startswith(f"no cluster in {tmp_path}/.convoy: making a new one")
     assert "for a cluster that exists" in other
     assert "--dir" in other
+    assert "has no passphrase" in unlocked
     assert done.startswith("made cluster home with alpha as its head: ")
     assert done.endswith(f" are in {tmp_path}/.convoy")
 

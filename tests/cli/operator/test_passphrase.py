@@ -95,9 +95,12 @@ def test_a_handover_reads_a_passphrase_for_each_key(tmp_path: Path) -> None:
     assert has_passphrase(tmp_path / "new")
 
 
-def test_a_new_key_without_a_terminal_has_no_passphrase_and_nothing_is_asked(tmp_path: Path) -> None:
+def test_a_new_key_without_a_terminal_has_no_passphrase_and_nothing_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Passphrase().make(tmp_path / "op")
     assert not has_passphrase(tmp_path / "op")
+    assert "only the mode of its file (0600) protects it" in capsys.readouterr().err
 
 
 def test_a_new_key_on_a_terminal_gets_the_passphrase_that_was_typed_twice(

@@ -341,7 +341,7 @@ def test_a_port_taken_by_this_very_member_is_right(members: tuple[LocalMember, .
     with listening(members[0]) as (port, _):
         me = at_port(members[0], "alpha", port)
         found = only(network_check.check_listen(me, "127.0.0.1", None), "ok")
-    assert found.what == f"127.0.0.1:{port} is taken by alpha itself, which runs"
+    assert found.what == f"alpha runs and listens on 127.0.0.1:{port}"
 
 
 def test_a_port_taken_by_somebody_else_is_told(members: tuple[LocalMember, ...]) -> None:

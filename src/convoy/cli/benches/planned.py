@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.benches.formats import FormsFlag, RoundsFlag, chosen_forms
+from convoy.cli.benches.formats import RoundsFlag, chosen_forms
 from convoy.cli.benches.run import BenchRun, bench_verb, counts
 from convoy.cli.benches.throughput import ConcurrentFlag, ContextFlag, TokensFlag, WindowsFlag
 from convoy.cli.local.pin import pinned
-from convoy.config.kernels import AUTO, EXACT, PLAIN
+from convoy.config.kernels import AUTO, EXACT, PLAIN, QUANTIZED, computing_kernel
 from convoy.config.settings import Config, override
 from convoy.config.temporary_folder import temporary_folder
 from convoy.errors import UsageError
@@ -30,14 +31,21 @@ if TYPE_CHECKING:
 _MAX_CONCURRENT = 64
 # The share of the measured rate by which a prediction may miss.
 _WITHIN = 0.25
+_NEAR = "within 25 %"
 _DECODE, _PREFILL = "decode", "prefill"
+# The forms on hosts and on CUDA. A word behind `_WITH` is computed or rounded.
+_FORMS, _CUDA_FORMS = "F32,BF16,Q8_0,Q4_0", "BF16,BF16+q8,BF16+q4"
+_WITH, _INT8 = "+", "int8"
 # By what is measured and the sequences at once, or the tokens of the prompt: tokens/s.
 _Rates = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionRow:
-    """Hold a predicted rate in tokens/s, the one measured right after it, and the first over the second."""
+    """Hold a predicted rate in tokens/s, the one measured in the same minute, and the first over the second.
+
+    ``verdict`` says on which side of a quarter the prediction lies.
+    """
 
     form: str
     members: int
@@ -47,12 +55,19 @@ class PredictionRow:
     predicted: float
     measured: float
     ratio: float
+    verdict: str
 
 
 @bench_verb(max_seconds=3600)
 def plan(
     run: BenchRun,
-    forms: FormsFlag = "F32,BF16,Q8_0,Q4_0",
+    forms: Annotated[
+        str,
+        typer.Option(
+            help="Forms of files between commas, as for `bench formats`; +int8 computes with 8-bit rows, +q8 "
+            "and +q4 round as --quantize does.  [default: F32,BF16,Q8_0,Q4_0; on CUDA BF16,BF16+q8,BF16+q4]"
+        ),
+    ] = "",
     members: Annotated[str, typer.Option(help="Numbers of members.")] = "1,2",
     concurrent: ConcurrentFlag = "1,8",
     context: ContextFlag = 256,
@@ -60,10 +75,12 @@ def plan(
     windows: WindowsFlag = 3,
     tokens: TokensFlag = 8,
     rounds: RoundsFlag = 2,
+    device: Annotated[str, typer.Option(help="The device of every member, like cuda:0.")] = "cpu",
 ) -> None:
     """Compare the predictions of `convoy plan` with running members.
 
-    Each prediction has a measurement of this machine of its own, made just before the members start.
+    Each prediction has a measurement of this machine of its own, made just before the members start, and the
+    round trip that their links measure.
     """
     from convoy.bench.forms.files import write_form
     from convoy.bench.throughput import TURN_TOKENS, DecodeOptions, PrefillOptions
@@ -73,26 +90,61 @@ def plan(
     sizes, at_once = counts("--members", members, 2), counts("--concurrent", concurrent, _MAX_CONCURRENT)
     decode = DecodeOptions(at_once, context, windows, tokens, HOST_CHUNK)
     prefill = PrefillOptions(prompt_tokens, HOST_CHUNK, max(sizes), rounds)
-    names = chosen_forms(forms)
+    on_host = device == "cpu"
+    if not on_host:
+        from convoy.model.device import choose_devices
+
+        choose_devices(device)
+    run = dataclasses.replace(run, device=device)
+    ways = _ways(run, forms or (_FORMS if on_host else _CUDA_FORMS))
     if run.kernel not in {AUTO, EXACT, PLAIN}:
         raise UsageError(
             f"--kernel is {run.kernel}, and forms of files are compared",
             hint=f"leave --kernel out, or take {EXACT} or {PLAIN}",
         )
     run.check_context(max(context + decode.max_tokens, prompt_tokens + TURN_TOKENS + 1))
-    bench = _Bench(run, decode, prefill)
     rows: list[PredictionRow] = []
-    for form in names:
+    for name, way in ways.items():
+        form = name.partition(_WITH)[0]
+        bench = _Bench(way, decode, prefill)
         with temporary_folder() as folder:
             run.say(f"writing {run.named_model} as {form}")
             path = write_form(ModelSource.resolve(run.named_model), form, folder)
             for size in sizes:
-                rows += bench.pairs(form, path, size)
-    near = sum(abs(row.ratio - 1) <= _WITHIN for row in rows) / len(rows)
+                rows += bench.pairs(name, path, size)
+        run.kernels.update(way.kernels)
+    near = sum(row.verdict == _NEAR for row in rows) / len(rows)
     settings = {"context": context, "prompt_tokens": prompt_tokens, "windows": windows, "rounds": rounds}
-    report = run.report("plan", settings, rows, {"within_a_quarter": round(near, 3)})
-    lines = {name: [(row.measured, row.predicted) for row in rows if row.form == name] for name in names}
+    said: dict[str, int | float | str | bool] = {**settings, "device": device}
+    report = run.report("plan", said, rows, {"within_a_quarter": round(near, 3)})
+    lines = {name: [(row.measured, row.predicted) for row in rows if row.form == name] for name in ways}
     run.show(report, ("measured, tokens/s", "predicted, tokens/s"), lines)
+
+
+def _ways(run: BenchRun, texts: str) -> dict[str, BenchRun]:
+    """Return a run for each form, like ``Q4_0`` or ``Q4_0+int8``, with its kernel. Raises UsageError."""
+    found: dict[str, BenchRun] = {}
+    for text in texts.split(","):
+        name = text.strip()
+        form, _, word = name.partition(_WITH)
+        chosen_forms(form)
+        if word not in {"", _INT8, *QUANTIZED}:
+            raise UsageError(
+                f"--forms has {name[:40]!r}, expected {_INT8}, {' or '.join(QUANTIZED)} behind {_WITH}",
+                hint=f"{form}{_WITH}{_INT8}",
+            )
+        if word and run.kernel != AUTO:
+            raise UsageError(f"--forms has {name}, and --kernel is {run.kernel}", hint="leave out --kernel")
+        kernel = computing_kernel(AUTO, _INT8) if word == _INT8 else QUANTIZED.get(word, run.kernel)
+        found[name] = dataclasses.replace(run, kernel=kernel)
+    return found
+
+
+def _verdict(ratio: float) -> str:
+    """Return whether a prediction is within a quarter of the measurement, or on which side it is not."""
+    if abs(ratio - 1) <= _WITHIN:
+        return _NEAR
+    return "too high" if ratio > 1 else "too low"
 
 
 @dataclass(frozen=True)
@@ -105,20 +157,23 @@ class _Bench:
 
     def pairs(self, form: str, path: Path, members: int) -> list[PredictionRow]:
         """Return the pairs of all counts of sequences, and of the prompt."""
-        predicted = self._predict(path, members)
-        measured = self._measure(path, members)
+        predict = self._prepare(path, members)
+        measured, trip_s = self._measure(path, members)
+        predicted = predict(trip_s)
         rows = []
         for (what, number), rate in measured.items():
             expected = predicted[what, number]
             ratio = round(expected / rate, 3)
-            rows.append(PredictionRow(form, members, what, number, round(expected, 2), rate, ratio))
+            verdict = _verdict(ratio)
+            rows.append(PredictionRow(form, members, what, number, round(expected, 2), rate, ratio, verdict))
             self.run.say(
                 f"{form}, members {members}, {what} {number}: predicted {expected:.1f}, measured {rate:.1f} "
-                f"tokens/s, {ratio:.2f} of it"
+                f"tokens/s, ratio {ratio:.2f}: {verdict}"
             )
         return rows
 
-    def _predict(self, path: Path, members: int) -> _Rates:
+    def _prepare(self, path: Path, members: int) -> Callable[[float | None], _Rates]:
+        """Measure this machine, and return a function that predicts the rates for a measured round trip."""
         from convoy.model.checkpoints.source import ModelSource
 
         source = ModelSource.resolve(str(path))
@@ -136,13 +191,21 @@ class _Bench:
         # No cache: earlier measurements would stand for a machine that was less busy.
         measurements = dataclasses.replace(asked.measurements(found), cache=None)
         with pinned(self.run.alone_cores):
+            # This measures; later calls find the result.
+            self._rates(asked, found, source, measurements, self.prefill.num_tokens, 1)
+
+        def predict(trip_s: float | None) -> _Rates:
+            if trip_s is not None:
+                measurements.trip_flags = [str(1e3 * trip_s)]
+            rates: _Rates = {}
+            for number in self.decode.concurrent:
+                of = self._rates(asked, found, source, measurements, self.decode.context, number)
+                rates[_DECODE, number] = (of.decode if number == 1 else of.decode_batch).tokens_per_s
             prompt = self._rates(asked, found, source, measurements, self.prefill.num_tokens, 1)
-        rates: _Rates = {}
-        for number in self.decode.concurrent:
-            of = self._rates(asked, found, source, measurements, self.decode.context, number)
-            rates[_DECODE, number] = (of.decode if number == 1 else of.decode_batch).tokens_per_s
-        rates[_PREFILL, self.prefill.num_tokens] = prompt.prefill.tokens_per_s
-        return rates
+            rates[_PREFILL, self.prefill.num_tokens] = prompt.prefill.tokens_per_s
+            return rates
+
+        return predict
 
     @staticmethod
     def _rates(
@@ -163,7 +226,8 @@ class _Bench:
         assert report.rates is not None, "the question asks for rates"
         return report.rates
 
-    def _measure(self, path: Path, members: int) -> _Rates:
+    def _measure(self, path: Path, members: int) -> tuple[_Rates, float | None]:
+        """Return the rates of running members, and the longest round trip of their links, if there is one."""
         from convoy.bench.bare import BLOCK_SIZE
         from convoy.bench.throughput import TURN_TOKENS, measure_decode, measure_prefill
 
@@ -176,6 +240,9 @@ class _Bench:
         run, deadline = self.run, self.run.clock.deadline
         with run.cluster(members, limits, model=str(path)) as cluster:
             size = cluster.tokenizer.vocab_size
+            # Known once a ping has come back; a head has none to itself.
+            stages = cluster.status().stages
+            trips = [one.round_trip_s for one in stages if not one.head and one.round_trip_s]
             first = measure_prefill(
                 cluster.engine, size, members, self.prefill, deadline=deadline, say=lambda _: None
             )
@@ -184,4 +251,4 @@ class _Bench:
             )
         rates: _Rates = {(_DECODE, row.concurrent): row.tokens_per_s for row in rows}
         rates[_PREFILL, self.prefill.num_tokens] = first.tokens_per_s
-        return rates
+        return rates, max(trips, default=None)

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 def print_plan(found: PlanReport) -> None:
     print_fields(
         [
-            ("model", f"{found.model} ({found.family}, {found.num_layers} layers, {found.dtype})"),
+            ("model", f"{found.model} ({found.family}, {found.num_layers} layers)"),
             ("route", found.route),
-            ("weights", format_bytes(found.weight_bytes)),
+            (
+                "weights",
+                f"{format_bytes(found.weight_bytes)} as {found.weight_form}, computed in {found.dtype}",
+            ),
             ("K/V", kv_text(found)),
             (
                 "context",
@@ -200,7 +203,7 @@ def print_fits(found: FitReport) -> None:
     )
     print()
     print(f"rates: of one sequence of {found.context} tokens, in tokens/s; memory: of all weights")
-    if any(form.alone_tokens_per_s > form.decode_tokens_per_s for row in found.rows for form in row.forms):
+    if any(_is_alone_faster(form) for row in found.rows for form in row.forms):
         print("alone: the first member would be faster without the others")
     if found.assumed:
         print(f"assumed: {'; '.join(found.assumed)}")
@@ -209,8 +212,14 @@ def print_fits(found: FitReport) -> None:
 def _fit_text(form: FitForm) -> str:
     if not form.fits:
         return f"no: {format_bytes(form.weight_bytes)}"
-    rate, alone = form.decode_tokens_per_s, form.alone_tokens_per_s
-    return f"{_tokens(rate)} ({_tokens(alone)} alone)" if alone > rate else _tokens(rate)
+    rate, alone = _tokens(form.decode_tokens_per_s), _tokens(form.alone_tokens_per_s)
+    return f"{rate} ({alone} alone)" if _is_alone_faster(form) else rate
+
+
+def _is_alone_faster(form: FitForm) -> bool:
+    """Return whether the first member alone is faster by as much as the printed figures show."""
+    alone, rate = form.alone_tokens_per_s, form.decode_tokens_per_s
+    return form.fits and alone > rate and _tokens(alone) != _tokens(rate)
 
 
 def _tokens(rate: float) -> str:

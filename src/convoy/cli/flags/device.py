@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from convoy.cli.flags.quantize import kernel_for
+from convoy.cli.flags.quantize import kernel_asked_by, kernel_for
 from convoy.cli.flags.table import option
 from convoy.config.kernels import on_device
 from convoy.config.settings import Config, override
@@ -24,7 +24,8 @@ def computing(settings: Config, quantize: str | None, compute: str | None, devic
         # This import loads torch, which takes seconds.
         from convoy.model.device import choose_devices
 
-        choose_devices(wish, kernel)
+        asked_by = kernel_asked_by(kernel, quantize, compute, model.compute)
+        choose_devices(wish, kernel, asked_by)
     return override(
         settings, model=override(model, kernel=kernel, compute=compute or model.compute, device=wish)
     )

@@ -16,31 +16,57 @@ QuantizeFlag = Annotated[
 ]
 ComputeFlag = Annotated[str | None, option("model", "compute")]
 
+# The keys of convoy.toml, as errors name them.
+_KERNEL_KEY, _COMPUTE_KEY = "[model] kernel", "[model] compute"
+
 
 def kernel_for(
-    quantize: str | None, kernel: str, compute: str | None = None, configured: str = "exact"
+    quantize: str | None,
+    kernel: str,
+    compute: str | None = None,
+    configured: str = "exact",
+    kernel_from: str = _KERNEL_KEY,
 ) -> str:
     """Return the kernel for ``--quantize`` and ``--compute``, or ``kernel`` without both.
 
-    ``configured`` is the file's word for ``--compute``. Raises UsageError.
+    ``configured`` is the file's word for ``--compute``, and ``kernel_from`` the flag or key with ``kernel``.
+    Raises UsageError, which names the flags and keys that were given.
     """
-    wanted = _quantized(quantize, kernel)
+    wanted = _quantized(quantize, kernel, kernel_from)
     if compute == "exact" and wanted in INT8_KERNELS:
         raise UsageError(
-            f"--compute is exact, and the kernel is {wanted}", hint="leave out --compute, or the kernel"
+            f"--compute is exact, and {kernel_from} is {wanted}",
+            hint=f"leave out --compute, or {kernel_from}",
         )
-    return computing_kernel(wanted, compute or configured)
+    compute_from = _COMPUTE_KEY if compute is None else "--compute"
+    return computing_kernel(wanted, compute or configured, kernel_from=kernel_from, compute_from=compute_from)
 
 
-def _quantized(quantize: str | None, kernel: str) -> str:
+def kernel_asked_by(kernel: str, quantize: str | None, compute: str | None, configured: str = "exact") -> str:
+    """Return the flag or the key to leave out for another kernel than ``kernel``, a result of `kernel_for`.
+
+    The other arguments are those of `kernel_for`.
+    """
+    if kernel in INT8_KERNELS and compute is not None:
+        return f"--compute {compute}"
+    if kernel in INT8_KERNELS and configured == "int8":
+        return _COMPUTE_KEY
+    return _KERNEL_KEY if quantize is None else f"--quantize {quantize}"
+
+
+def _quantized(quantize: str | None, kernel: str, kernel_from: str) -> str:
     if quantize is None:
         return kernel
     if quantize not in QUANTIZED:
-        raise UsageError(f"--quantize is {quantize}, expected {' or '.join(QUANTIZED)}")
+        raise UsageError(
+            f"--quantize is {quantize[:40]!r}, expected {' or '.join(QUANTIZED)}",
+            hint="--quantize q8 rounds weights to 8 bits, --quantize q4 to 4; without it they stay as in the "
+            "file",
+        )
     wanted = QUANTIZED[quantize]
     if kernel not in {AUTO, wanted}:
         raise UsageError(
-            f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for",
-            hint="leave out --quantize, or the kernel",
+            f"--quantize {quantize} runs the kernel {wanted}, and {kernel_from} is {kernel}",
+            hint=f"leave out --quantize, or {kernel_from}",
         )
     return wanted

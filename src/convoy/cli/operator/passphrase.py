@@ -59,6 +59,12 @@ class Passphrase:
         key = OperatorKey.generate()
         passphrase = self.choose(directory, may_be_empty=True)
         key.save(directory, passphrase)
+        if passphrase is None:
+            print_note(
+                f"the operator key in {directory} has no passphrase: only the mode of its file (0600) "
+                "protects it, and a copy can sign any machine in. "
+                f"`convoy identity passphrase {directory}` sets one"
+            )
         operator_log(directory, key).append("make operator key", {"passphrase": passphrase is not None})
         return key
 
@@ -78,10 +84,6 @@ class Passphrase:
         for _ in range(_MAX_TRIES):
             first = self._ask(f"new passphrase for the operator key in {directory}{empty}: ")
             if not first and may_be_empty:
-                print_note(
-                    f"the operator key in {directory} has no passphrase: the file alone can sign any machine "
-                    f"in. `convoy identity passphrase {directory}` sets one"
-                )
                 return None
             if first and self._ask("the same once more: ") == first:
                 return first

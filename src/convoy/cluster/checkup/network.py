@@ -127,7 +127,7 @@ def _who_listens(me: LocalMember, host: str, port: int) -> Finding:
         return fail(f"{where} is taken by another program", free_it)
     owner = me.roster.member_with_certificate(certificate)
     if owner is not None and owner.name == me.name:
-        return ok(f"{where} is taken by {me.name} itself, which runs")
+        return ok(f"{me.name} runs and listens on {where}")
     other = "another program" if owner is None else f"{owner.name}, another member"
     return fail(f"{where} is taken by {other}", free_it)
 
@@ -152,7 +152,7 @@ def check_http(host: str, port: int, answers: Callable[[], bool]) -> Iterator[Fi
     if taken is None:
         yield ok(f"{where} is free for HTTP")
     elif taken.errno == errno.EADDRINUSE and answers():
-        yield ok(f"{where} is taken by a head of Convoy, which answers")
+        yield ok(f"a head of Convoy runs and serves HTTP on {where}")
     else:
         reason = (taken.strerror or "unusable").lower()
         yield fail(

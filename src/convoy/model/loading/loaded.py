@@ -193,7 +193,11 @@ def _rounding_linears(module: nn.Module) -> Iterator[PackedLinear]:
 def _tell_exact(forms: tuple[str, ...]) -> None:
     """Warn of forms without products of whole numbers."""
     if forms:
-        _log.warning("--compute int8 multiplies weights in these forms exactly: %s", ", ".join(forms))
+        _log.warning(
+            "--compute int8 has no 8-bit products for weights stored as %s: linears with such weights stay "
+            "exact, at the speed of exact mode",
+            " and ".join(forms),
+        )
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

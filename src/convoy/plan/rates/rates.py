@@ -40,9 +40,13 @@ class Links:
     # Of each wire: a gigabit, sealed; one token sends little.
     bytes_per_s: float = 100e6
     by_pair: Mapping[frozenset[str], float] = field(default_factory=dict)
+    # The pairs on one machine, and their round trip where none was measured.
+    near: frozenset[frozenset[str]] = frozenset()
+    near_s: float = 0.0
 
     def round_trip_s(self, one: str, other: str) -> float:
-        return self.by_pair.get(frozenset((one, other)), self.otherwise_s)
+        pair = frozenset((one, other))
+        return self.by_pair.get(pair, self.near_s if pair in self.near else self.otherwise_s)
 
 
 @dataclass(frozen=True)
@@ -317,11 +321,11 @@ def _assumed(placement: Placement, speeds: Mapping[str, Speed], links: Links) ->
         told.append(f"that {', '.join(names)} {'is' if len(names) == 1 else 'are'} {text}")
     sums = [pair for stage in placement.stages for pair in itertools.pairwise(stage.holders)]
     hops = [(hop.sender, hop.receiver) for hop in _ring(placement)]
-    unknown = [
-        f"{one} to {other}" for one, other in [*sums, *hops] if frozenset((one, other)) not in links.by_pair
-    ]
-    if unknown:
-        told.append(f"a round trip of {links.otherwise_s * 1000:g} ms: {', '.join(unknown)}")
+    unknown: dict[float, list[str]] = {}
+    for one, other in [*sums, *hops]:
+        if frozenset((one, other)) not in links.by_pair:
+            unknown.setdefault(links.round_trip_s(one, other), []).append(f"{one} to {other}")
+    told += [f"a round trip of {trip_s * 1000:g} ms: {', '.join(ways)}" for trip_s, ways in unknown.items()]
     if len(placement.holders) > 1:
         told.append(f"wires that carry {links.bytes_per_s / 1e6:g} MB/s")
     return told

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from convoy.sdk.planning.planning import plan_source
 
 if TYPE_CHECKING:
     from convoy.model.checkpoints.source import ModelSource
+    from convoy.plan.rates.rates import Links
     from convoy.plan.report import PlanReport
     from convoy.sdk.planning.members import PlanMembers
     from convoy.sdk.planning.planning import PlanQuestion
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # The shapes of published models, each with the repository whose config.json it was taken from.
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes.json"
+# How the text about an assumed round trip begins, here and in `plan.rates`.
+_TRIP = "a round trip of"
 # The kernel that gives each form: files in bfloat16 as they are, or rounded as they are loaded.
 FORMS = {"bf16": AUTO, **QUANTIZED}
 
@@ -95,7 +99,7 @@ def find_fits(question: PlanQuestion) -> FitReport:
     if question.kernel != AUTO or question.layers:
         raise UsageError(
             "--fit plans every form and shares layers by itself",
-            hint="leave out --quantize, a kernel in the configuration, and --layers",
+            hint=f"leave out {'--layers' if question.layers else question.kernel_from}",
         )
     members = question.find_members()
     measurements = question.measurements(members)
@@ -108,8 +112,19 @@ def find_fits(question: PlanQuestion) -> FitReport:
         elements = sum(tensor.num_bytes // 2 for tensor in source.tensors.values())
         rows.append(FitRow(source.name, repo, elements, best, forms))
         assumed |= dict.fromkeys(text for _, texts in found for text in texts)
+    trips = _assumed_trips(measurements.links(members.offers), [offer.name for offer in members.offers])
+    if trips and not any(text.startswith(_TRIP) for text in assumed):
+        # Also where every model fits one member best: that choice rests on it.
+        assumed[trips] = None
     memory = {offer.name: offer.memory_bytes for offer in members.offers}
     return FitReport(memory, question.context, rows, list(assumed))
+
+
+def _assumed_trips(links: Links, names: Sequence[str]) -> str:
+    """Return the round trips that no flag gave, in words; "" if there are none."""
+    pairs = [pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in links.by_pair]
+    found = sorted({links.round_trip_s(*pair) for pair in pairs})
+    return f"{_TRIP} {' or '.join(f'{one * 1000:g}' for one in found)} ms between members" if found else ""
 
 
 def _form(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,6 +118,8 @@ class PlanMembers:
     spans: Mapping[str, str] | None
     demands: Policy
     kinds: Mapping[str, str]
+    # The hosts of the members of a roster, by name. Members of one host share its memory and its cores.
+    hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_members(question: MembersQuestion, note: Note) -> PlanMembers:
@@ -128,7 +131,9 @@ def find_members(question: MembersQuestion, note: Note) -> PlanMembers:
             "--members and --device both name the members", hint="give --device alone, once for each machine"
         )
     demands = load_policy(question.policy or settings.cluster.policy)
-    offered = _planned(devices, note) if devices else _offers(settings, question.members, note)
+    is_roster = not devices and question.members is None and settings.cluster.roster is not None
+    hosts = _roster_hosts(settings) if is_roster else {}
+    offered = _planned(devices, note) if devices else _offers(settings, question.members, hosts, note)
     offers = _with_levels(offered, question.levels)
     demands.check_members([offer.name for offer in offers])
     # The policy comes before the placement: memory beyond its cap must not attract layers.
@@ -138,7 +143,7 @@ def find_members(question: MembersQuestion, note: Note) -> PlanMembers:
     spans = spans_by_name(question.layers, [offer.name for offer in offers]) or own
     offers, left_out = _above(demands.minimum, offers)
     kinds = {device.name: device.kind for device in devices}
-    return PlanMembers(offers, standbys, left_out, spans, demands, kinds)
+    return PlanMembers(offers, standbys, left_out, spans, demands, kinds, hosts)
 
 
 def _planned(devices: Sequence[PlannedDevice], note: Note) -> list[MemberOffer]:
@@ -227,25 +232,38 @@ def _above(minimum: Level, offers: list[MemberOffer]) -> tuple[list[MemberOffer]
     return [offer for offer in offers if offer not in out], reports
 
 
-def _offers(settings: Config, members: Members | None, note: Note) -> list[MemberOffer]:
-    """Return the ``members``, otherwise of the roster, otherwise two.
+def _offers(
+    settings: Config, members: Members | None, hosts: Mapping[str, str], note: Note
+) -> list[MemberOffer]:
+    """Return the ``members``, otherwise those of ``hosts``, by name, otherwise two.
 
     The memory of other members is unknown before they answer.
     """
     from convoy.plan.offer import MemberOffer
 
-    if members is None and settings.cluster.roster is not None:
-        names = _roster_names(settings)
-        if len(names) > 1:
-            note("memory of the other members is unknown: each is assumed to have as much as this one")
-        return [MemberOffer(name, _memory_bytes(settings), index == 0) for index, name in enumerate(names)]
+    if hosts:
+        if len(hosts) > 1:
+            note(
+                "memory of the other members is unknown: each machine is assumed to have as much as this one"
+            )
+        beside = Counter(hosts.values())
+        for host in [host for host, count in beside.items() if count > 1]:
+            sharing = " and ".join(name for name in hosts if hosts[name] == host)
+            note(f"{sharing} share the machine at {host}: its memory and its cores count once")
+        free = _memory_bytes(settings)
+        # What the configuration grants is for a member, and free memory is the machine's.
+        granted = bool(settings.model.memory_gb)
+        return [
+            MemberOffer(name, free if granted else free // beside[host], index == 0)
+            for index, (name, host) in enumerate(hosts.items())
+        ]
     listed = members or tuple((name, None) for name in local_names(2))
     share = _memory_bytes(settings) // len(listed)
     return [MemberOffer(name, size or share, index == 0) for index, (name, size) in enumerate(listed)]
 
 
-def _roster_names(settings: Config) -> list[str]:
-    """Return the names in the roster, head first.
+def _roster_hosts(settings: Config) -> dict[str, str]:
+    """Return the hosts of the members in the roster by name, head first.
 
     The head is this member if the roster allows it, otherwise the first member that may be head.
     """
@@ -255,7 +273,8 @@ def _roster_names(settings: Config) -> list[str]:
     roster = open_roster(data, operator_key=settings.require_operator_key()).roster
     heads = [member.name for member in roster.members if member.head]
     head = settings.cluster.name if settings.cluster.name in heads else heads[0]
-    return [head, *(member.name for member in roster.members if member.name != head)]
+    hosts = {member.name: member.address[0] for member in roster.members}
+    return {head: hosts.pop(head), **hosts}
 
 
 def _memory_bytes(settings: Config) -> int:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from convoy.config.files import default_cache
-from convoy.config.kernels import AUTO, EXACT, PLAIN, held_form, kv_form
+from convoy.config.kernels import AUTO, EXACT, PLAIN, form_of, held_form, kv_form
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import PlanError, SpanError, UsageError
 from convoy.sdk.models import describe_model
@@ -60,6 +62,8 @@ class PlanQuestion:
     note: Note = unheard
     on_refused: Callable[[list[RuleReport]], None] = lambda _rules: None
     devices: Sequence[str] = ()
+    # The flag, key or argument with the kernel, as errors name it.
+    kernel_from: str = "kernel"
 
     def find_members(self) -> PlanMembers:
         """Return the members. Raises UsageError or ConfigError for texts that make no sense."""
@@ -74,7 +78,9 @@ class PlanQuestion:
         if members.kinds:
             here = Here.elsewhere(settings, self.threads)
         else:
-            here = Here.of(settings, self.members, members.offers, _device_here(self), self.threads)
+            here = Here.of(
+                settings, self.members, members.offers, _device_here(self), self.threads, hosts=members.hosts
+            )
         cache = settings.model.cache or default_cache()
         return Measurements(here, self.speeds, self.round_trips, cache, self.note)
 
@@ -161,7 +167,8 @@ def plan_source(
     predict = paces.step_s if question.measured else None
     modes, placement = _choose(question, spec, offers, members, predict=predict)
     compared = paces.compare(modes) if question.measured else None
-    return _report(settings, placement, members, compared)
+    found = _report(settings, placement, members, compared)
+    return msgspec.structs.replace(found, weight_form=_weight_form(source, placement))
 
 
 def _choose(
@@ -202,6 +209,18 @@ def _report(
         rates=rates,
         compared=compared,
     )
+
+
+def _weight_form(source: ModelSource, placement: Placement) -> str:
+    """Return the forms in which the stages hold most weights: those of the file, or what they become."""
+    from convoy.model.backends.host.form_speed import main_form
+
+    words = dict.fromkeys(placement.forms[name] for name in placement.holders)
+    told = []
+    for form in map(form_of, words):
+        kept = main_form(source).removeprefix("gguf:") or "F32" if form.keeps else form.dtype
+        told.append(f"{form.bits} bits" if form.bits else kept)
+    return " and ".join(dict.fromkeys(told))
 
 
 def _demand(settings: Config, placement: Placement) -> BlockDemand:
@@ -257,9 +276,9 @@ def _kernels(question: PlanQuestion, members: PlanMembers) -> dict[str, str]:
     asked, names = question.kernel, [offer.name for offer in members.offers]
     if not members.kinds:
         device = _device_here(question)
-        return dict.fromkeys(names, _host_kernel(asked) if device == _HOST else _cuda_kernel(asked))
+        return dict.fromkeys(names, _host_kernel(asked) if device == _HOST else _cuda_kernel(question))
     of_hosts = EXACT if asked == AUTO else asked
-    return {name: of_hosts if members.kinds[name] == _HOST else _cuda_kernel(asked) for name in names}
+    return {name: of_hosts if members.kinds[name] == _HOST else _cuda_kernel(question) for name in names}
 
 
 def _host_kernel(asked: str) -> str:
@@ -268,10 +287,10 @@ def _host_kernel(asked: str) -> str:
     return EXACT if platform.machine() in {"x86_64", "AMD64"} else PLAIN
 
 
-def _cuda_kernel(asked: str) -> str:
+def _cuda_kernel(question: PlanQuestion) -> str:
     from convoy.model.device import kernel_on_cuda
 
-    return kernel_on_cuda(asked)
+    return kernel_on_cuda(question.kernel, question.kernel_from)
 
 
 def _device_here(question: PlanQuestion) -> str:

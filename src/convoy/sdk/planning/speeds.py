@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import EXACT, on_device
+from convoy.config.kernels import CUDA_KERNELS, form_of, loaded_bits, on_device
 from convoy.errors import UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -44,6 +45,13 @@ class Here:
     all_members: bool
     num_threads: int
     device: str
+    # The hosts of a roster's members, by name.
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Return whether a member is on this machine."""
+        own = self.hosts.get(self.name)
+        return self.all_members or name == self.name or (own is not None and self.hosts.get(name) == own)
 
     @classmethod
     def elsewhere(cls, settings: Config, threads: int | None) -> Here:
@@ -58,8 +66,10 @@ class Here:
         offers: Sequence[MemberOffer],
         device: str,
         threads: int | None,
+        *,
+        hosts: Mapping[str, str],
     ) -> Here:
-        """Return the members that this machine runs.
+        """Return the members that this machine runs. ``hosts`` has those of a roster, by name.
 
         A mere number of members is a cluster on this machine. Of members with names, the head is on this
         machine.
@@ -70,10 +80,11 @@ class Here:
             else any(size is not None for _, size in members)
         )
         name = settings.cluster.name if members is None and elsewhere else None
-        sharing = 1 if elsewhere else len(offers)
-        num_threads = threads or settings.model.num_threads or max(1, (os.cpu_count() or 1) // sharing)
         head = next(offer.name for offer in offers if offer.head)
-        return cls(name or head, not elsewhere, num_threads, device)
+        here = cls(name or head, not elsewhere, 1, device, hosts)
+        sharing = sum(here.has(offer.name) for offer in offers)
+        cores = max(1, (os.cpu_count() or 1) // max(1, sharing))
+        return dataclasses.replace(here, num_threads=threads or settings.model.num_threads or cores)
 
 
 @dataclass
@@ -102,9 +113,10 @@ class Measurements:
             if on_device(offer.kernel) and self.here.device == _HOST:
                 told[offer.name] = _of_card()
                 continue
-            speed = self._measured(offer.kernel, form if offer.kernel == EXACT and not offer.unpacks else "")
-            is_here = self.here.all_members or offer.name == self.here.name
-            told[offer.name] = speed if is_here else dataclasses.replace(speed, assumed=_AS_HERE)
+            speed = self._measured(offer.kernel, "" if offer.unpacks else measured_form(offer.kernel, form))
+            told[offer.name] = (
+                speed if self.here.has(offer.name) else dataclasses.replace(speed, assumed=_AS_HERE)
+            )
         return told
 
     def links(self, offers: Sequence[MemberOffer]) -> Links:
@@ -121,6 +133,17 @@ class Measurements:
                 self.note(found.warning)
             self._own[kernel, form] = found.speed
         return self._own[kernel, form]
+
+
+def measured_form(kernel: str, form: str) -> str:
+    """Return the form whose linears are measured for a kernel, of files in ``form``; "" for its own layers.
+
+    Kernels that round weights as they are loaded have a form of their own.
+    """
+    if kernel in CUDA_KERNELS or not form_of(kernel).keeps:
+        return ""
+    bits = loaded_bits(kernel)
+    return f"rounded{bits}" if bits else form
 
 
 def _of_card() -> Speed:
@@ -164,7 +187,12 @@ def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) ->
         pairs |= {pair: numbers[0] / 1e3 for pair in asked if ends_text or pair not in pairs}
     if here.all_members:
         return Links(_HERE_S, _HERE_BYTES_PER_S, by_pair=pairs)
-    return Links(_ELSEWHERE_S, by_pair=pairs)
+    near = {
+        frozenset((one, other))
+        for one, other in itertools.combinations(names, 2)
+        if here.hosts.get(one) is not None and here.hosts.get(one) == here.hosts.get(other)
+    }
+    return Links(_ELSEWHERE_S, by_pair=pairs, near=frozenset(near), near_s=_HERE_S)
 
 
 def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list[float]]:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from convoy.model.backends.host.form_speed import in_form, main_form
+from convoy.model.backends.host.layer_speed import uncached_bytes
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.stored.linear import exact_available
 from convoy.plan.speed import Speed
+from convoy.sdk.planning.speeds import measured_form
 from support.gguf_models import CASES, build_model, write_case
 from support.quantised_models import Writer, library_model, write_gguf
 
@@ -32,3 +34,18 @@ def test_a_form_changes_the_speed_of_linears_and_not_that_of_keys_and_values() -
     rates = (found.read_bytes_per_s, found.flop_per_s, found.few_flop_per_s or 0.0)
     assert all(rate > 0 for rate in rates)
     assert rates != (plain.read_bytes_per_s, plain.flop_per_s, plain.few_flop_per_s)
+
+
+@pytest.mark.skipif(not exact_available(), reason="exact mode does not run on this machine")
+def test_weights_rounded_at_load_have_the_bytes_of_their_form_beside_rounded_rows() -> None:
+    plain = Speed(10e9, 1e12, few_flop_per_s=5e11)
+    for rounds in (False, True):
+        found = in_form(plain, "rounded4", rounds=rounds)
+        assert found.read_bytes_per_s != plain.read_bytes_per_s
+    assert measured_form("exact-q4", "BF16") == measured_form("int8-q4", "") == "rounded4"
+    assert measured_form("exact-f32", "BF16") == measured_form("int8-stored", "BF16") == "BF16"
+    assert measured_form("plain-f32", "BF16") == measured_form("cuda-int8", "BF16") == ""
+
+
+def test_a_probe_reads_more_than_the_last_cache_and_has_a_bound() -> None:
+    assert 80 << 20 <= uncached_bytes() <= 256 << 20

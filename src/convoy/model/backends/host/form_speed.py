@@ -17,19 +17,22 @@ from dataclasses import replace
 import torch
 
 from convoy.config.kernels import KEPT_FORMS
+from convoy.model.backends.host.layer_speed import uncached_bytes
 from convoy.model.checkpoints.names import decoder_name, is_matrix
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import GGUF, StoredMatrix
-from convoy.model.kernels.stored.sample import sample_range, usual_shape
+from convoy.model.kernels.stored.sample import Shape, sample_range, usual_shape
+from convoy.model.quantize.load import stored_range
+from convoy.model.quantize.search import GROUP
 from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
 
 _OUTPUTS, _INPUTS = 2048, 2048
-# All copies of a form together exceed most caches, or a lone row would find its weights there.
-_COPIED_BYTES = 80 << 20
 # At least so many rounds and so long, for each number of rows.
-_ROUNDS, _MEASURE_S = 3, 0.1
+_ROUNDS, _MEASURE_S = 5, 0.1
+# Begins the word of weights that are rounded as they are loaded; their bits follow.
+_ROUNDED = "rounded"
 _HALVES = ("BF16", "F16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
@@ -63,9 +66,13 @@ def _word(dtypes: set[str], bits: float) -> str:
     return next(known, None) or next(plain, None) or f"affine{usual}"
 
 
-def in_form(speed: Speed, form: str) -> Speed:
-    """Return ``speed``, which was measured with float32 linears, with linears in ``form`` instead."""
-    ratios, bytes_share = _compare(form)
+def in_form(speed: Speed, form: str, *, rounds: bool = False) -> Speed:
+    """Return ``speed``, which was measured with float32 linears, with linears in ``form`` instead.
+
+    ``form`` is a word of `config.kernels.KEPT_FORMS`, or ``rounded4`` or ``rounded8`` for weights that are
+    rounded as they are loaded. With ``rounds``, rows are rounded to 8 bits, as ``--compute int8`` does.
+    """
+    ratios, bytes_share = _compare(form, rounds=rounds)
     one, few, many = (ratios[rows] for rows in (1, FEW_ROWS, MANY_ROWS))
     return replace(
         speed,
@@ -79,14 +86,28 @@ def in_form(speed: Speed, form: str) -> Speed:
 
 
 @torch.inference_mode()
-def _compare(form: str) -> tuple[dict[int, float], float]:
+def _compare(form: str, *, rounds: bool) -> tuple[dict[int, float], float]:
     """Return the time over float32's by the number of rows, and the bytes over float32's."""
     weight = torch.randn(_OUTPUTS, _INPUTS)
-    one = sample_range(usual_shape(form, _INPUTS), _OUTPUTS)
-    plain = [PackedLinear(weight, None) for _ in range(-(-_COPIED_BYTES // (4 * weight.numel())))]
-    stored = [StoredLinear(StoredMatrix((one,)), None) for _ in range(-(-_COPIED_BYTES // one.num_bytes))]
+    one = sample_range(_shape(form), _OUTPUTS)
+    copied = uncached_bytes()
+    plain = [PackedLinear(weight, None) for _ in range(-(-copied // (4 * weight.numel())))]
+    stored = [StoredLinear(StoredMatrix((one,)), None) for _ in range(-(-copied // one.num_bytes))]
+    if rounds:
+        for linear in stored:
+            linear.round_inputs()
     ratios = {rows: _ratio(plain, stored, torch.randn(rows, _INPUTS)) for rows in (1, FEW_ROWS, MANY_ROWS)}
     return ratios, stored[0].weight_bytes / (4 * weight.numel())
+
+
+def _shape(form: str) -> Shape:
+    """Return the shape of a matrix in a form, as `in_form` takes it."""
+    bits = form.removeprefix(_ROUNDED)
+    if bits == form:
+        return usual_shape(form, _INPUTS)
+    codes = torch.zeros(1, _INPUTS * int(bits) // 32, dtype=torch.int32)
+    scales = torch.zeros(1, _INPUTS // GROUP, dtype=torch.bfloat16)
+    return Shape.of(stored_range(codes, scales, int(bits)))
 
 
 def _ratio(plain: Sequence[torch.nn.Module], stored: Sequence[torch.nn.Module], x: torch.Tensor) -> float:

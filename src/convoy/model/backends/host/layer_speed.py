@@ -8,6 +8,7 @@ many rows, and processing each number of their results.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from pathlib import Path
@@ -24,11 +25,15 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
-# Hidden and intermediate sizes. 45 MB of float32 are more than most caches hold.
+# Hidden and intermediate sizes. A wide layer has 45 MB of float32.
 _WIDE, _NARROW = (1024, 2816), (64, 64)
 # Layers of the narrow model. Its first layer is also measured alone.
 _NUM_LAYERS = 3
-_NUM_WIDE = 2
+_LEAST_WIDE, _MOST_WIDE = 2, 4
+_WIDE_LAYER_BYTES = 45_000_000
+# Weights that are read in turn together exceed the last cache, or a lone row would find them there.
+_LEAST_UNCACHED_BYTES, _MOST_UNCACHED_BYTES = 80 << 20, 256 << 20
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 4, 64
 # Tokens that decodes look back on. A chunk looks back on 256.
 _CONTEXT = 512
@@ -48,7 +53,8 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
     """
     narrow, wide = _describe(*_NARROW), _describe(*_WIDE)
     one, several = (_Probe(narrow, end, kernel, num_threads) for end in (1, _NUM_LAYERS))
-    broad = _Probe(wide, _NUM_WIDE, kernel, num_threads)
+    num_wide = min(_MOST_WIDE, max(_LEAST_WIDE, -(-uncached_bytes() // _WIDE_LAYER_BYTES)))
+    broad = _Probe(wide, num_wide, kernel, num_threads)
     # The clock starts only after all models are loaded.
     for probe in (one, several, broad):
         probe.until_s = time.perf_counter() + _MOST_S
@@ -57,9 +63,10 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
         return seconds_beyond(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
 
     own = {load: layer_s(*load) for load in ((1, 1, 0), (FEW_ROWS, 1, 0), (1, MANY_ROWS, 0))}
-    # Two wide layers against two narrow ones: the difference is the cost of the linears.
+    # Wide layers against as many narrow ones: the difference is the cost of the linears.
     linears = {
-        load: seconds_beyond(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
+        load: seconds_beyond(broad.best_s(*load), one.best_s(*load) + (num_wide - 1) * own[load]) / num_wide
+        for load in own
     }
     looking_s = seconds_beyond(layer_s(FEW_ROWS, 1, _CONTEXT), own[FEW_ROWS, 1, 0])
     chunk_s = seconds_beyond(layer_s(1, MANY_ROWS, MANY_ROWS), own[1, MANY_ROWS, 0])
@@ -80,6 +87,15 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
     )
 
 
+def uncached_bytes() -> int:
+    """Return how many bytes a probe reads in turn: twice the last cache, from 80 to 256 MiB."""
+    found = [0]
+    for file in _CACHES.glob("index[0-9]/size"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return min(_MOST_UNCACHED_BYTES, max(_LEAST_UNCACHED_BYTES, 2 * max(found)))
+
+
 def seconds_beyond(longer_s: float, shorter_s: float) -> float:
     """Return by how much ``longer_s`` exceeds ``shorter_s``.
 
@@ -93,7 +109,7 @@ def _describe(hidden_size: int, between: int) -> ModelSource:
         "model_type": LLAMA,
         "hidden_size": hidden_size,
         "intermediate_size": between,
-        "num_hidden_layers": _NUM_LAYERS,
+        "num_hidden_layers": max(_NUM_LAYERS, _MOST_WIDE),
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "head_dim": _HEAD_DIM,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from convoy.config.kernels import EXACT, INT8_KERNELS
 from convoy.model.device import HOST, check_device
 from convoy.model.library import importing
 from convoy.plan.speed import Speed
@@ -23,8 +24,8 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
-    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On a CUDA
-    device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
+    a word as `form_speed.in_form` takes it, linears are those of ``kernel`` over weights in that form.
+    On a CUDA device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
     launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
     """
@@ -35,8 +36,10 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
             from convoy.model.backends.host.layer_speed import measure_layers
 
         with _threads(num_threads):
-            speed = measure_layers(kernel, num_threads)
-            return in_form(speed, form) if form else speed
+            if not form:
+                return measure_layers(kernel, num_threads)
+            # Linears in the form are compared with float32 ones: layers of rounded weights lie in a cache.
+            return in_form(measure_layers(EXACT, num_threads), form, rounds=kernel in INT8_KERNELS)
     return _measure_products(check_device(device))
 
 
