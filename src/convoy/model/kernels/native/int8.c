@@ -365,7 +365,8 @@ static const struct {
 /* ---- linears ---- */
 
 /* Compute some rows of one panel, at most BLOCK_ROWS. */
-static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+  const Int8Job *job = p;
   const RoundedRows *x = &job->x;
   const uint8_t *packed = of->packed + panel * of->panel_bytes;
   int64_t inputs = x->inputs, count = inputs / ROUNDED_GROUP, first = job->row + row;
@@ -401,17 +402,7 @@ static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, 
 
 void convoy_int8_share(void *p) {
   Int8Job *job = p;
-  int64_t panel, blocks = (job->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  for (;;) {
-    panel = take(&job->next);
-    const StoredRange *of = job->linear->ranges, *end = of + job->linear->num_ranges;
-    for (; of < end && panel >= num_panels(of->outputs); of++) panel -= num_panels(of->outputs);
-    if (of == end) return;
-    for (int64_t block = 0; block < blocks; block++) {
-      int64_t row = job->rows * block / blocks;
-      int8_rows(job, of, panel, row, job->rows * (block + 1) / blocks - row);
-    }
-  }
+  take_panels(job->linear, &job->next, job->rows, BLOCK_ROWS, int8_rows, job);
 }
 
 /* Compute as convoy_stored_linear does, with rounded rows. Return 0 where there is no memory for these. */
