@@ -121,7 +121,9 @@ def serve(
         local: LocalCluster | None = None
         if config is None:
             asked = LocalOptions(
-                *(members, layers, computing_kernel(kernel, compute), num_threads), engine=dict(engine or {}), device=device
+                *(members, layers, computing_kernel(kernel, compute), num_threads),
+                engine=dict(engine or {}),
+                device=device,
             )
             opened, named = _open_local(model, asked)
             local = stack.enter_context(LocalCluster(asked))
