@@ -34,9 +34,9 @@ TESTING = {
 }
 # Parameters in their order; those behind the star are given by name.
 PARAMETERS = {
-    "serve": "model * members config layers kernel device num_threads engine port key ca",
+    "serve": "model * members config layers kernel compute device num_threads engine port key ca",
     "connect": "url * key ca timeout_s",
-    "plan": "model * members config layers standbys kernel kv_dtype context measure devices",
+    "plan": "model * members config layers standbys kernel compute kv_dtype context measure devices",
     "verify": "model * kernel max_cuts prompts num_tokens device ranks num_threads kv_dtype on_progress",
     "testing.serve": "model * members faults num_threads script",
     "Client.chat": "self messages * model sampling",

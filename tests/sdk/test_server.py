@@ -28,6 +28,20 @@ def test_a_config_goes_with_no_option_of_local_members() -> None:
         convoy.serve("demo-mini", members=2, config="convoy.toml")
 
 
+def test_a_computation_that_goes_with_no_kernel_is_refused_before_a_process_starts() -> None:
+    for kernel, compute in (("plain-f32", "int8"), ("auto", "fast")):
+        with pytest.raises(UsageError, match=f"compute is '?{compute}"):
+            convoy.serve("demo-mini", kernel=kernel, compute=compute)
+    with pytest.raises(UsageError, match="config came with options of local members"):
+        convoy.serve("demo-mini", compute="int8", config="convoy.toml")
+    assert children() == []
+
+
+def test_8_bit_products_answer_over_two_members() -> None:
+    with convoy.serve("demo-mini", members=2, kernel="exact-q8", compute="int8", device="cpu") as server:
+        assert server.chat("What is 2+3?", max_tokens=8).text == "5"
+
+
 def test_a_config_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot read absent\.toml"):
         convoy.serve("demo-mini", config="absent.toml")

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from convoy.config.kernels import computing_kernel
 from convoy.config.settings import Config, load_config, override
 from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from convoy.model.sampling.params import SamplingParams
     from convoy.model.text.tokens import Tokenizer
 
-# Of `serve`: members, layers, kernel, device, num_threads and engine.
-_LOCAL_DEFAULTS = (1, None, "auto", "auto", None, None)
+# Of `serve`: members, layers, kernel, compute, device, num_threads and engine.
+_LOCAL_DEFAULTS = (1, None, "auto", "exact", "auto", None, None)
 
 
 class Server(Client):
@@ -92,6 +93,7 @@ def serve(
     config: str | Path | None = None,
     layers: Sequence[str] | None = None,
     kernel: str = "auto",
+    compute: str = "exact",
     device: str = "auto",
     num_threads: int | None = None,
     engine: Mapping[str, int | str] | None = None,
@@ -102,8 +104,8 @@ def serve(
     """Start ``model`` on this machine and return its server, after a token has passed every stage.
 
     Without ``config``, ``members`` processes here share the model: this one is the head, and the others end
-    with it. ``layers``, ``kernel``, ``device`` and ``num_threads`` are those of ``convoy run``, ``engine``
-    has keys of [engine], and without ``port`` any free one is taken.
+    with it. ``layers``, ``kernel``, ``compute``, ``device`` and ``num_threads`` are those of ``convoy run``,
+    ``engine`` has keys of [engine], and without ``port`` any free one is taken.
 
     With ``config``, a convoy.toml, this process is the head of that cluster: its peers run ``convoy join``,
     and the file decides all but ``model`` and ``port``. ``key`` and ``ca`` are those of `connect`, for the
@@ -119,14 +121,16 @@ def serve(
         local: LocalCluster | None = None
         if config is None:
             asked = LocalOptions(
-                *(members, layers, kernel, num_threads), engine=dict(engine or {}), device=device
+                *(members, layers, computing_kernel(kernel, compute), num_threads),
+                engine=dict(engine or {}),
+                device=device,
             )
             opened, named = _open_local(model, asked)
             local = stack.enter_context(LocalCluster(asked))
             local.start_peers(named)
             settings = override(local.config(local.head), serve=ServeConfig(port=port or 0))
         else:
-            if (members, layers, kernel, device, num_threads, engine) != _LOCAL_DEFAULTS:
+            if (members, layers, kernel, compute, device, num_threads, engine) != _LOCAL_DEFAULTS:
                 raise UsageError(
                     "config came with options of local members, expected one or the other",
                     hint="set them in the file, or leave config out",

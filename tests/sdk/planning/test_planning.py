@@ -62,6 +62,16 @@ def test_members_that_cannot_hold_the_model_are_refused_with_both_numbers() -> N
         convoy.plan("demo", members={"alpha": 0.01}, measure=False)
 
 
+def test_a_plan_for_8_bit_products_holds_the_weights_of_their_kernel() -> None:
+    exact, int8 = (
+        convoy.plan("demo", members=1, kernel="exact-q8", compute=compute, measure=False)
+        for compute in ("exact", "int8")
+    )
+    assert [stage.kernel for plan in (exact, int8) for stage in plan.stages] == ["exact-q8", "int8-q8"]
+    with pytest.raises(UsageError, match="compute is 'fast', expected exact or int8"):
+        convoy.plan("demo", members=1, compute="fast", measure=False)
+
+
 def test_a_plan_needs_a_model() -> None:
     with pytest.raises(UsageError, match="no model is named"):
         convoy.plan()

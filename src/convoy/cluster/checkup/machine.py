@@ -93,7 +93,7 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     from convoy.model.kernels.native.build import missing_features, own_sets
     from convoy.model.kernels.native.library import native_library, why_no_native
     from convoy.model.kernels.native.norm import norm_library
-    from convoy.model.kernels.registry import why_no_int8
+    from convoy.model.kernels.registry import slow_int8, why_no_int8
     from convoy.model.kernels.stored.packed import failing_forms
 
     why_not = why_not_exact(num_threads)
@@ -117,6 +117,8 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
         )
     if reason := why_no_int8():
         yield warn(f"{reason}; --compute int8 is refused", _UPDATE)
+    if reason := slow_int8():
+        yield warn(f"{reason}; the next instruction set computes them, more slowly", _UPDATE)
     norms = norm_library(_NORM_SIZE)
     if norms is not library:
         instead = "torch" if norms is None else norms.instruction_set.name

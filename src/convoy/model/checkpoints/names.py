@@ -10,7 +10,8 @@ import re
 from convoy.plan.spec.weights import is_linear
 
 _LAYER = re.compile(r"model\.layers\.[0-9]{1,6}\.", re.ASCII)
-_ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+EMBEDDING = "model.embed_tokens.weight"
+_ENDS = (EMBEDDING, "lm_head.weight")
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)\Z", re.ASCII)
 # DeepSeek V4's files use other prefixes; the library itself translates the names within a layer
 _OTHER_NAMES = {

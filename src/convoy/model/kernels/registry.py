@@ -9,20 +9,33 @@ import functools
 
 from convoy.config.kernels import held_form
 from convoy.errors import SelfCheckError
-from convoy.model.kernels.native.library import keeps_stored, native_libraries
-from convoy.model.kernels.stored.int8 import failing_int8
+from convoy.model.kernels.native.library import keeps_stored, native_libraries, native_library
+from convoy.model.kernels.stored.int8 import SAMPLES, failing_int8
 
 
 @functools.cache
 def why_no_int8() -> str:
     """Return why `--compute int8` is refused here, or "".
 
-    Compiled code is compared with the definition on one small matrix of each form, in about a second. Where
+    Compiled code is compared with the definition on small matrices of each form, in about a second. Where
     nothing is compiled, the definition itself is used.
     """
-    library = next(native_libraries(), None)
+    failing = set() if native_library() is None else set(SAMPLES)
+    for library in native_libraries():
+        failing &= set(failing_int8(library))
+        if not failing:
+            return ""
+    names = ", ".join(form for form in SAMPLES if form in failing)
+    return f"the compiled 8-bit products have other bits here: {names}" if failing else ""
+
+
+def slow_int8() -> str:
+    """Return which 8-bit products another instruction set computes here, or ""."""
+    library = native_library()
     failing = [] if library is None else failing_int8(library)
-    return f"the compiled 8-bit products have other bits here: {', '.join(failing)}" if failing else ""
+    if library is None or not failing or why_no_int8():
+        return ""
+    return f"the 8-bit products of {library.instruction_set.name} have other bits here: {', '.join(failing)}"
 
 
 def require_int8() -> None:

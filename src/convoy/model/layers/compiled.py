@@ -12,7 +12,13 @@ from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import ExactXielu
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.activation import GATED_ACTIVATIONS, Activation, exp_library
-from convoy.model.kernels.native.library import ChoiceStruct, ExpertsStruct, ExpertStruct, LinearStruct
+from convoy.model.kernels.native.library import (
+    ChoiceStruct,
+    ExpertsStruct,
+    ExpertStruct,
+    LinearStruct,
+    NativeLibrary,
+)
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kernels.stored.linear import StoredLinear
 
@@ -40,21 +46,32 @@ def plain_activation(name: str, module: Any) -> Activation:
 
 
 def describe_linear(linear: Any) -> LinearStruct:
-    """Return a linear in the form that compiled code reads.
+    """Return a linear in the form that compiled layers read.
 
     The struct is valid while the linear is alive and its weights stay in place. Raises SelfCheckError for a
-    linear without a compiled form.
+    linear without a compiled form, and for one that the code of another instruction set computes.
     """
     if isinstance(linear, StoredLinear) and linear.stored is not None:
         exact, rounding = linear.stored
+        _require_own(*(one.library for one in linear.stored if one is not None))
         return LinearStruct(
             stored=None if exact is None else ctypes.pointer(exact.described),
             int8=None if rounding is None else ctypes.pointer(rounding.described),
             outputs=linear.out_features,
         )
     if type(linear) is PackedLinear and linear.native is not None:
+        _require_own(linear.native.library)
         return LinearStruct(f32=ctypes.pointer(linear.native.described), outputs=linear.out_features)
     raise SelfCheckError(f"compiled layers have no {type(linear).__name__} of {_shape(linear)}")
+
+
+def _require_own(*libraries: NativeLibrary) -> None:
+    """Raise SelfCheckError unless all are the library of compiled layers: its own code has other bits."""
+    own = exp_library()
+    for library in libraries:
+        if library is not own:
+            name, found = "none" if own is None else own.instruction_set.name, library.instruction_set.name
+            raise SelfCheckError(f"compiled layers run on {name}, and this linear on {found}")
 
 
 def _shape(linear: Any) -> str:

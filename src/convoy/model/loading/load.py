@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
+from convoy.model.checkpoints.names import EMBEDDING
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.stage_tensors import LoadProgress, Reading, TensorPart
@@ -87,6 +88,21 @@ def load_modules(
     assert loaded is not None
     loaded.bytes_read = reading.num_bytes
     return loaded
+
+
+def require_codes(source: ModelSource) -> None:
+    """Raise ModelError if all linears of a model are plain numbers, which have no 8-bit products.
+
+    The whole model counts, and not what a stage holds. So each member decides alike, over every cut.
+    """
+    looked_up = () if source.spec.tied_embeddings else (EMBEDDING,)
+    if source.layout.rounded.difference(looked_up):
+        return
+    dtypes = {tensor.dtype for tensor in source.tensors.values() if len(tensor.shape) > 1}
+    raise ModelError(
+        f"8-bit products are for rounded weights, and these are in {' and '.join(sorted(dtypes))}",
+        hint="add --quantize q8 or q4 (convoy verify: --kernel exact-q8), or leave out --compute int8",
+    )
 
 
 def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedModules | None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from convoy.errors import ModelError
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.stored.embedding import Embedding, StoredEmbedding
-from convoy.model.kernels.stored.linear import PLAIN_FORMS, StoredLinear, stored_linear
+from convoy.model.kernels.stored.linear import StoredLinear, stored_linear
 from convoy.model.kernels.stored.weights import Weight
 from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.experts import ExactRouter, RouterScores
@@ -124,8 +123,8 @@ class LoadedModules:
     def round_inputs(self) -> None:
         """Round rows to 8 bits for all linears in forms with products of whole numbers, routers apart.
 
-        The other forms are multiplied exactly, and a warning names them, once. Raises ModelError if all
-        weights are plain numbers, which have no such products at all.
+        The other forms are multiplied exactly, and a warning names them, once. Raises SelfCheckError where
+        no compiled code has the bits of the definition.
         """
         inner = (self.layer_inputs, *self.layers.values(), self.output)
         linears = [one for part in inner if part is not None for one in _rounding_linears(part)]
@@ -134,12 +133,6 @@ class LoadedModules:
             one.round_inputs()
         forms = {form for one in stored for form in one.exact_forms}
         forms |= {"F32" for one in linears if type(one) is PackedLinear}
-        if linears and forms <= PLAIN_FORMS and not any(one.is_rounding for one in stored):
-            raise ModelError(
-                f"8-bit products are for rounded weights, and these are in {' and '.join(sorted(forms))}",
-                hint="add --quantize q8 or q4 (convoy verify: --kernel exact-q8), "
-                "or leave out --compute int8",
-            )
         _tell_exact(tuple(sorted(forms)))
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from convoy.config.files import default_cache
-from convoy.config.kernels import AUTO, EXACT, PLAIN, form_of, held_form, kv_form
+from convoy.config.kernels import AUTO, EXACT, PLAIN, computing_kernel, form_of, held_form, kv_form
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import PlanError, SpanError, UsageError
 from convoy.sdk.models import describe_model
@@ -93,6 +93,7 @@ def plan(
     layers: Sequence[str] | None = None,
     standbys: Sequence[str] = (),
     kernel: str | None = None,
+    compute: str | None = None,
     kv_dtype: str | None = None,
     context: int = 512,
     measure: bool = True,
@@ -104,7 +105,8 @@ def plan(
     number of members on this machine, or names with the GB of each; the first is the head. ``devices`` are
     machines that need not run yet, by name: ``"cuda:24GB"`` or ``"cpu:16GB"``, of which members offer most.
     Without both, the roster of ``config`` (a convoy.toml) counts, otherwise two members here. ``layers`` are
-    spans, as ``convoy plan --layers`` takes them. ``kv_dtype`` is that of K/V: auto, f32, bf16, f16, q8 or
+    spans, as ``convoy plan --layers`` takes them. ``compute`` is exact or
+    int8, as of ``convoy plan --compute``. ``kv_dtype`` is that of K/V: auto, f32, bf16, f16, q8 or
     fp8. ``context`` is the length in tokens that the rates are for. With ``measure`` False there are no
     rates; otherwise this machine is measured, once, in a few seconds.
 
@@ -118,7 +120,7 @@ def plan(
             model,
             None if members is None else _named(members),
             layers,
-            kernel=kernel or settings.model.wanted_kernel,
+            kernel=computing_kernel(kernel or settings.model.kernel, compute or settings.model.compute),
             standbys=standbys,
             context=context,
             measured=measure,

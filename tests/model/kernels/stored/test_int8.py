@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
 
 import numpy
 import pytest
@@ -12,15 +14,24 @@ from convoy.cli.flags.quantize import kernel_for
 from convoy.config.kernels import INT8_KERNELS, computing_kernel
 from convoy.errors import ModelError, SelfCheckError, UsageError
 from convoy.model.backends.host.checks.selfcheck import available_kernels, choose_kernel
-from convoy.model.kernels.native.library import native_libraries
-from convoy.model.kernels.stored.int8 import SAMPLES, int8_holds, rounds_inputs
+from convoy.model.backends.host.stage import HostStage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels import registry
+from convoy.model.kernels.native import build
+from convoy.model.kernels.native.library import NativeLibrary, load_library, native_libraries
+from convoy.model.kernels.registry import slow_int8, why_no_int8
+from convoy.model.kernels.stored.int8 import SAMPLES, failing_int8, int8_holds, rounds_inputs
 from convoy.model.kernels.stored.integers import fused, int8_product, integers_of, round_rows
 from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import StoredMatrix
 from convoy.model.kernels.stored.sample import sample_range, usual_shape
+from convoy.model.layers.compiled import describe_linear
+from convoy.model.stage import StageOptions
+from convoy.wire.messages.control import StageAssignment
 from support.cases import cases
 from support.compiled import faulty, nothing_compiled
-from support.tiny_models import Models, Threads
+from support.quantised_models import Writer, compressed, write
+from support.tiny_models import Chain, Models, Prompt, Threads
 
 INPUTS, OUTPUTS = 512, 70
 
@@ -128,18 +139,85 @@ def test_numbers_too_small_for_a_scale_are_zeros() -> None:
     assert torch.equal(linear(x), torch.zeros(1, OUTPUTS))
 
 
-def test_compiled_code_with_other_bits_is_refused() -> None:
-    right = next(native_libraries(), None)
-    if right is None:
+class _Quick(build.InstructionSet):
+    """Compile without optimising, which takes a fifth of the time."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*super().options, "-O0")
+
+
+@pytest.fixture(
+    scope="module",
+    params=cases(("flipped bit", "wrong constant"), lambda fault: fault == "flipped bit"),
+)
+def broken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """Return a library with a fault: in a result, or in the sources that it is compiled from."""
+    compiler, best = build.find_compiler(), next(native_libraries(), None)
+    if compiler is None or best is None:
         pytest.skip("nothing is compiled here")
-    wrong = faulty(right, "convoy_int8_linear", output=3)
-    assert not int8_holds(wrong, usual_shape("gguf:Q8_0", INPUTS))
-    matrix = StoredMatrix((sample_range(usual_shape("gguf:Q8_0", INPUTS), OUTPUTS),))
-    linear = StoredLinear(matrix, None, offered=(wrong,))
+    if request.param == "flipped bit":
+        return faulty(best, "convoy_int8_linear", output=3)
+    folder = tmp_path_factory.mktemp("broken")
+    sources = folder / "sources"
+    sources.mkdir(mode=0o700)
+    for path in build.SOURCES[0].parent.glob("*.[ch]"):
+        text = path.read_text(encoding="utf-8")
+        right = "group->scale = is_finite ? top / 127.0f"
+        assert (path.name == "int8.c") == (right in text)
+        (sources / path.name).write_text(text.replace(right, right.replace("127", "128")), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(build, "SOURCES", tuple(sources / path.name for path in build.SOURCES))
+        of = best.instruction_set
+        wrong = _Quick(f"{of.name} with a fault", of.machine, of.needed, of.architecture, shipped_in=folder)
+        build.compile_to(wrong.prebuilt, [compiler], wrong)
+        return load_library(wrong)
+
+
+def test_the_next_library_computes_where_one_has_other_bits(
+    broken: NativeLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, one = numbers(5, INPUTS, seed=2), sample_range(usual_shape("gguf:Q8_0", INPUTS), OUTPUTS)
+    assert set(failing_int8(broken)) == set(SAMPLES)
+    for _ in range(2):
+        linear = StoredLinear(StoredMatrix((one,)), None, offered=(broken, *native_libraries()))
+        assert linear.stored is not None
+        linear.round_inputs()
+        assert torch.equal(linear(x), int8_product(x, integers_of(one), None))
+    wrong, right = (library.instruction_set.name for library in (broken, next(native_libraries())))
+    assert caplog.messages == [
+        f"the compiled code of 8-bit products of gguf:Q8_0 for {wrong} has other bits here, and is not used: "
+        f"that of {right} takes its place, and longer"
+    ]
+    with pytest.raises(SelfCheckError, match="compiled layers run on"):
+        describe_linear(StoredLinear(StoredMatrix((one,)), None, offered=(broken,)))
+
+
+def test_without_right_compiled_code_8_bit_products_are_refused(broken: NativeLibrary) -> None:
+    one = sample_range(usual_shape("gguf:Q8_0", INPUTS), OUTPUTS)
+    linear = StoredLinear(StoredMatrix((one,)), None, offered=(broken,))
     with pytest.raises(
-        SelfCheckError, match=r"8-bit products of AVX.* have other bits here for the form gguf:Q8_0"
+        SelfCheckError, match=r"8-bit products of .* have other bits here for the form gguf:Q8_0"
     ):
         linear.round_inputs()
+    # The exact products do not round rows.
+    assert torch.equal(
+        linear(numbers(3, INPUTS)), StoredLinear(StoredMatrix((one,)), None)(numbers(3, INPUTS))
+    )
+
+
+def test_doctor_says_which_8_bit_products_another_instruction_set_computes(
+    broken: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (why_no_int8(), slow_int8()) == ("", "")
+    for others, why_not in (((), True), ((next(native_libraries()),), False)):
+        monkeypatch.setattr(registry, "native_libraries", lambda others=others: iter((broken, *others)))
+        monkeypatch.setattr(registry, "native_library", lambda: broken)
+        why_no_int8.cache_clear()
+        assert bool(why_no_int8()) == why_not
+        assert bool(slow_int8()) != why_not
+    monkeypatch.undo()
+    why_no_int8.cache_clear()
 
 
 def test_groups_that_cross_those_of_rows_are_multiplied_exactly() -> None:
@@ -154,6 +232,36 @@ def test_float_weights_are_refused_with_what_to_do(models: Models) -> None:
         caught.value.hint
         == "add --quantize q8 or q4 (convoy verify: --kernel exact-q8), or leave out --compute int8"
     )
+
+
+def last_layers_rounded(writer: Writer) -> None:
+    """Round the linears of all layers but the first two. `compressed` leaves `lm_head` as it is."""
+    first = {
+        name: writer.state.pop(name)
+        for name in list(writer.state)
+        if name.startswith(("model.layers.0.", "model.layers.1."))
+    }
+    compressed(8, 32)(writer)
+    writer.state.update(first)
+
+
+def test_a_cut_between_plain_and_rounded_layers_changes_no_value(
+    tmp_path: Path, prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = ModelSource.resolve(str(write(tmp_path, "llama", last_layers_rounded).quantised))
+    options = StageOptions(kernel="int8-stored", require_tags=False)
+    found = []
+    # The first stage of the second cut holds plain layers alone, and so does the last of the third.
+    for cuts in ((), (2,), (1, source.spec.num_layers)):
+        limits = list(pairwise((0, *cuts, source.spec.num_layers)))
+        stages = [
+            HostStage.load(source, StageAssignment(f"m{i}", *span, i == 0, i == len(limits) - 1), options)
+            for i, span in enumerate(limits)
+        ]
+        found.append(Chain(stages).run((0, prompt(40)))[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert any("multiplies weights in these forms exactly: F32" in said for said in caplog.messages)
 
 
 def test_8_bit_products_are_offered_last_and_only_asked_for_by_name() -> None:

@@ -233,7 +233,7 @@ def test_a_form_with_other_bits_goes_to_the_next_library_and_at_last_to_the_read
     first, last = right[0].instruction_set.name, right[-1].instruction_set.name
     assert caplog.messages == [
         f"the compiled code of affine4 for {first} has other bits here, and is not used: "
-        f"that of {last} takes its place",
+        f"that of {last} takes its place, and longer",
         f"the compiled code of affine4 for {first} and {last} has other bits here, and is not used: "
         "torch's operators take its place, and longer",
     ]

@@ -120,9 +120,11 @@ class HostStage:
         shard = settle(source.spec, shard)
         with importing():
             # Imported late: transformers takes seconds to import.
-            from convoy.model.loading.load import load_modules
+            from convoy.model.loading.load import load_modules, require_codes
 
         check_options(options.kernel, options.block_size)
+        if options.kernel in INT8_KERNELS and not loaded_bits(options.kernel):
+            require_codes(source)
         source.spec.with_kv_dtype(kv_form(options.kernel, options.kv_dtype).name)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)

@@ -164,6 +164,16 @@ class StoredLayout:
                 found[decoder_name(name)] = whole.kept_bytes
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
+    @property
+    def rounded(self) -> set[str]:
+        """Return the names, in the decoder, of the matrices that the file has in codes and not in floats."""
+        return {
+            decoder_name(name)
+            for name, whole in self.made.items()
+            if is_matrix(decoder_name(name), whole.shape)
+            and any(part.dtype not in FLOATS for part in whole.parts.values())
+        }
+
 
 Describe = Callable[[Mapping[str, StoredTensor]], StoredLayout]
 

@@ -40,7 +40,11 @@ def _tell(part: str, refused: tuple[str, ...], taken: str) -> None:
     """Warn of code that is refused. ``taken`` is the instruction set that takes its place, or empty."""
     if not refused:
         return
-    instead = f"that of {taken} takes its place" if taken else "torch's operators take its place, and longer"
+    instead = (
+        f"that of {taken} takes its place, and longer"
+        if taken
+        else "torch's operators take its place, and longer"
+    )
     _log.warning(
         "the compiled code of %s for %s has other bits here, and is not used: %s",
         *(part, " and ".join(refused), instead),

@@ -82,6 +82,14 @@ INLINE int32_t centre(const int kind) {
   return kind == CENTRED ? -8 : kind == Q6_K ? -32 : 0;
 }
 
+/* Return how far ahead memory is asked for where codes are unpacked in registers: one or two rows of bytes take less
+   time here than in `stored.c`. */
+INLINE int far_ahead(const int kind, const int rows) { return is_pairs(kind) || rows > 2 ? AHEAD : 2 * AHEAD; }
+
+/* Return whether codes for so many rows are unpacked in registers: for more, a tile at a time costs less. That of Q6_K,
+   whose codes lie in two places, costs less for two. */
+INLINE int fits_registers(int64_t kind, int64_t rows) { return rows <= (kind == Q6_K ? 1 : FUSED_DOTS); }
+
 /* A group of 32 inputs: the codes of outputs from some lane on, and the numbers of its steps. A weight is
    factor * code + shift. */
 typedef struct {
@@ -137,11 +145,18 @@ INLINE Group group_at(const int kind, const StoredRange *of, const uint8_t *pane
   return g;
 }
 
-/* Unpack the codes of eight inputs, `unit` of four in a group, to four bytes in each lane. */
-INLINE void eight_codes(const int kind, const Group *g, const int unit, const int vectors, I *first, I *second) {
+/* Ask for the line of vector v of codes, `far` bytes ahead, if that is not 0. */
+INLINE void fetch(const uint8_t *p, const int v, const int far) {
+  if (far && 4 * LANES * v % LINE == 0) prefetch(p + 4 * LANES * v + far);
+}
+
+/* Unpack the codes of eight inputs, `unit` of four in a group, to four bytes in each lane. Outputs of bytes are then in
+   an order that `i_in_order` undoes. */
+INLINE void eight_codes(const int kind, const int far, const Group *g, const int unit, const int vectors, I *first,
+                        I *second) {
   if (is_bytes(kind)) {
     const uint8_t *p = g->codes + unit * 8 * PANEL;
-    UNROLL for (int k = 0; k < 8; k++) v_prefetch(p + k * PANEL, 0, PANEL);
+    UNROLL for (int k = 0; k < 8 && far; k++) prefetch(p + k * PANEL + far);
     i_quads(p, first);
     i_quads(p + 4 * PANEL, second);
     int flips = kind == SIGNED ? BYTES_FROM != 0 : BYTES_FROM == 0;
@@ -155,8 +170,8 @@ INLINE void eight_codes(const int kind, const Group *g, const int unit, const in
   if (kind == Q6_K) {
     const uint8_t *p = g->codes + unit * 4 * PANEL, *q = g->high + unit / 2 * 4 * PANEL;
     UNROLL for (int v = 0; v < vectors; v++) {
-      v_prefetch(p, v, 4 * LANES);
-      if (unit % 2 == 0) v_prefetch(q, v, 4 * LANES);
+      fetch(p, v, far);
+      if (unit % 2 == 0) fetch(q, v, far);
       /* Bits 4 and 5 of each byte are those of four inputs. */
       I lows = i_load(p + 4 * LANES * v), highs = i_right(i_load(q + 4 * LANES * v), 4 * (unit % 2));
       I highest = i_set(0x30303030);
@@ -167,7 +182,7 @@ INLINE void eight_codes(const int kind, const Group *g, const int unit, const in
   }
   const uint8_t *p = g->codes + unit * 4 * PANEL;
   UNROLL for (int v = 0; v < vectors; v++) {
-    v_prefetch(p, v, 4 * LANES);
+    fetch(p, v, far);
     I codes = i_load(p + 4 * LANES * v);
     first[v] = i_and(codes, low);
     second[v] = i_and(i_right(codes, 4), low);
@@ -207,7 +222,7 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
       UNROLL for (int at = 0; at < 4 / steps; at++) {
         const int unit = step * 4 / steps + at;
         I first[FOUR], second[FOUR];
-        eight_codes(kind, &g, unit, FOUR, first, second);
+        eight_codes(kind, far_ahead(kind, rows), &g, unit, FOUR, first, second);
         UNROLL for (int r = 0; r < rows; r++) {
           const int8_t *own = codes + r * x->inputs + number * ROUNDED_GROUP + unit * 8;
           I a = i_set(four_at(own)), b = i_set(four_at(own + 4));
@@ -218,6 +233,7 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
         }
       }
       UNROLL for (int r = 0; r < rows; r++) {
+        if (is_bytes(kind)) i_in_order(s[r]);
         V scale = v_set(groups[r * count + number].scale);
         UNROLL for (int v = 0; v < FOUR; v++)
           sums[r][v] = v_fma(v_mul(scale, g.factor[step][v]), v_int(s[r][v]), sums[r][v]);
@@ -246,7 +262,8 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
       Group g = group_at(kind, of, panel, first + i, lane, FOUR);
       UNROLL for (int unit = 0; unit < 4; unit++) {
         I one[FOUR], two[FOUR];
-        eight_codes(kind, &g, unit, FOUR, one, two);
+        eight_codes(kind, 0, &g, unit, FOUR, one, two);
+        if (is_bytes(kind)) i_in_order(one), i_in_order(two);
         uint8_t *to = tile->codes + (i * 4 + unit) * 8 * PANEL + 4 * lane;
         UNROLL for (int v = 0; v < FOUR; v++) {
           i_store(to + 4 * LANES * v, one[v]);
@@ -261,11 +278,13 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
     }
 }
 
-/* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first row. */
+/* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first row. The
+   `ahead` bytes from `next` on are asked for meanwhile. */
 INLINE void dot_tile(const int rows, const int bytes, const int steps, const int shifts, int32_t from, const Tile *tile,
-                     int64_t count, const int8_t *codes, int64_t inputs, const RoundedGroup *groups, float *total) {
+                     int64_t count, const int8_t *codes, int64_t inputs, const RoundedGroup *groups, float *total,
+                     const uint8_t *next, int64_t ahead) {
   const int vectors = DOT_VECTORS;
-  int64_t width = inputs / ROUNDED_GROUP;
+  int64_t width = inputs / ROUNDED_GROUP, hop = ahead / (8 * count) * vectors * LANES / PANEL;
   for (int64_t lane = 0; lane < PANEL; lane += vectors * LANES) {
     V sums[DOT_ROWS][DOT_VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -279,7 +298,8 @@ INLINE void dot_tile(const int rows, const int bytes, const int steps, const int
           I start = i_set((uint32_t)(from * sum_of(groups + r * width + i, steps, step)));
           UNROLL for (int v = 0; v < vectors; v++) s[r][v] = start;
         }
-        UNROLL for (int quad = 0; quad < 8 / steps; quad++, p += 4 * PANEL, own += 4) {
+        UNROLL for (int quad = 0; quad < 8 / steps; quad++, p += 4 * PANEL, own += 4, next += hop) {
+          for (int64_t b = 0; b < hop; b += LINE) __builtin_prefetch(next + b, 0, 2);
           I w[DOT_VECTORS];
           UNROLL for (int v = 0; v < vectors; v++) w[v] = i_load(p + 4 * LANES * v);
           UNROLL for (int r = 0; r < rows; r++) {
@@ -310,7 +330,8 @@ INLINE void dot_tile(const int rows, const int bytes, const int steps, const int
 
 typedef void (*fuse_fn)(const StoredRange *, const uint8_t *, const RoundedRows *, int64_t, float *);
 typedef void (*unpack_fn)(const StoredRange *, const uint8_t *, int64_t, int64_t, Tile *);
-typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const RoundedGroup *, float *);
+typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const RoundedGroup *, float *, const uint8_t *,
+                        int64_t);
 
 #define FUSE(KIND, ROWS)                                                                                           \
   static void fuse_##KIND##_##ROWS(const StoredRange *of, const uint8_t *panel, const RoundedRows *x, int64_t row, \
@@ -320,9 +341,9 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
   }
 #define DOTS(KIND, ROWS)                                                                                          \
   static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t inputs,          \
-                                   const RoundedGroup *groups, float *total) {                                    \
+                                   const RoundedGroup *groups, float *total, const uint8_t *next, int64_t ahead) { \
     dot_tile(ROWS, is_bytes(KIND), STEPS(KIND), has_shift(KIND), centre(KIND), tile, count, codes, inputs, groups, \
-             total);                                                                                              \
+             total, next, ahead);                                                                                 \
   }
 #define UNPACK(KIND)                                                                                           \
   static void groups_##KIND(const StoredRange *of, const uint8_t *panel, int64_t first, int64_t n, Tile *tile) { \
@@ -365,17 +386,14 @@ static const struct {
 /* ---- linears ---- */
 
 /* Compute some rows of one panel, at most BLOCK_ROWS. */
-static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+  const Int8Job *job = p;
   const RoundedRows *x = &job->x;
   const uint8_t *packed = of->packed + panel * of->panel_bytes;
   int64_t inputs = x->inputs, count = inputs / ROUNDED_GROUP, first = job->row + row;
   float total[BLOCK_ROWS * PANEL];
-  if (rows <= 2 * FUSED_DOTS) {
-    int64_t passes = (rows + FUSED_DOTS - 1) / FUSED_DOTS;
-    for (int64_t pass = 0; pass < passes; pass++) {
-      int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
-      functions[of->kind].fuse[some - 1](of, packed, x, first + r, total + r * PANEL);
-    }
+  if (fits_registers(of->kind, rows)) {
+    functions[of->kind].fuse[rows - 1](of, packed, x, first, total);
   } else {
     Tile tile;
     const int8_t *codes = functions[of->kind].takes_pairs ? x->paired : x->codes;
@@ -384,10 +402,14 @@ static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, 
     for (int64_t g = 0; g < count; g += TILE_GROUPS) {
       int64_t n = least(TILE_GROUPS, count - g);
       functions[of->kind].unpack(of, packed, g, n, &tile);
+      /* Each pass asks for a part of the next tile. Reading memory then takes no time of its own. */
+      const uint8_t *next = packed + (g + n) * of->panel_bytes / count;
+      int64_t ahead = TILE_GROUPS * of->panel_bytes / count / passes;
       for (int64_t pass = 0; pass < passes; pass++) {
         int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
         functions[of->kind].tile[some - 1](&tile, n, codes + (first + r) * inputs + g * ROUNDED_GROUP, inputs,
-                                           x->groups + (first + r) * count + g, total + r * PANEL);
+                                           x->groups + (first + r) * count + g, total + r * PANEL,
+                                           next + pass * ahead, ahead);
       }
     }
   }
@@ -401,17 +423,7 @@ static void int8_rows(const Int8Job *job, const StoredRange *of, int64_t panel, 
 
 void convoy_int8_share(void *p) {
   Int8Job *job = p;
-  int64_t panel, blocks = (job->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  for (;;) {
-    panel = take(&job->next);
-    const StoredRange *of = job->linear->ranges, *end = of + job->linear->num_ranges;
-    for (; of < end && panel >= num_panels(of->outputs); of++) panel -= num_panels(of->outputs);
-    if (of == end) return;
-    for (int64_t block = 0; block < blocks; block++) {
-      int64_t row = job->rows * block / blocks;
-      int8_rows(job, of, panel, row, job->rows * (block + 1) / blocks - row);
-    }
-  }
+  take_panels(job->linear, &job->next, job->rows, BLOCK_ROWS, int8_rows, job);
 }
 
 /* Compute as convoy_stored_linear does, with rounded rows. Return 0 where there is no memory for these. */

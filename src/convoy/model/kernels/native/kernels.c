@@ -67,7 +67,7 @@ CHAIN(1) CHAIN(2) CHAIN(3) CHAIN(4) CHAIN(5) CHAIN(6)
 typedef void (*chain_fn)(const float *, int64_t, const float *, int64_t, float *, int);
 static const chain_fn chains[MOST_ROWS] = {chain_1, chain_2, chain_3, chain_4, chain_5, chain_6};
 
-static void f32_panel(const F32Job *job, int64_t panel, int64_t row, int64_t rows) {
+static void f32_panel(const LinearJob *job, int64_t panel, int64_t row, int64_t rows) {
   const F32Linear *l = job->linear;
   float *y = job->y + row * job->y_stride;
   const float *x = job->x + row * job->stride;
@@ -87,8 +87,9 @@ static void f32_panel(const F32Job *job, int64_t panel, int64_t row, int64_t row
 }
 
 void convoy_f32_share(void *p) {
-  F32Job *job = p;
-  int64_t panel, end = num_panels(job->linear->outputs), passes = num_passes(job->rows);
+  LinearJob *job = p;
+  const F32Linear *linear = job->linear;
+  int64_t panel, end = num_panels(linear->outputs), passes = num_passes(job->rows);
   while ((panel = take(&job->next)) < end)
     for (int64_t pass = 0; pass < passes; pass++) {
       int64_t row = job->rows * pass / passes;
@@ -98,7 +99,7 @@ void convoy_f32_share(void *p) {
 
 /* Compute y[rows][outputs] from x[rows][inputs]. Rows of x begin `stride` floats apart. */
 void convoy_f32_linear(const F32Linear *linear, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
-  F32Job job = {linear, x, stride, y, linear->outputs, rows, 0};
+  LinearJob job = {linear, x, stride, y, linear->outputs, rows, 0};
   convoy_run(convoy_f32_share, &job, threads);
 }
 

@@ -10,15 +10,6 @@
 
 typedef struct F32Linear F32Linear;
 
-/* Rows of x begin `stride` floats apart, and those of y `y_stride`. */
-typedef struct {
-  const F32Linear *linear;
-  const float *x;
-  int64_t stride;
-  float *y;
-  int64_t y_stride, rows, next;
-} F32Job;
-
 HIDDEN void convoy_f32_share(void *job);
 
 /* Return the sum of n floats, or of their squares, in ATen's order. */

@@ -57,8 +57,7 @@ typedef struct {
 typedef struct {
   share_fn share;
   union {
-    F32Job f32;
-    StoredJob stored;
+    LinearJob plain;
     Int8Job int8;
   } job;
 } Task;
@@ -79,12 +78,12 @@ static void add_tasks(Tasks *all, const Linear *l, const float *x, int64_t strid
   if (l->f32) {
     Task *task = all->tasks + all->count++;
     task->share = convoy_f32_share;
-    task->job.f32 = (F32Job){l->f32, x, stride, y, y_stride, rows, 0};
+    task->job.plain = (LinearJob){l->f32, x, stride, y, y_stride, rows, 0};
   }
   if (l->stored) {
     Task *task = all->tasks + all->count++;
     task->share = convoy_stored_share;
-    task->job.stored = (StoredJob){l->stored, x, stride, y, y_stride, rows, 0};
+    task->job.plain = (LinearJob){l->stored, x, stride, y, y_stride, rows, 0};
   }
   if (l->int8) {
     Task *task = all->tasks + all->count++;

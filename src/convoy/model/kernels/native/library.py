@@ -308,7 +308,7 @@ def why_no_native() -> str:
 def find_library(of: InstructionSet) -> NativeLibrary | SelfCheckError:
     """Return the library for an instruction set, or why there is none. Nothing is compiled twice."""
     try:
-        return _load(of)
+        return load_library(of)
     except SelfCheckError as error:
         return error
 
@@ -325,7 +325,7 @@ def _torchs_threads() -> list[c_void_p]:
         return []
 
 
-def _load(of: InstructionSet) -> NativeLibrary:
+def load_library(of: InstructionSet) -> NativeLibrary:
     """Compile and load a library, and share torch's threads with it if it can. Raises SelfCheckError."""
     try:
         place = built_library(of)

@@ -45,6 +45,7 @@ class NativeF32:
             self._outputs,
         )
         self._reference = ctypes.byref(self.described)
+        self.library = library
         self._run = library.convoy_f32_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,26 @@ struct StoredLinear {
   int64_t num_ranges, inputs[2], run[2];
 };
 
+/* ---- the work of a linear ---- */
+
+typedef void (*rows_fn)(const void *job, const StoredRange *of, int64_t panel, int64_t row, int64_t rows);
+
+/* Take panels until none is left, and compute each for all rows, at most `most` at a time. */
+INLINE void take_panels(const StoredLinear *linear, int64_t *next, int64_t rows, int64_t most, rows_fn compute,
+                        const void *job) {
+  int64_t blocks = (rows + most - 1) / most;
+  for (;;) {
+    int64_t panel = take(next);
+    const StoredRange *of = linear->ranges, *end = of + linear->num_ranges;
+    for (; of < end && panel >= num_panels(of->outputs); of++) panel -= num_panels(of->outputs);
+    if (of == end) return;
+    for (int64_t block = 0; block < blocks; block++) {
+      int64_t row = rows * block / blocks;
+      compute(job, of, panel, row, rows * (block + 1) / blocks - row);
+    }
+  }
+}
+
 /* ---- the layout of panels ---- */
 
 INLINE int has_second(int64_t kind) {

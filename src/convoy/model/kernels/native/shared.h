@@ -29,14 +29,15 @@ typedef struct StoredLinear StoredLinear;
 void convoy_stored_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
                           int64_t rows, int64_t threads);
 
-/* Rows of x begin `stride` floats apart, and those of y `y_stride`. */
+/* A linear of the kind that its function multiplies by. Rows of x begin `stride` floats apart, and those of y
+   `y_stride`. */
 typedef struct {
-  const StoredLinear *linear;
+  const void *linear;
   const float *x;
   int64_t stride;
   float *y;
   int64_t y_stride, rows, next;
-} StoredJob;
+} LinearJob;
 
 HIDDEN void convoy_stored_share(void *job);
 

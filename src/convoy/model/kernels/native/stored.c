@@ -91,6 +91,8 @@ typedef struct {
 
 INLINE Values load_values(const int kind, const StoredRange *of) {
   Values values;
+  /* Kinds of bytes use none. */
+  memset(&values, 0, sizeof values);
   if (has_fifths(kind)) values.fives = t_steps(of->table);
   else if (of->table) values.nibbles = t_load(of->table);
   return values;
@@ -152,8 +154,7 @@ INLINE void walk_groups(const int rows, const int vectors, const int kind, const
   int64_t head = head_bytes(of), bytes = code_bytes(kind), group = of->group, number = (uint32_t)walk->k / (uint32_t)group;
   int64_t in = walk->k - number * group, lane = walk->lane, n = walk->end - walk->k, at = 0;
   const uint8_t *block = walk->panel + number * (head + group * bytes);
-  Values values;
-  if (bytes < PANEL) values = load_values(kind, of);
+  Values values = load_values(kind, of);
   Factors by;
   for (; at < n; block += head + group * bytes, in = 0) {
     UNROLL for (int v = 0; v < vectors; v++) {
@@ -389,7 +390,7 @@ static void add_bias(float *total, const float *bias, int64_t rows, int64_t widt
 }
 
 /* Compute some rows of one run, and add them to `total` if `add` is not 0. */
-static void fused_run(const StoredJob *job, const StoredRange *of, int64_t panel, int64_t k, int64_t end,
+static void fused_run(const LinearJob *job, const StoredRange *of, int64_t panel, int64_t k, int64_t end,
                       const float *x, int64_t rows, float *total, int add) {
   int64_t passes = num_passes(rows);
   for (int64_t pass = 0; pass < passes; pass++) {
@@ -418,7 +419,8 @@ static void run_by_tiles(const StoredRange *of, int64_t inputs, int64_t panel, i
 }
 
 /* Compute some rows of one panel, at most BLOCK_ROWS. */
-static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+static void stored_rows(const void *p, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
+  const LinearJob *job = p;
   const StoredLinear *l = job->linear;
   const float *x = job->x + row * job->stride;
   int64_t width = least(PANEL, of->outputs - panel * PANEL), k = 0;
@@ -442,24 +444,14 @@ static void stored_rows(const StoredJob *job, const StoredRange *of, int64_t pan
 }
 
 void convoy_stored_share(void *p) {
-  StoredJob *job = p;
-  int64_t panel, blocks = (job->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  for (;;) {
-    panel = take(&job->next);
-    const StoredRange *of = job->linear->ranges, *end = of + job->linear->num_ranges;
-    for (; of < end && panel >= num_panels(of->outputs); of++) panel -= num_panels(of->outputs);
-    if (of == end) return;
-    for (int64_t block = 0; block < blocks; block++) {
-      int64_t row = job->rows * block / blocks;
-      stored_rows(job, of, panel, row, job->rows * (block + 1) / blocks - row);
-    }
-  }
+  LinearJob *job = p;
+  take_panels(job->linear, &job->next, job->rows, BLOCK_ROWS, stored_rows, job);
 }
 
 /* Compute the outputs of all ranges, y[rows][y_stride] from x[rows][inputs]. Rows of x begin `stride` floats apart. */
 void convoy_stored_linear(const StoredLinear *linear, const float *x, int64_t stride, float *y, int64_t y_stride,
                           int64_t rows, int64_t threads) {
-  StoredJob job = {linear, x, stride, y, y_stride, rows, 0};
+  LinearJob job = {linear, x, stride, y, y_stride, rows, 0};
   convoy_run(convoy_stored_share, &job, threads);
 }
 

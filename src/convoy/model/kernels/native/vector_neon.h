@@ -185,7 +185,8 @@ INLINE I i_dot_bytes(I sum, I bytes, I x) {
 /* The same for codes from 0 to 127. */
 INLINE I i_dot(I sum, I codes, I x) { return i_dot_bytes(sum, codes, x); }
 
-/* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart. */
+/* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart.
+   `i_in_order` puts the outputs in order: they are here. */
 INLINE void i_quads(const uint8_t *p, I *out) {
   uint8x16_t a = vld1q_u8(p), b = vld1q_u8(p + PANEL), c = vld1q_u8(p + 2 * PANEL), d = vld1q_u8(p + 3 * PANEL);
   uint16x8_t low = vreinterpretq_u16_u8(vzip1q_u8(a, b)), high = vreinterpretq_u16_u8(vzip2q_u8(a, b));
@@ -195,3 +196,4 @@ INLINE void i_quads(const uint8_t *p, I *out) {
   out[2] = vreinterpretq_u32_u16(vzip1q_u16(high, second_high));
   out[3] = vreinterpretq_u32_u16(vzip2q_u16(high, second_high));
 }
+INLINE void i_in_order(I *quads) { (void)quads; }

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from convoy.model.kernels.native.library import NativeLibrary
+from convoy.errors import SelfCheckError
+from convoy.model.kernels.native.choice import choose_library
+from convoy.model.kernels.native.library import NativeLibrary, native_libraries
 from convoy.model.kernels.stored.integers import ROUNDED_GROUP, int8_product, integers_of
 from convoy.model.kernels.stored.matrix import GGUF, DeferredRange, StoredRange
 from convoy.model.kernels.stored.packed import NativeStored, PackedRange, fused_kind, pack_unchecked
@@ -20,7 +22,8 @@ SAMPLES = (
     *("affine4", "affine8", "centred4", "centred4 zeros", "centred8", "I8"),
     *(f"{GGUF}{name}" for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")),
 )
-_SAMPLE_INPUTS = 512
+# Inputs of a check: some groups, and more than the tiles of a panel hold, with a rest.
+_SAMPLE_INPUTS = (512, 4096 + 256)
 # Of a check: two panels, and rows for each kind of pass.
 _OUTPUTS, _ROW_COUNTS = 70, (1, 2, 3, 4, 6, 7, 13)
 
@@ -38,10 +41,19 @@ def rounds_inputs(one: StoredRange | DeferredRange) -> bool:
 class NativeInt8(NativeStored):
     """Compute x W^T + b over packed ranges, with rows rounded to 8 bits, for any number of rows."""
 
-    def __init__(self, ranges: Sequence[tuple[int, PackedRange]], bias: torch.Tensor | None) -> None:
-        """Take ranges of the same inputs and library, with the place of their first output in a row."""
+    def __init__(
+        self,
+        ranges: Sequence[tuple[int, PackedRange]],
+        bias: torch.Tensor | None,
+        library: NativeLibrary | None = None,
+    ) -> None:
+        """Take ranges of the same inputs, with the place of their first output in a row.
+
+        ``library`` multiplies; None means the one that packed them. All libraries read the same panels.
+        """
         super().__init__(ranges, bias)
-        self._rounded = ranges[0][1].library.convoy_int8_linear
+        self.library = library or self.library
+        self._rounded = self.library.convoy_int8_linear
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Write the outputs of the ranges, as `NativeStored` does. Raises MemoryError."""
@@ -75,6 +87,31 @@ def int8_holds(library: NativeLibrary, shape: Shape) -> bool:
     return True
 
 
+def int8_library(shape: Shape, offered: Sequence[NativeLibrary] | None = None) -> NativeLibrary:
+    """Return the first library whose products of whole numbers have the bits of `int8_product`.
+
+    A warning says once which code is refused. ``offered`` is as `choose_library` takes it. Raises
+    SelfCheckError if no library has these bits.
+    """
+
+    def holds(library: NativeLibrary) -> bool:
+        return int8_holds(library, shape)
+
+    found = choose_library(f"8-bit products of {shape.form}", holds, offered, may_lack=True)
+    if found is None:
+        tried = native_libraries() if offered is None else offered
+        names = " and ".join(library.instruction_set.name for library in tried)
+        raise SelfCheckError(
+            f"the compiled 8-bit products of {names} have other bits here for the form {shape.form}",
+            hint="leave out --compute int8",
+        )
+    return found
+
+
 def failing_int8(library: NativeLibrary) -> list[str]:
     """Return the usual forms of which a library's products of whole numbers have other bits."""
-    return [form for form in SAMPLES if not int8_holds(library, usual_shape(form, _SAMPLE_INPUTS))]
+    return [
+        form
+        for form in SAMPLES
+        if not all(int8_holds(library, usual_shape(form, inputs)) for inputs in _SAMPLE_INPUTS)
+    ]

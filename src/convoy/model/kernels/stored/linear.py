@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from convoy.errors import SelfCheckError
 from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows
 from convoy.model.kernels.native.library import NativeLibrary, native_library
-from convoy.model.kernels.stored.int8 import NativeInt8, int8_holds, rounds_inputs
+from convoy.model.kernels.stored.int8 import NativeInt8, int8_library, rounds_inputs
 from convoy.model.kernels.stored.integers import int8_product, integers_of
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
 from convoy.model.kernels.stored.packed import (
@@ -34,9 +33,6 @@ from convoy.model.kernels.stored.weights import own_range, plain_matrix
 _SLICE_ELEMENTS = 1 << 20
 # The outputs that lie together in oneDNN's layout.
 _PANEL = 64
-# Forms of plain numbers, which have no products of whole numbers.
-PLAIN_FORMS = frozenset({"F32", "F16", "BF16"})
-_Native = TypeVar("_Native", bound=NativeStored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +73,7 @@ class StoredLinear(PackedLinear):
             raise SelfCheckError("this build of torch has no packed oneDNN linears")
         self.out_features, self.in_features = matrix.shape
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
-        self.activation = activation
+        self.activation, self._offered = activation, offered
         self._parts: list[_Part] = []
         first = 0
         for one in matrix.ranges:
@@ -86,7 +82,7 @@ class StoredLinear(PackedLinear):
             self._parts.append(_Part(first, held, Shape.of(sample), rounds_inputs(sample)))
             first += one.outputs
         # One for each library. All forms have the same one, unless a form's kernel was refused.
-        self._stored = self._natives(NativeStored, rounding=False)
+        self._stored = self._exact_natives()
         self._int8: list[NativeInt8] = []
         self.weight_bytes = sum(part.held.num_bytes for part in self._parts)
         self.weight_bytes += 0 if bias is None else 4 * bias.numel()
@@ -119,19 +115,16 @@ class StoredLinear(PackedLinear):
     def round_inputs(self) -> None:
         """Round rows to 8 bits from now on, for all ranges whose form allows it.
 
-        Raises SelfCheckError where compiled code has other bits than the definition in `integers`.
+        Raises SelfCheckError where no compiled code has the bits of the definition in `integers`.
         """
+        ranges: dict[NativeLibrary, list[tuple[int, PackedRange]]] = {}
         for part in self._parts:
-            library = part.held.library if isinstance(part.held, PackedRange) else None
-            if part.may_round and library is not None and not int8_holds(library, part.shape):
-                raise SelfCheckError(
-                    f"the compiled 8-bit products of {library.instruction_set.name} have other bits here "
-                    f"for the form {part.shape.form}",
-                    hint="leave out --compute int8",
-                )
+            if part.may_round and isinstance(part.held, PackedRange):
+                library = int8_library(part.shape, self._offered)
+                ranges.setdefault(library, []).append((part.first, part.held))
         self._is_rounding = True
-        self._stored = self._natives(NativeStored, rounding=False)
-        self._int8 = self._natives(NativeInt8, rounding=True)
+        self._stored = self._exact_natives()
+        self._int8 = [NativeInt8(some, self._bias, library) for library, some in ranges.items()]
 
     @property
     def exact_forms(self) -> set[str]:
@@ -182,13 +175,13 @@ class StoredLinear(PackedLinear):
     def _rounds(self, part: _Part) -> bool:
         return self._is_rounding and part.may_round
 
-    def _natives(self, kind: type[_Native], *, rounding: bool) -> list[_Native]:
-        """Return the compiled forms of the packed ranges that round rows, or of the others."""
+    def _exact_natives(self) -> list[NativeStored]:
+        """Return the compiled forms of the packed ranges for which rows are not rounded."""
         packed: dict[NativeLibrary, list[tuple[int, PackedRange]]] = {}
         for part in self._parts:
-            if isinstance(part.held, PackedRange) and self._rounds(part) == rounding:
+            if isinstance(part.held, PackedRange) and not self._rounds(part):
                 packed.setdefault(part.held.library, []).append((part.first, part.held))
-        return [kind(ranges, self._bias) for ranges in packed.values()]
+        return [NativeStored(ranges, self._bias) for ranges in packed.values()]
 
     def _by_slices(self, part: _Part, x: torch.Tensor, y: torch.Tensor) -> None:
         """Multiply x [rows, in_features] by some outputs of a range at a time, into y [rows, out_features].

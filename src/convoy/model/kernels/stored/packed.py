@@ -211,7 +211,8 @@ class NativeStored:
             *((ctypes.c_int64 * 2)(*widths, *none), (ctypes.c_int64 * 2)(*runs, *none)),
         )
         self._reference = ctypes.byref(self.described)
-        self._run = ranges[0][1].library.convoy_stored_linear
+        self.library = ranges[0][1].library
+        self._run = self.library.convoy_stored_linear
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Write the outputs of the ranges for x [rows, inputs] to y [rows, all outputs].
