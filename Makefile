@@ -13,8 +13,8 @@ LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock require
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
-	@echo "make test            set up, then run the tests (under 8 minutes on 2 cores)"
-	@echo "make test-unit  set up, then run the tests that need no socket and no process (about a minute)"
+	@echo "make test            set up, then run the tests (about 5 minutes on 2 cores)"
+	@echo "make test-unit       set up, then run the tests that need no socket, no process and no whole model (about a minute)"
 	@echo "make test-survival   set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm        install a software TPM (apt-get), then enrol it and demand it of real members"
@@ -79,8 +79,10 @@ PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
 GUARD := --unit '$(UNIT)'
+# These load whole models and compare their logits with the library's, a fifth of the time of all. `make test` runs them.
+WHOLE := $(patsubst %,tests/model/checkpoints/formats/test_%.py,formats gguf gguf_families)
 test-unit: setup
-	@$(BIN)/python -m pytest $(GUARD) -m 'not long and not slow and not outside' $(PARALLEL) $(UNIT)
+	@$(BIN)/python -m pytest $(GUARD) -m 'not long and not slow and not outside' $(addprefix --ignore ,$(WHOLE)) $(PARALLEL) $(UNIT)
 
 # One run for all, so that each worker imports and collects once. `make check` runs the tests of the architecture.
 test: setup

@@ -105,7 +105,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def head() -> Iterator[FakeHead]:
     with FakeHead() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         server.say("/health", {"status": "ready", "reason": "a token passes every stage"})
         server.say("/status", STATUS)

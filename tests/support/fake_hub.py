@@ -60,7 +60,9 @@ class FakeHub:
 
         self._server = _Quiet(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -45,6 +45,6 @@ def collecting() -> Iterator[Collector]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Receives) as server:
         collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield collector
         server.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +80,6 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     One mapping per tensor, not one per file: a private mapping of a whole shard is charged against memory, so
     a small machine could not open a large shard. Raises ModelError naming file and tensor.
     """
-    import numpy as np
     import torch
 
     known = DTYPES.get(stored.dtype)
@@ -89,11 +89,20 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     if not stored.num_bytes:
         return torch.empty(stored.shape, dtype=dtype)
     try:
-        # map copy on write: torch needs writable memory, and the file must not change
-        data = np.memmap(stored.path, np.uint8, "c", stored.offset, (stored.num_bytes,))
+        # a mapping begins at a whole page
+        skipped = stored.offset % mmap.ALLOCATIONGRANULARITY
+        with stored.path.open("rb") as file:
+            # map copy on write: torch needs writable memory, and the file must not change
+            mapped = mmap.mmap(
+                file.fileno(),
+                skipped + stored.num_bytes,
+                access=mmap.ACCESS_COPY,
+                offset=stored.offset - skipped,
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"{stored.path} cannot be read: {error}", hint=_READABLE) from error
-    return torch.from_numpy(data).view(dtype).view(stored.shape)
+    data = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.num_bytes, offset=skipped)
+    return data.view(dtype).view(stored.shape)
 
 
 def has_safetensors(directory: Path) -> bool:

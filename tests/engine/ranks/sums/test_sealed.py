@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -27,6 +28,7 @@ from convoy.transport.link.outgoing import OutgoingFrame
 from convoy.wire.messages.control import FrameType
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
+from support.cases import cases
 from support.link_parts import outgoing_of
 from support.links import End
 from support.members import make_local_members
@@ -155,10 +157,15 @@ def test_a_delay_changes_nothing_but_the_time() -> None:
             assert torch.equal(found, slow_sum(parts))  # type: ignore[arg-type]
 
 
+FAULTS = [Drop(3), FlipBit(3, 700), FlipBit(3, 9), Cut(3, 20), Reorder(3), Repeat(3)]
+
+
 @pytest.mark.parametrize(
-    "fault", [Drop(3), FlipBit(3, 700), FlipBit(3, 9), Cut(3, 20), Reorder(3), Repeat(3)], ids=repr
+    ("fault", "world_size"),
+    # Three ranks meet every fault, and two meet one.
+    cases(itertools.product(FAULTS, (2, 3)), lambda case: case[1] == 3 or case[0] is FAULTS[0]),
+    ids=repr,
 )
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_fault_of_the_network_ends_it_by_name_and_never_changes_a_sum(
     fault: Drop | FlipBit | Cut | Reorder | Repeat, world_size: int
 ) -> None:
@@ -176,7 +183,7 @@ def test_a_fault_of_the_network_ends_it_by_name_and_never_changes_a_sum(
     assert any(error.rank is not None and "link to rank" in error.message for error in errors)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", cases([2, 4], lambda size: size == 4))
 def test_a_rank_that_says_nothing_is_named_with_the_operation(world_size: int) -> None:
     with rank_ring(world_size, deadline_s=1.5) as ring:
         ring.run(lambda one: one.all_reduce(torch.ones(3)))

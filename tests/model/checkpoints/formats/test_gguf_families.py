@@ -58,8 +58,12 @@ def expected_logits(written: Written, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+# Of these, another case has all that their form has, and more besides.
+SLOW = ("arcee", "seed_oss", "gemma", "qwen3_moe", "qwen3_5_text")
+
+
 # Q8_0 holds the values of these models without rounding.
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, lambda one: one not in SLOW))
 def test_a_file_gives_the_logits_of_the_librarys_model(written: Get, prompt: Prompt, name: str) -> None:
     tokens = prompt(70)
     expected = expected_logits(written(name, "Q8_0"), tokens)
