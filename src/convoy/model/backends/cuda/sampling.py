@@ -8,7 +8,7 @@ scan them than the device takes for all of its layers. The host takes the rows t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.constraints.matcher import mask_bytes
 from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_row, with_states
-from convoy.model.sampling.rows import RowParams, fits, params_of
+from convoy.model.sampling.params import MAX_LOGPROBS, SamplingParams
+from convoy.model.sampling.rows import Edits, RowParams, fits, params_of
 from convoy.model.sampling.sample import Sampled
 
 # Logits that one program reads at once.
 _BLOCK = 8192
 _EDITS = 256
+# Numbers of best tokens that kernels are compiled for.
+_TOPS = (0, 5, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -121,44 +124,73 @@ def draw_tokens(logits: torch.Tensor, params: RowParams, staging: Staging) -> to
     words = mask_bytes(width) // 4 if len(params.masks) else 0
     table = staging.on_card(torch.from_numpy(params.table))
     masks = staging.on_card(torch.from_numpy(params.masks).view(torch.int32)) if words else table
-    flags = torch.zeros(num_rows, dtype=torch.int32, device=card)
-    work = logits if params.edits is None else _edited(logits, params, flags, staging)
-    ends = torch.empty(2, num_rows, parts, dtype=torch.float32, device=card)
-    places = torch.empty(num_rows, parts, dtype=torch.int32, device=card)
-    fixed = {"WORDS": words, "WIDTH": width}
+    cuts = params.cuts_count or params.cuts_mass
+    scratch = _Scratch.made(num_rows, parts, card, cuts=cuts)
+    work = logits if params.edits is None else _edited(logits, params.edits, scratch.flags, staging)
+    flags, keys, places = scratch.flags, scratch.keys, scratch.places
+    ends = (scratch.peaks, scratch.lows)
     draws.peak_kernel[grid](
-        *(ends[0], ends[1], places, flags, work, logits, table, masks, work.stride(0), logits.stride(0)),
-        **fixed,
+        *(*ends, places, flags, keys, work, logits, table, masks, work.stride(0), logits.stride(0)),
+        WORDS=words,
+        WIDTH=width,
         EDITED=work is not logits,
         num_warps=8,
     )
+    data = (work, table, masks, *ends, work.stride(0))
     shape = {"SCALE": mass_scale(width), "WIDTH": width, "PARTS": next_power(parts), "num_warps": 8}
-    keys = torch.full((num_rows,), draws.LEAST_KEY, dtype=torch.int64, device=card)
-    if params.cuts_count or params.cuts_mass:
-        counts = torch.zeros(num_rows, draws.BINS, dtype=torch.int32, device=card)
-        sums = torch.zeros(num_rows, draws.BINS + 1, dtype=torch.int64, device=card)
-        totals, sums = sums.view(-1)[:num_rows], sums.view(-1)[num_rows:]
+    if cuts:
         tokens = torch.empty(num_rows, width, dtype=torch.int32, device=card)
-        numbers = torch.zeros(2, num_rows, dtype=torch.int32, device=card)
-        data = (work, table, masks, ends[0], ends[1], work.stride(0))
-        draws.bin_kernel[grid](counts, sums, *data, WORDS=words, **shape)
+        sums = (scratch.totals, scratch.counts, scratch.sums)
+        draws.bin_kernel[grid](scratch.counts, scratch.sums, *data, WORDS=words, **shape)
         for by_mass in [False] * params.cuts_count + [True] * params.cuts_mass:
-            number = numbers[int(by_mass)]
+            numbers = scratch.numbers[int(by_mass)]
             draws.collect_kernel[grid](
-                *(tokens, number, keys, totals, counts, sums, *data), BY_MASS=by_mass, WORDS=words, **shape
+                *(tokens, numbers, keys, *sums, *data), BY_MASS=by_mass, WORDS=words, **shape
             )
             draws.limit_kernel[(num_rows,)](
-                *(keys, totals, flags, tokens, number, counts, sums, work, table, ends[0], ends[1]),
+                *(keys, scratch.totals, flags, tokens, numbers, *sums[1:], work, table, *ends),
                 *(work.stride(0), parts),
                 BY_MASS=by_mass,
                 **shape,
             )
-    held = torch.empty(num_rows, parts, dtype=torch.int64, device=card)
     out = torch.empty(2, num_rows, dtype=torch.int32, device=card)
-    rest = (work, table, masks, ends[0], ends[1], work.stride(0))
-    draws.mass_kernel[grid](held, flags, keys, *rest, WORDS=words, **shape)
-    draws.pick_kernel[(num_rows,)](out, held, flags, keys, places, *rest, parts, WORDS=words, **shape)
+    draws.mass_kernel[grid](scratch.held, flags, keys, *data, WORDS=words, **shape)
+    draws.pick_kernel[(num_rows,)](out, scratch.held, flags, keys, places, *data, parts, WORDS=words, **shape)
     return out
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Hold what the kernels leave for each other: of each row, and of each of its parts."""
+
+    flags: torch.Tensor  # int32 [rows]
+    numbers: torch.Tensor  # int32 [2, rows]
+    counts: torch.Tensor  # int32 [rows, BINS]
+    totals: torch.Tensor  # int64 [rows]
+    sums: torch.Tensor  # int64 [rows, BINS]
+    keys: torch.Tensor  # int64 [rows]
+    held: torch.Tensor  # int64 [rows, parts]
+    peaks: torch.Tensor  # float32 [rows, parts]
+    lows: torch.Tensor  # float32 [rows, parts]
+    places: torch.Tensor  # int32 [rows, parts]
+
+    @classmethod
+    def made(cls, num_rows: int, parts: int, card: torch.device, *, cuts: bool) -> _Scratch:
+        """Return memory of two allocations. The histograms are there only if a row ``cuts``."""
+        # Triton compiles anew for an address that is no multiple of 16 bytes, so rows are rounded up.
+        rows = -(-num_rows // 16) * 16
+        bins = rows * draws.BINS * cuts
+        zeros = torch.zeros(2 * rows + bins + bins // 2 + rows // 2, dtype=torch.int64, device=card)
+        wide, narrow = zeros[: rows + bins], zeros[rows + bins :].view(torch.int32)
+        numbers = narrow[: 2 * rows].view(2, rows)
+        free = torch.empty(rows * (1 + parts), dtype=torch.int64, device=card)
+        ends = torch.empty(3, rows, parts, dtype=torch.float32, device=card)
+        return cls(
+            *(narrow[2 * rows : 3 * rows], numbers, narrow[3 * rows :]),
+            *(wide[:rows], wide[rows:]),
+            *(free[:rows], free[rows:]),
+            *(ends[0], ends[1], ends[2].view(torch.int32)),
+        )
 
 
 def mass_scale(width: int) -> float:
@@ -169,12 +201,13 @@ def mass_scale(width: int) -> float:
 def score_tokens(
     logits: torch.Tensor, tokens: torch.Tensor, scored: Sequence[int], top: int, staging: Staging
 ) -> torch.Tensor:
-    """Return log-probabilities of the rows ``scored``, float64 [rows, 1 + 2 * top].
+    """Return log-probabilities of the rows ``scored``, float64 [rows, 1 + 2 * some], of at least ``top``.
 
-    The columns are that of the row's token, the ids of the ``top`` best tokens, and theirs.
+    The columns are that of the row's token, the ids of some best tokens, and theirs.
     """
     width, card = logits.shape[1], logits.device
-    top = min(top, width)
+    # Each other number would be compiled anew.
+    top = min(next(size for size in _TOPS if size >= top), width)
     out = torch.empty(len(scored), 1 + 2 * top, dtype=torch.float64, device=card)
     if scored:
         parts = -(-width // draws.PART)
@@ -191,6 +224,20 @@ def score_tokens(
             SIZE=next_power(parts * max(top, 1)),
         )
     return out
+
+
+def rehearse_sampling(logits: torch.Tensor, staging: Staging) -> None:
+    """Run every kernel once over ``logits``, with all the memory that a step of as many rows may take."""
+    width = logits.shape[1]
+    params = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=MAX_LOGPROBS)
+    plain = SampleJob(SamplingParams(), 0, 0)
+    for edited in (plain, SampleJob(params, 0, 0, generated_ids=(0,))):
+        masked = replace(edited, mask=b"\xff" * mask_bytes(width))
+        for job in (edited, masked):
+            draw_tokens(logits, params_of([job] * len(logits), width), staging)
+    found = best_tokens(logits)
+    for top in _TOPS:
+        score_tokens(logits, found[0], range(len(logits)), top, staging)
 
 
 def best_tokens(logits: torch.Tensor, masks: torch.Tensor | None = None) -> torch.Tensor:
@@ -245,15 +292,14 @@ def _scored(token: int, line: list[float], one: SampleJob) -> Sampled:
     return Sampled(token, line[0], tuple((int(name), value) for name, value in best)[: one.params.logprobs])
 
 
-def _edited(logits: torch.Tensor, params: RowParams, flags: torch.Tensor, staging: Staging) -> torch.Tensor:
+def _edited(logits: torch.Tensor, edits: Edits, flags: torch.Tensor, staging: Staging) -> torch.Tensor:
     """Return a float32 copy of the logits with the edits of all rows."""
-    assert params.edits is not None
     work = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
-    count = params.edits.places.shape[1]
-    both = np.concatenate([params.edits.places, params.edits.values.view(np.int32)])
+    count = edits.places.shape[1]
+    both = np.concatenate([edits.places, edits.values.view(np.int32)])
     there = staging.on_card(torch.from_numpy(both))
     draws.edit_kernel[(-(-count // _EDITS),)](
-        *(work, flags, there[:3], there[3:].view(torch.float32), count, work.stride(0)),
+        *(work, flags, there, count, work.stride(0)),
         BLOCK=_EDITS,
         # The host rounds each product and each sum by itself.
         enable_fp_fusion=False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from convoy.model.backends.cuda.kernels.language import kernel
+from convoy.model.backends.cuda.kernels.language import kernel, kernel_of_any
 
 # Tokens that one program reads at once.
 PART = 4096
@@ -25,8 +25,6 @@ TEMPERATURE, TOP_P, MIN_P, RANDOM, TOP_K, MASK = 0, 1, 2, 3, 4, 5
 COLUMNS = 6
 # A row's status. 0 is a token; the host takes a row with any other.
 NOT_FINITE, NO_TOKEN, AMBIGUOUS = 1, 2, 4
-# The key below all others.
-LEAST_KEY = -(2**63)
 
 _TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(TEMPERATURE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _RANDOM, _TOP_K, _MASK = tl.constexpr(RANDOM), tl.constexpr(TOP_K), tl.constexpr(MASK)
@@ -39,18 +37,18 @@ _DEEPEST = tl.constexpr(32.0)
 # fmt: off
 
 
-@kernel
-def edit_kernel(work: tl.tensor, flags: tl.tensor, places: tl.tensor, values: tl.tensor, count: tl.tensor,
-                stride: tl.tensor, BLOCK: tl.constexpr) -> None:
+@kernel_of_any("count")
+def edit_kernel(work: tl.tensor, flags: tl.tensor, edits: tl.tensor, count: tl.tensor, stride: tl.tensor,
+                BLOCK: tl.constexpr) -> None:
     """Apply penalties, biases and bans to single logits. Grid (edits / BLOCK,)."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = lane < count
-    row = tl.load(places + lane, mask=known, other=0).to(tl.int64)
-    token = tl.load(places + count + lane, mask=known, other=0)
-    banned = tl.load(places + 2 * count + lane, mask=known, other=0)
-    factor = tl.load(values + lane, mask=known, other=1.0)
-    less = tl.load(values + count + lane, mask=known, other=0.0)
-    more = tl.load(values + 2 * count + lane, mask=known, other=0.0)
+    row = tl.load(edits + lane, mask=known, other=0).to(tl.int64)
+    token = tl.load(edits + count + lane, mask=known, other=0)
+    banned = tl.load(edits + 2 * count + lane, mask=known, other=0)
+    factor = tl.load(edits + 3 * count + lane, mask=known, other=0).to(tl.float32, bitcast=True)
+    less = tl.load(edits + 4 * count + lane, mask=known, other=0).to(tl.float32, bitcast=True)
+    more = tl.load(edits + 5 * count + lane, mask=known, other=0).to(tl.float32, bitcast=True)
     found = tl.load(work + row * stride + token, mask=known, other=0.0)
     found = tl.where(found > 0, tl.div_rn(found, factor), found * factor)
     found = (found - less) + more
@@ -60,9 +58,10 @@ def edit_kernel(work: tl.tensor, flags: tl.tensor, places: tl.tensor, values: tl
 
 
 @kernel
-def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.tensor, work: tl.tensor,
-                raw: tl.tensor, params: tl.tensor, masks: tl.tensor, stride: tl.tensor, raw_stride: tl.tensor,
-                WORDS: tl.constexpr, EDITED: tl.constexpr, WIDTH: tl.constexpr) -> None:
+def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.tensor, keys: tl.tensor,
+                work: tl.tensor, raw: tl.tensor, params: tl.tensor, masks: tl.tensor, stride: tl.tensor,
+                raw_stride: tl.tensor, WORDS: tl.constexpr, EDITED: tl.constexpr,
+                WIDTH: tl.constexpr) -> None:
     """Find the best and the least logit of one part, and whether all are finite. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -75,6 +74,9 @@ def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.
     bad = tl.max((known & (first - first != 0)).to(tl.int32), 0)
     if bad > 0:
         tl.atomic_or(flags + row, _NOT_FINITE)
+    if part == 0:
+        # No limit is known yet, so each key is within it.
+        tl.store(keys + row, -0x7FFFFFFFFFFFFFFF - 1)
     kept = _allowed(params, masks, row, token, known, WORDS)
     found = tl.where(kept, found, float("-inf"))
     peak = tl.max(found, 0)
