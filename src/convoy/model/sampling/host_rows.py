@@ -73,8 +73,9 @@ def draw_tokens(logits: Logits, params: Sequence[SamplingParams], random: Floats
 def _bins(scaled: Floats) -> npt.NDArray[np.intp]:
     """Return the intervals of scaled logits [rows, vocab], from the best. Weights below e^-64 share one."""
     spans = np.minimum(-np.where(np.isfinite(scaled), scaled, 0.0).min(axis=1, keepdims=True), 64.0)
-    places = scaled * (-_BINS / np.maximum(spans, 1e-300))
-    return np.minimum(places, _BINS - 1, out=places).astype(np.intp)
+    places: Floats = scaled * (-_BINS / np.maximum(spans, 1e-300))
+    np.minimum(places, _BINS - 1, out=places)
+    return places.astype(np.intp)
 
 
 def _cut(logits: Logits, weights: Floats, bins: npt.NDArray[np.intp], top_p: float) -> bool:

@@ -59,7 +59,7 @@ def edit_kernel(work: tl.tensor, flags: tl.tensor, edits: tl.tensor, count: tl.t
 
 @kernel
 def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.tensor, keys: tl.tensor,
-                work: tl.tensor, raw: tl.tensor, params: tl.tensor, masks: tl.tensor, stride: tl.tensor,
+                work: tl.tensor, raw: tl.tensor, table: tl.tensor, masks: tl.tensor, stride: tl.tensor,
                 raw_stride: tl.tensor, WORDS: tl.constexpr, EDITED: tl.constexpr,
                 WIDTH: tl.constexpr) -> None:
     """Find the best and the least logit of one part, and whether all are finite. Grid (rows, parts)."""
@@ -77,7 +77,7 @@ def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.
     if part == 0:
         # No limit is known yet, so each key is within it.
         tl.store(keys + row, -0x7FFFFFFFFFFFFFFF - 1)
-    kept = _allowed(params, masks, row, token, known, WORDS)
+    kept = _allowed(table, masks, row, token, known, WORDS)
     found = tl.where(kept, found, float("-inf"))
     peak = tl.max(found, 0)
     at = row * tl.num_programs(1) + part
@@ -87,17 +87,17 @@ def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.
 
 
 @kernel
-def bin_kernel(counts: tl.tensor, sums: tl.tensor, work: tl.tensor, params: tl.tensor, masks: tl.tensor,
+def bin_kernel(counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.tensor, masks: tl.tensor,
                peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor, SCALE: tl.constexpr, WORDS: tl.constexpr,
                WIDTH: tl.constexpr, PARTS: tl.constexpr) -> None:
     """Add one part to a row's histogram, [BINS] numbers of tokens and masses. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
-    if _cuts(params, row):
+    if _cuts(table, row):
         peak, low = _ends(peaks, lows, row, tl.num_programs(1), PARTS)
         token = tl.program_id(1) * _PART + tl.arange(0, _PART)
-        found = _logits(work, params, masks, row, token, stride, WORDS, WIDTH)
-        mass = _masses(found, params, row, peak, SCALE)
-        bins = _bins(found, mass, params, row, peak, low)
+        found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
+        mass = _masses(found, table, row, peak, SCALE)
+        bins = _bins(found, mass, table, row, peak, low)
         inside = bins < _BINS
         last = tl.max(tl.where(inside, bins, -1), 0)
         for one in range(tl.min(bins, 0), last + 1):
@@ -110,19 +110,19 @@ def bin_kernel(counts: tl.tensor, sums: tl.tensor, work: tl.tensor, params: tl.t
 
 @kernel
 def collect_kernel(found_tokens: tl.tensor, numbers: tl.tensor, keys: tl.tensor, totals: tl.tensor,
-                   counts: tl.tensor, sums: tl.tensor, work: tl.tensor, params: tl.tensor, masks: tl.tensor,
+                   counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.tensor, masks: tl.tensor,
                    peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor,
                    SCALE: tl.constexpr, BY_MASS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
                    PARTS: tl.constexpr) -> None:
     """Collect the tokens of the interval that a limit lies in. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
-    chosen, _needed, _before, _total = _limit(params, totals, counts, sums, row, BY_MASS)
+    chosen, _needed, _before, _total = _limit(table, totals, counts, sums, row, BY_MASS)
     if chosen < _BINS:
         peak, low = _ends(peaks, lows, row, tl.num_programs(1), PARTS)
         token = tl.program_id(1) * _PART + tl.arange(0, _PART)
-        found = _logits(work, params, masks, row, token, stride, WORDS, WIDTH)
-        mass = _masses(found, params, row, peak, SCALE)
-        here = _bins(found, mass, params, row, peak, low) == chosen
+        found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
+        mass = _masses(found, table, row, peak, SCALE)
+        here = _bins(found, mass, table, row, peak, low) == chosen
         here = here & (_keys(found, token) >= tl.load(keys + row))
         number = tl.sum(here.to(tl.int32), 0)
         if number > 0:
@@ -133,35 +133,35 @@ def collect_kernel(found_tokens: tl.tensor, numbers: tl.tensor, keys: tl.tensor,
 
 @kernel
 def limit_kernel(keys: tl.tensor, totals: tl.tensor, flags: tl.tensor, found_tokens: tl.tensor,
-                 numbers: tl.tensor, counts: tl.tensor, sums: tl.tensor, work: tl.tensor, params: tl.tensor,
+                 numbers: tl.tensor, counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.tensor,
                  peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor, parts: tl.tensor,
                  SCALE: tl.constexpr, BY_MASS: tl.constexpr, WIDTH: tl.constexpr,
                  PARTS: tl.constexpr) -> None:
     """Find the key of the last token within a limit, and the mass of the row up to it. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
-    chosen, needed, before, total = _limit(params, totals, counts, sums, row, BY_MASS)
+    chosen, needed, before, total = _limit(table, totals, counts, sums, row, BY_MASS)
     if chosen < _BINS:
         peak, _low = _ends(peaks, lows, row, parts, PARTS)
         number = tl.load(numbers + row)
         lane = tl.arange(0, _PART)
         tokens = found_tokens + row * WIDTH
         line = work + row * stride
-        key, mass = _chunk(tokens, line, params, row, peak, SCALE, lane, number)
+        key, mass = _chunk(tokens, line, table, row, peak, SCALE, lane, number)
         lower = tl.min(tl.where(lane < number, key, 0x7FFFFFFFFFFFFFFF), 0)
         upper = tl.max(key, 0)
         for start in range(_PART, number, _PART):
-            key, mass = _chunk(tokens, line, params, row, peak, SCALE, start + lane, number)
+            key, mass = _chunk(tokens, line, table, row, peak, SCALE, start + lane, number)
             lower = tl.minimum(lower, tl.min(tl.where(start + lane < number, key, 0x7FFFFFFFFFFFFFFF), 0))
             upper = tl.maximum(upper, tl.max(key, 0))
         upper += 1
         # Each search halves the keys from ``lower``, within the limit, to ``upper``, beyond it.
-        key, mass = _chunk(tokens, line, params, row, peak, SCALE, lane, number)
+        key, mass = _chunk(tokens, line, table, row, peak, SCALE, lane, number)
         while lower + 1 < upper:
             # Their sum may be beyond int64.
             middle = (lower >> 1) + (upper >> 1) + (lower & upper & 1)
             reached = before + tl.sum(_worth(key >= middle, mass, BY_MASS), 0)
             for start in range(_PART, number, _PART):
-                more, weight = _chunk(tokens, line, params, row, peak, SCALE, start + lane, number)
+                more, weight = _chunk(tokens, line, table, row, peak, SCALE, start + lane, number)
                 reached += tl.sum(_worth(more >= middle, weight, BY_MASS), 0)
             if reached >= needed:
                 lower = middle
@@ -173,7 +173,7 @@ def limit_kernel(keys: tl.tensor, totals: tl.tensor, flags: tl.tensor, found_tok
         short = above + tl.sum(tl.where(key > lower, mass, 0), 0)
         own = tl.sum(tl.where(key == lower, mass, 0), 0)
         for start in range(_PART, number, _PART):
-            more, weight = _chunk(tokens, line, params, row, peak, SCALE, start + lane, number)
+            more, weight = _chunk(tokens, line, table, row, peak, SCALE, start + lane, number)
             short += tl.sum(tl.where(more > lower, weight, 0), 0)
             own += tl.sum(tl.where(more == lower, weight, 0), 0)
         if BY_MASS:
@@ -186,23 +186,23 @@ def limit_kernel(keys: tl.tensor, totals: tl.tensor, flags: tl.tensor, found_tok
 
 
 @kernel
-def mass_kernel(parts_mass: tl.tensor, flags: tl.tensor, keys: tl.tensor, work: tl.tensor, params: tl.tensor,
+def mass_kernel(parts_mass: tl.tensor, flags: tl.tensor, keys: tl.tensor, work: tl.tensor, table: tl.tensor,
                 masks: tl.tensor, peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor,
                 SCALE: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr) -> None:
     """Add the masses of one part's tokens that may be drawn. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    if tl.load(params + row * _COLUMNS + _TEMPERATURE) > 0:
+    if tl.load(table + row * _COLUMNS + _TEMPERATURE) > 0:
         peak, _low = _ends(peaks, lows, row, tl.num_programs(1), PARTS)
         token = tl.program_id(1) * _PART + tl.arange(0, _PART)
-        found = _logits(work, params, masks, row, token, stride, WORDS, WIDTH)
-        mass = _masses(found, params, row, peak, SCALE)
+        found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
+        mass = _masses(found, table, row, peak, SCALE)
         mass = tl.where(_keys(found, token) >= tl.load(keys + row), mass, 0)
         tl.store(parts_mass + at, tl.sum(mass, 0))
-        least = tl.load(params + row * _COLUMNS + _MIN_P)
+        least = tl.load(table + row * _COLUMNS + _MIN_P)
         if least > 0:
             # A weight this near to min-p is kept by one exponential and dropped by another.
-            weight = _weights(found, params, row, peak)
+            weight = _weights(found, table, row, peak)
             gap = tl.abs(weight - least)
             near = (gap <= least * 8.881784197001252e-16) & (found < peak)
             if tl.max(near.to(tl.int32), 0) > 0:
@@ -211,7 +211,7 @@ def mass_kernel(parts_mass: tl.tensor, flags: tl.tensor, keys: tl.tensor, work: 
 
 @kernel
 def pick_kernel(out: tl.tensor, parts_mass: tl.tensor, flags: tl.tensor, keys: tl.tensor, places: tl.tensor,
-                work: tl.tensor, params: tl.tensor, masks: tl.tensor, peaks: tl.tensor, lows: tl.tensor,
+                work: tl.tensor, table: tl.tensor, masks: tl.tensor, peaks: tl.tensor, lows: tl.tensor,
                 stride: tl.tensor, parts: tl.tensor, SCALE: tl.constexpr, WORDS: tl.constexpr,
                 WIDTH: tl.constexpr, PARTS: tl.constexpr) -> None:
     """Write the token of one row, and its status behind all tokens. Grid (rows,)."""
@@ -225,16 +225,16 @@ def pick_kernel(out: tl.tensor, parts_mass: tl.tensor, flags: tl.tensor, keys: t
     chosen = tl.min(tl.where(each == peak, place, WIDTH), 0)
     if peak == float("-inf"):
         status |= _NO_TOKEN
-    elif tl.load(params + row * _COLUMNS + _TEMPERATURE) > 0:
+    elif tl.load(table + row * _COLUMNS + _TEMPERATURE) > 0:
         held = tl.load(parts_mass + row * parts + lane, mask=known, other=0)
         total = tl.sum(held, 0)
-        wanted = (tl.load(params + row * _COLUMNS + _RANDOM) * total.to(tl.float64)).to(tl.int64)
+        wanted = (tl.load(table + row * _COLUMNS + _RANDOM) * total.to(tl.float64)).to(tl.int64)
         wanted = tl.minimum(wanted, total - 1)
         part = tl.sum((known & (tl.cumsum(held, 0) <= wanted)).to(tl.int32), 0)
         before = tl.sum(tl.where(lane < part, held, 0), 0)
         token = part * _PART + tl.arange(0, _PART)
-        found = _logits(work, params, masks, row, token, stride, WORDS, WIDTH)
-        mass = _masses(found, params, row, peak, SCALE)
+        found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
+        mass = _masses(found, table, row, peak, SCALE)
         mass = tl.where(_keys(found, token) >= tl.load(keys + row), mass, 0)
         reached = before + tl.cumsum(mass, 0)
         chosen = part * _PART + tl.sum((reached <= wanted).to(tl.int32), 0)
@@ -280,7 +280,7 @@ def merge_kernel(out: tl.tensor, best: tl.tensor, totals: tl.tensor, tokens: tl.
     sums = tl.load(totals + 2 * (at * parts + lane) + 1, mask=known, other=0.0)
     peak = tl.max(peaks, 0)
     total = peak + tl.log(tl.sum(sums * tl.exp(peaks - peak), 0))
-    token = tl.load(tokens + row)
+    token = tl.load(tokens + row).to(tl.int64)
     tl.store(out + at * (1 + 2 * TOP), tl.load(raw + row * stride + token).to(tl.float64) - total)
     place = tl.arange(0, SIZE)
     key = tl.load(best + at * parts * TOP + place, mask=place < parts * TOP, other=-0x7FFFFFFFFFFFFFFF - 1)
@@ -294,12 +294,12 @@ def merge_kernel(out: tl.tensor, best: tl.tensor, totals: tl.tensor, tokens: tl.
 
 
 @kernel
-def _allowed(params: tl.tensor, masks: tl.tensor, row: tl.tensor, token: tl.tensor, known: tl.tensor,
+def _allowed(table: tl.tensor, masks: tl.tensor, row: tl.tensor, token: tl.tensor, known: tl.tensor,
              WORDS: tl.constexpr) -> tl.tensor:
     """Return which of ``known`` tokens a row's mask has."""
     kept = known
     if WORDS > 0:
-        mask = tl.load(params + row * _COLUMNS + _MASK).to(tl.int64)
+        mask = tl.load(table + row * _COLUMNS + _MASK).to(tl.int64)
         if mask >= 0:
             word = tl.load(masks + mask * WORDS + token // 32, mask=known, other=0)
             kept = known & (((word >> (token % 32)) & 1) != 0)
@@ -307,10 +307,10 @@ def _allowed(params: tl.tensor, masks: tl.tensor, row: tl.tensor, token: tl.tens
 
 
 @kernel
-def _logits(work: tl.tensor, params: tl.tensor, masks: tl.tensor, row: tl.tensor, token: tl.tensor,
+def _logits(work: tl.tensor, table: tl.tensor, masks: tl.tensor, row: tl.tensor, token: tl.tensor,
             stride: tl.tensor, WORDS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Return the logits of ``token``, -inf where they are not allowed."""
-    kept = _allowed(params, masks, row, token, token < WIDTH, WORDS)
+    kept = _allowed(table, masks, row, token, token < WIDTH, WORDS)
     return tl.load(work + row * stride + token, mask=kept, other=float("-inf")).to(tl.float32)
 
 
@@ -325,28 +325,28 @@ def _ends(peaks: tl.tensor, lows: tl.tensor, row: tl.tensor, parts: tl.tensor,
 
 
 @kernel
-def _weights(found: tl.tensor, params: tl.tensor, row: tl.tensor, peak: tl.tensor) -> tl.tensor:
+def _weights(found: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor) -> tl.tensor:
     """Return the float64 weights of logits."""
-    temperature = tl.load(params + row * _COLUMNS + _TEMPERATURE)
+    temperature = tl.load(table + row * _COLUMNS + _TEMPERATURE)
     scaled = (found.to(tl.float64) - peak.to(tl.float64)) / temperature
     return tl.exp(tl.maximum(scaled, -64.0))
 
 
 @kernel
-def _masses(found: tl.tensor, params: tl.tensor, row: tl.tensor, peak: tl.tensor,
+def _masses(found: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor,
             SCALE: tl.constexpr) -> tl.tensor:
     """Return the masses of logits, int64; 0 below min-p."""
-    weight = _weights(found, params, row, peak)
-    least = tl.load(params + row * _COLUMNS + _MIN_P)
+    weight = _weights(found, table, row, peak)
+    least = tl.load(table + row * _COLUMNS + _MIN_P)
     mass = (weight * SCALE + 0.5).to(tl.int64)
     return tl.where((weight < least) | (found == float("-inf")), 0, mass)
 
 
 @kernel
-def _bins(found: tl.tensor, mass: tl.tensor, params: tl.tensor, row: tl.tensor, peak: tl.tensor,
+def _bins(found: tl.tensor, mass: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor,
           low: tl.tensor) -> tl.tensor:
     """Return the intervals of logits, from the best; BINS where the mass is 0."""
-    temperature = tl.load(params + row * _COLUMNS + _TEMPERATURE)
+    temperature = tl.load(table + row * _COLUMNS + _TEMPERATURE)
     high = peak.to(tl.float64)
     span = tl.minimum(high - low.to(tl.float64), _DEEPEST * temperature)
     # A logit above the span's end may round to it, so the last interval takes it.
@@ -365,12 +365,12 @@ def _keys(found: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 
 @kernel
-def _chunk(tokens: tl.tensor, line: tl.tensor, params: tl.tensor, row: tl.tensor, peak: tl.tensor,
+def _chunk(tokens: tl.tensor, line: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor,
            SCALE: tl.constexpr, lane: tl.tensor, number: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return keys and masses of collected tokens; the least key and no mass beyond ``number``."""
     token = tl.load(tokens + lane, mask=lane < number, other=0)
     found = tl.load(line + token, mask=lane < number, other=float("-inf")).to(tl.float32)
-    mass = _masses(found, params, row, peak, SCALE)
+    mass = _masses(found, table, row, peak, SCALE)
     return tl.where(lane < number, _keys(found, token), -0x7FFFFFFFFFFFFFFF - 1), mass
 
 
@@ -381,21 +381,21 @@ def _worth(inside: tl.tensor, mass: tl.tensor, BY_MASS: tl.constexpr) -> tl.tens
 
 
 @kernel
-def _cuts(params: tl.tensor, row: tl.tensor) -> tl.tensor:
+def _cuts(table: tl.tensor, row: tl.tensor) -> tl.tensor:
     """Tell whether a row has a limit."""
-    at = params + row * _COLUMNS
+    at = table + row * _COLUMNS
     return (tl.load(at + _TEMPERATURE) > 0) & ((tl.load(at + _TOP_K) > 0) | (tl.load(at + _TOP_P) < 1))
 
 
 @kernel
-def _limit(params: tl.tensor, totals: tl.tensor, counts: tl.tensor, sums: tl.tensor,
+def _limit(table: tl.tensor, totals: tl.tensor, counts: tl.tensor, sums: tl.tensor,
            row: tl.tensor, BY_MASS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the interval of a row's limit, the limit, what lies before the interval, and the row's mass.
 
     The interval is BINS where the limit keeps all tokens.
     """
     lane = tl.arange(0, _BINS)
-    at = params + row * _COLUMNS
+    at = table + row * _COLUMNS
     if BY_MASS:
         held = tl.load(sums + row * _BINS + lane)
         share = tl.load(at + _TOP_P)
