@@ -137,15 +137,18 @@ def draw_tokens(logits: torch.Tensor, params: RowParams, staging: Staging) -> to
         num_warps=8,
     )
     data = (work, table, masks, *ends, work.stride(0))
-    shape = {"SCALE": mass_scale(width), "WIDTH": width, "PARTS": next_power(parts), "num_warps": 8}
+    plain = {"WIDTH": width, "PARTS": next_power(parts), "num_warps": 8}
+    shape = {"SCALE": mass_scale(width), **plain}
     if cuts:
         tokens = torch.empty(num_rows, width, dtype=torch.int32, device=card)
         sums = (scratch.totals, scratch.counts, scratch.sums)
-        draws.bin_kernel[grid](scratch.counts, scratch.sums, *data, WORDS=words, **shape)
+        draws.bin_kernel[grid](
+            scratch.counts, scratch.sums, *data, COUNTED=params.cuts_count, WORDS=words, **shape
+        )
         for by_mass in [False] * params.cuts_count + [True] * params.cuts_mass:
             numbers = scratch.numbers[int(by_mass)]
             draws.collect_kernel[grid](
-                *(tokens, numbers, keys, *sums, *data), BY_MASS=by_mass, WORDS=words, **shape
+                *(tokens, numbers, keys, *sums, *data), BY_MASS=by_mass, WORDS=words, **plain
             )
             draws.limit_kernel[(num_rows,)](
                 *(keys, scratch.totals, flags, tokens, numbers, *sums[1:], work, table, *ends),

@@ -88,8 +88,8 @@ def peak_kernel(peaks: tl.tensor, lows: tl.tensor, places: tl.tensor, flags: tl.
 
 @kernel
 def bin_kernel(counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.tensor, masks: tl.tensor,
-               peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor, SCALE: tl.constexpr, WORDS: tl.constexpr,
-               WIDTH: tl.constexpr, PARTS: tl.constexpr) -> None:
+               peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor, SCALE: tl.constexpr,
+               COUNTED: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr) -> None:
     """Add one part to a row's histogram, [BINS] numbers of tokens and masses. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
     if _cuts(table, row):
@@ -97,22 +97,18 @@ def bin_kernel(counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.te
         token = tl.program_id(1) * _PART + tl.arange(0, _PART)
         found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
         mass = _masses(found, table, row, peak, SCALE)
-        bins = _bins(found, mass, table, row, peak, low)
-        inside = bins < _BINS
-        last = tl.max(tl.where(inside, bins, -1), 0)
-        for one in range(tl.min(bins, 0), last + 1):
-            here = bins == one
-            number = tl.sum(here.to(tl.int32), 0)
-            if number > 0:
-                tl.atomic_add(counts + row * _BINS + one, number)
-                tl.atomic_add(sums + row * _BINS + one, tl.sum(tl.where(here, mass, 0), 0))
+        bins = _bins(found, table, row, peak, low)
+        # Most of a part's tokens have different intervals, so sums within the program would cost more.
+        if COUNTED:
+            tl.atomic_add(counts + row * _BINS + bins, 1, mask=mass > 0)
+        tl.atomic_add(sums + row * _BINS + bins, mass, mask=mass > 0)
 
 
 @kernel
 def collect_kernel(found_tokens: tl.tensor, numbers: tl.tensor, keys: tl.tensor, totals: tl.tensor,
                    counts: tl.tensor, sums: tl.tensor, work: tl.tensor, table: tl.tensor, masks: tl.tensor,
                    peaks: tl.tensor, lows: tl.tensor, stride: tl.tensor,
-                   SCALE: tl.constexpr, BY_MASS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
+                   BY_MASS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
                    PARTS: tl.constexpr) -> None:
     """Collect the tokens of the interval that a limit lies in. Grid (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
@@ -121,8 +117,8 @@ def collect_kernel(found_tokens: tl.tensor, numbers: tl.tensor, keys: tl.tensor,
         peak, low = _ends(peaks, lows, row, tl.num_programs(1), PARTS)
         token = tl.program_id(1) * _PART + tl.arange(0, _PART)
         found = _logits(work, table, masks, row, token, stride, WORDS, WIDTH)
-        mass = _masses(found, table, row, peak, SCALE)
-        here = _bins(found, mass, table, row, peak, low) == chosen
+        # Tokens without mass come last in an interval, so they move no limit.
+        here = (_bins(found, table, row, peak, low) == chosen) & (found > float("-inf"))
         here = here & (_keys(found, token) >= tl.load(keys + row))
         number = tl.sum(here.to(tl.int32), 0)
         if number > 0:
@@ -343,16 +339,14 @@ def _masses(found: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor,
 
 
 @kernel
-def _bins(found: tl.tensor, mass: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor,
-          low: tl.tensor) -> tl.tensor:
-    """Return the intervals of logits, from the best; BINS where the mass is 0."""
+def _bins(found: tl.tensor, table: tl.tensor, row: tl.tensor, peak: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """Return the intervals of logits, from the best."""
     temperature = tl.load(table + row * _COLUMNS + _TEMPERATURE)
     high = peak.to(tl.float64)
     span = tl.minimum(high - low.to(tl.float64), _DEEPEST * temperature)
-    # A logit above the span's end may round to it, so the last interval takes it.
     place = (high - found.to(tl.float64)) * (_BINS / tl.maximum(span, 1e-300))
-    interval = tl.minimum(tl.where(mass > 0, place, 0.0), _BINS - 1.0).to(tl.int32)
-    return tl.where(mass > 0, interval, _BINS)
+    # What lies beyond the span, and what rounds to its end, belongs to the last interval.
+    return tl.minimum(place, _BINS - 1.0).to(tl.int32)
 
 
 @kernel
