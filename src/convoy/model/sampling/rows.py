@@ -55,7 +55,7 @@ def params_of(jobs: Sequence[SampleJob], width: int) -> RowParams:
     return RowParams(
         table,
         np.array(masks, dtype=np.uint8).reshape(len(masks), mask_bytes(width)),
-        _edits(jobs),
+        _edits(jobs, width),
         bool((drawn[:, 4] > 0).any()),
         bool((drawn[:, 1] < 1).any()),
     )
@@ -91,37 +91,42 @@ def _mask(job: SampleJob, width: int) -> npt.NDArray[np.uint8]:
     return mask & np.packbits(bits, bitorder="little")
 
 
-def _edits(jobs: Sequence[SampleJob]) -> Edits | None:
-    found = [_edits_of(row, job) for row, job in enumerate(jobs) if job.params.reshapes or job.banned]
-    if not found:
+def _edits(jobs: Sequence[SampleJob], width: int) -> Edits | None:
+    """Return the edits of all rows, or None if no row has one."""
+    if not any(job.params.reshapes or job.banned for job in jobs):
         return None
-    return Edits(
-        np.concatenate([places for places, _ in found], axis=1),
-        np.concatenate([values for _, values in found], axis=1),
+    seen, said, biased, banned = [], [], [], []
+    raised: list[float] = []
+    for row, job in enumerate(jobs):
+        params, first = job.params, row * width
+        repeats = params.repetition_penalty != 1
+        looks_back = bool(params.frequency_penalty or params.presence_penalty)
+        generated = _ids(job.generated_ids if repeats or looks_back else (), first)
+        seen.append(generated if repeats else _ids((), first))
+        seen.append(_ids(job.prompt_ids if repeats else (), first))
+        said.append(generated if looks_back else _ids((), first))
+        biased.append(_ids(tuple(params.logit_bias), first))
+        raised.extend(params.logit_bias.values())
+        banned.append(_ids(job.banned, first))
+    # A place is its row times the width, plus its token: one sort serves all rows.
+    again, more, never = np.concatenate(seen), np.concatenate(biased), np.concatenate(banned)
+    spoken, counts = np.unique(np.concatenate(said), return_counts=True)
+    every = np.unique(np.concatenate([again, spoken, more, never]))
+    places = np.zeros((3, len(every)), dtype=np.int32)
+    values = np.zeros((3, len(every)), dtype=np.float32)
+    places[0], places[1] = every // width, every % width
+    places[2, np.searchsorted(every, never)] = 1
+    repetition, frequency, presence = (
+        np.array([getattr(job.params, name) for job in jobs], dtype=np.float64)
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
+    values[0] = 1.0
+    values[0, np.searchsorted(every, again)] = repetition[again // width]
+    row_of = spoken // width
+    values[1, np.searchsorted(every, spoken)] = frequency[row_of] * counts + presence[row_of]
+    values[2, np.searchsorted(every, more)] = raised
+    return Edits(places, values)
 
 
-def _edits_of(row: int, job: SampleJob) -> tuple[Ids, Floats]:
-    """Return the places and values of one row's edits."""
-    params = job.params
-    generated, prompt = _ids(job.generated_ids), _ids(job.prompt_ids)
-    seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else _ids(())
-    looks_back = bool(params.frequency_penalty or params.presence_penalty)
-    said, counts = np.unique(generated if looks_back else _ids(()), return_counts=True)
-    biased, banned = _ids(tuple(params.logit_bias)), _ids(job.banned)
-    tokens = np.unique(np.concatenate([seen, said, biased, banned]))
-    places = np.zeros((3, len(tokens)), dtype=np.int32)
-    values = np.zeros((3, len(tokens)), dtype=np.float32)
-    places[0], places[1], values[0] = row, tokens, 1.0
-    places[2, np.searchsorted(tokens, banned)] = 1
-    values[0, np.searchsorted(tokens, seen)] = params.repetition_penalty
-    less = params.frequency_penalty * counts + params.presence_penalty
-    values[1, np.searchsorted(tokens, said)] = less
-    values[2, np.searchsorted(tokens, biased)] = np.fromiter(
-        params.logit_bias.values(), np.float32, len(biased)
-    )
-    return places, values
-
-
-def _ids(ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.asarray(ids, dtype=np.int64)
+def _ids(ids: Sequence[int], first: int) -> npt.NDArray[np.int64]:
+    return np.asarray(ids, dtype=np.int64) + first
