@@ -225,14 +225,14 @@ def test_what_is_left_for_blocks_is_measured_and_true(directories: Directories) 
     assert before - torch.cuda.mem_get_info()[0] <= 1.05 * (offered - stage.weight_bytes)
 
 
-def test_greedy_rows_are_sampled_on_the_device_and_others_from_their_logits(directories: Directories) -> None:
+def test_rows_are_sampled_on_the_device_and_scored_tokens_from_their_logits(directories: Directories) -> None:
     one = chain(directories["odd"])
     stage = device_stage(one.stages[0])
     hidden = torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(3))
     warm = SamplingParams(temperature=0.8, seed=7)
     jobs = [GREEDY, SampleJob(warm, 0, 9), GREEDY, SampleJob(warm, 1, 9, score=4), GREEDY]
     found = stage.sample(hidden, jobs)
-    assert found.greedy == (0, 2, 4)
+    assert found.here == (0, 1, 2, 4)
     assert found.outcomes() == sample_all(stage.output(hidden).numpy(), jobs)
     broken = hidden.clone()
     broken[2] = float("nan")

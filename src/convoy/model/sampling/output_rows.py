@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from convoy.errors import ConvoyError, StepError
+from convoy.model.sampling.host_rows import draw_tokens, draws_whole_rows, rows_at_once
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.sampling.sample import Sampled, prompt_logprob, sample
+from convoy.model.sampling.sample import Sampled, prompt_logprob, sample, scored, shape, uniform
 
 Logits = npt.NDArray[np.float32]
 # The state of one token behind the final norm.
@@ -83,13 +85,58 @@ def distinct(tokens: Sequence[int]) -> Sequence[int]:
 
 
 def sample_all(logits: Logits, jobs: Sequence[SampleJob]) -> tuple[SampleResult, ...]:
-    """Return one result per row of ``logits`` [num_outputs, vocabulary].
+    """Return one result per row of ``logits`` [num_outputs, vocabulary], as `sample_row` gives it.
 
-    Raises StepError if the counts of rows and jobs differ.
+    Rows that are drawn from the whole vocabulary are drawn together. Raises StepError if the counts of rows
+    and jobs differ.
     """
     if len(logits) != len(jobs):
         raise StepError(f"a step has {len(logits)} outputs and {len(jobs)} sample jobs")
-    return tuple(sample_row(row, job) for row, job in zip(logits, jobs, strict=True))
+    drawn = _draw_together(logits, jobs)
+    return tuple(
+        drawn[index] if index in drawn else sample_row(row, job)
+        for index, (row, job) in enumerate(zip(logits, jobs, strict=True))
+    )
+
+
+def _draw_together(logits: Logits, jobs: Sequence[SampleJob]) -> dict[int, SampleResult]:
+    """Return the results of rows that are drawn from the whole vocabulary, and succeed, by row."""
+    width = logits.shape[1]
+    rows = [
+        index
+        for index, job in enumerate(jobs)
+        if job.score is None and not job.wants_state and draws_whole_rows(job.params, width)
+    ]
+    found: dict[int, SampleResult] = {}
+    for start in range(0, len(rows), rows_at_once(width)):
+        shaped: dict[int, Logits] = {}
+        for index in rows[start : start + rows_at_once(width)]:
+            # `sample_row` finds the error again, for the row's own result.
+            with suppress(ConvoyError):
+                shaped[index] = _shape(logits[index], jobs[index])
+        if shaped:
+            chosen = [jobs[index] for index in shaped]
+            random = [uniform(one.params.seed, one.choice, one.position) for one in chosen]
+            block = np.stack(list(shaped.values())) if len(shaped) > 1 else next(iter(shaped.values()))[None]
+            tokens = draw_tokens(block, [one.params for one in chosen], np.array(random))
+            for index, job, token in zip(shaped, chosen, tokens.tolist(), strict=True):
+                if token >= 0:
+                    sampled = scored(logits[index], token, job.params.logprobs)
+                    kept = logits[index].copy() if job.wants_logits else None
+                    found[index] = SampleResult(sampled, kept)
+    return found
+
+
+def _shape(logits: Logits, job: SampleJob) -> Logits:
+    return shape(
+        logits,
+        job.params,
+        prompt_ids=job.prompt_ids,
+        generated_ids=job.generated_ids,
+        allowed=job.allowed,
+        banned=job.banned,
+        mask=job.mask,
+    )
 
 
 def rows_with_state(jobs: Sequence[SampleJob]) -> list[int]:

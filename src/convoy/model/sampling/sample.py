@@ -31,6 +31,8 @@ _MINUS_INF_BITS = np.uint32(0xFF800000)
 
 # numbers of candidates that top-p sorts, before it sorts the whole vocabulary
 _CUTS = (1024, 16384)
+# values of which `best_ids` first takes the greatest
+_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,44 @@ def sample(
     one bit for each token, the lowest first, and a token with a 0 is not sampled. Raises StepError if a logit
     is not finite or no token is left, and RequestError if a biased token is not in the vocabulary.
     """
-    check_finite(logits)
-    shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
-    if allowed or banned or mask:
-        shaped = _restrict(shaped, allowed, banned, mask)
+    shaped = shape(
+        logits,
+        params,
+        prompt_ids=prompt_ids,
+        generated_ids=generated_ids,
+        allowed=allowed,
+        banned=banned,
+        mask=mask,
+    )
     if params.greedy:
         token_id = int(shaped.argmax())
     else:
         token_id = _sample_token(shaped, params, uniform(params.seed, choice, position))
-    if params.logprobs is None:
-        return Sampled(token_id)
-    return _score(logits, token_id, params.logprobs)
+    return scored(logits, token_id, params.logprobs)
+
+
+def shape(
+    logits: Logits,
+    params: SamplingParams,
+    *,
+    prompt_ids: Sequence[int],
+    generated_ids: Sequence[int],
+    allowed: Sequence[int],
+    banned: Sequence[int],
+    mask: bytes,
+) -> Logits:
+    """Return the logits that a token is chosen from, or ``logits`` itself where nothing changes them.
+
+    Raises as `sample` does.
+    """
+    check_finite(logits)
+    shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
+    return _restrict(shaped, allowed, banned, mask) if allowed or banned or mask else shaped
+
+
+def scored(logits: Logits, token_id: int, num_top: int | None) -> Sampled:
+    """Return a sampled token, with its log-probability unless ``num_top`` is None."""
+    return Sampled(token_id) if num_top is None else _score(logits, token_id, num_top)
 
 
 def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
@@ -189,6 +218,17 @@ def best_ids(values: Logits, count: int) -> Ids:
     """Return the ``count`` ids with the greatest values, ascending by id; of equal values the lowest ids."""
     if count >= len(values):
         return np.arange(len(values), dtype=np.intp)
+    if count * _GROUP * 2 < len(values):
+        # The best ``count`` of the groups' greatest values are as many values, so none below them is chosen.
+        whole = len(values) // _GROUP * _GROUP
+        greatest = values[:whole].reshape(-1, _GROUP).max(axis=1)
+        near = np.flatnonzero(values >= np.partition(greatest, len(greatest) - count)[len(greatest) - count])
+        return near[_best(values[near], count)]
+    return _best(values, count)
+
+
+def _best(values: Logits, count: int) -> Ids:
+    """Return the places of the ``count`` greatest of at least as many values, as `best_ids` does."""
     threshold = np.partition(values, len(values) - count)[len(values) - count]
     above = np.flatnonzero(values > threshold)
     level = np.flatnonzero(values == threshold)[: count - len(above)]

@@ -25,7 +25,7 @@ from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
 from convoy.model.backends.cuda.options import DTYPES, DeviceOptions
-from convoy.model.backends.cuda.sampling import DeviceSamples, best_tokens, start_sampling
+from convoy.model.backends.cuda.sampling import DeviceSamples, rehearse_sampling, start_sampling
 from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
@@ -201,7 +201,7 @@ class CudaStage(CarriesKv):
             batch, tokens = on_device(host, ids, self._kv.shapes, self.device, self._num_units)
             x = self._finished(self._owned.run(x, tokens, batch, self._kv.layers))
         if self._owned.owns_output:
-            best_tokens(self._owned.logits(x[:MAX_BATCH].contiguous()))
+            rehearse_sampling(self._owned.logits(x[:MAX_BATCH].contiguous()), self._staging)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
