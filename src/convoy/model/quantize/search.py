@@ -215,7 +215,7 @@ def round_by_torch(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> Roun
     # The inputs of a group come first, so that all steps run over long rows: [GROUP, outputs, groups].
     groups = rows.reshape(len(rows), -1, GROUP).permute(2, 0, 1).contiguous()
     weighs = weights.to(rows.device).view(-1, GROUP).T.unsqueeze(1).contiguous()
-    plain = _safe(groups.abs().amax(0) / ((1 << (bits - 1)) - 1)).to(_SCALES)
+    plain = _safe(_divided(groups.abs().amax(0), (1 << (bits - 1)) - 1)).to(_SCALES)
     best = _safe(_search(groups, weighs, bits)).to(_SCALES)
     codes = [_nearest(groups, scales.to(torch.float32), bits) for scales in (plain, best)]
     errors = [
@@ -241,7 +241,7 @@ def _search(groups: torch.Tensor, weighs: torch.Tensor, bits: int) -> torch.Tens
     best, best_gain = torch.zeros_like(greatest), torch.zeros_like(greatest)
     for reach in _REACHES[bits]:
         # the sign puts the greatest magnitude on the negative side, which has one code more
-        _nearest(groups, _safe(greatest / -reach), bits, out=codes)
+        _nearest(groups, _safe(_divided(greatest, -reach)), bits, out=codes)
         cross = _halved_sum(torch.mul(weighted, codes, out=products))
         power = _halved_sum(codes.square_().mul_(weighs))
         # the scale cross / power leaves the weighted square of the values less this
@@ -257,6 +257,11 @@ def _nearest(
 ) -> torch.Tensor:
     half = 1 << (bits - 1)
     return torch.div(groups, scales, out=out).round_().clamp_(-half, half - 1)
+
+
+def _divided(numbers: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return the quotients, each rounded once: CUDA multiplies by the reciprocal of a plain number."""
+    return numbers / torch.full_like(numbers, divisor)
 
 
 def _safe(scales: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Multiply a few rows by codes, which are unpacked to bfloat16 in registers, tile by tile.
 
-Weights are the left operand of the matrix product: the tensor cores take that one from registers. Each value is
-computed in float32 and rounded to bfloat16 once. Bfloat16 is used for the whole computation only where that
-gives the same number: a whole code times a bfloat16 scale.
+Weights are the left operand of the matrix product: the tensor cores take that one from registers. Each value
+is computed in float32 and rounded to bfloat16 once. A whole code times a bfloat16 scale is computed in
+bfloat16, which gives the same number.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import torch
 import triton.language as tl
+from torch.nn.functional import pad
 
-from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, DeviceRange
+from convoy.model.backends.cuda.kernels.forms import RUN, UNIT, DeviceMatrix, DeviceRange
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 
 # The least number of rows of a matrix product in Triton.
 _LEAST_ROWS = 16
 # Inputs of a tile: 64 words of 4-bit codes, or bytes.
 _TILE_INPUTS = {4: 256, 8: 128}
-# Codes that one program unpacks.
+# Inputs that one program unpacks.
 _UNPACKED = 2048
 
 
@@ -70,17 +71,31 @@ def _few(
     # Splits must be whole numbers of tiles, because a program has no mask at the end of its share.
     splits = tile.splits if inputs % (tile.splits * step) == 0 else 1
     block = next_power(min(rows, 64), _LEAST_ROWS)
+    x = _by_planes(x, step) if one.bits == 4 else x
     parts = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
     few_codes_kernel[-(-outputs // tile.outputs), -(-rows // block), splits](
         *(parts, x, one.words, *one.arguments, out if bias is None else bias, rows, x.stride(0)),
-        *(parts.stride(-2), rows * outputs), INPUTS=inputs, OUTPUTS=outputs, BLOCK_M=block, BLOCK_N=tile.outputs,
-        BLOCK_K=step, SUB=math.gcd(one.group, step), SPLITS=splits, BIASED=bias is not None,
-        FAST=_is_fast(one, x), PACKED=_packs(x), STAGES=tile.num_stages, num_warps=tile.num_warps,
-        **one.constants,
+        *(parts.stride(-2), rows * outputs), INPUTS=inputs, OUTPUTS=outputs, BLOCK_M=block,
+        BLOCK_N=tile.outputs, BLOCK_K=step, SUB=math.gcd(one.group, step), SPLITS=splits,
+        BIASED=bias is not None, FAST=_is_fast(one, x), PACKED=_packs(x), STAGES=tile.num_stages,
+        num_warps=tile.num_warps, **one.constants,
     )  # fmt: skip
     if splits > 1:
         size = rows * outputs
-        sum_kernel[-(-size // 1024),](out, parts, size, out.stride(0), OUTPUTS=outputs, SPLITS=splits, BLOCK=1024)
+        sum_kernel[-(-size // 1024),](
+            out, parts, size, out.stride(0), OUTPUTS=outputs, SPLITS=splits, BLOCK=1024
+        )
+
+
+def _by_planes(x: torch.Tensor, step: int) -> torch.Tensor:
+    """Return ``x`` with the inputs of each tile in the order in which the words' codes are multiplied.
+
+    All first codes of the tile's words come first, then all second ones. In the order of ``x`` itself, a tile
+    would be read in runs of eight inputs, and 64 rows take twice as long (one H200).
+    """
+    rows, inputs = x.shape
+    x = pad(x, (0, -inputs % step)) if inputs % step else x
+    return x.view(rows, -1, step // UNIT, 4, RUN).transpose(2, 3).reshape(rows, -1)
 
 
 def unpack(weight: DeviceMatrix, dtype: torch.dtype) -> torch.Tensor:
@@ -88,10 +103,10 @@ def unpack(weight: DeviceMatrix, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.ranges[0].codes.device)
     first = 0
     for one in weight.ranges:
-        outputs, width = one.codes.shape
-        unpack_kernel[outputs, -(-width // _UNPACKED)](
-            *(out[first : first + outputs], one.words, *one.arguments), INPUTS=one.shape[1], WIDTH=width,
-            BLOCK=min(_UNPACKED, next_power(width)), PACKED=_packs(out), **one.constants,
+        outputs, inputs = one.shape
+        unpack_kernel[outputs, -(-inputs // _UNPACKED)](
+            *(out[first : first + outputs], one.words, *one.arguments), INPUTS=inputs,
+            BLOCK=min(_UNPACKED, next_power(inputs)), **one.constants,
         )  # fmt: skip
         first += outputs
     return out
@@ -130,8 +145,6 @@ def few_codes_kernel(out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.
     per_step: tl.constexpr = BLOCK_K // 4 if BITS == 4 else BLOCK_K
     codes_at = codes + output.to(tl.int64)[:, None] * width
     some_at = x + row.to(tl.int64)[None, :] * stride
-    # The first input of a word: words of a unit are runs of eight.
-    lane = word // 8 * 32 + word % 8 if BITS == 4 else word
     sub = tl.arange(0, BLOCK_K // SUB)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -144,17 +157,17 @@ def few_codes_kernel(out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.
                                       ZERO, LEAST, OUTER)
         if BITS == 4:
             one, two, three, four = _planes(packed, PACKED)
-            total = _times(total, one, some_at, start + lane, present, scale, added, zero, INPUTS, BLOCK_N,
+            total = _times(total, one, some_at, start + word, present, scale, added, zero, INPUTS, BLOCK_N,
                            BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, two, some_at, start + lane + 8, present, scale, added, zero, INPUTS, BLOCK_N,
-                           BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, three, some_at, start + lane + 16, present, scale, added, zero, INPUTS,
+            total = _times(total, two, some_at, start + word + 64, present, scale, added, zero, INPUTS,
                            BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, four, some_at, start + lane + 24, present, scale, added, zero, INPUTS,
+            total = _times(total, three, some_at, start + word + 128, present, scale, added, zero, INPUTS,
+                           BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
+            total = _times(total, four, some_at, start + word + 192, present, scale, added, zero, INPUTS,
                            BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
         else:
-            total = _times(total, _number(packed, FLOATS), some_at, start + lane, present, scale, added, zero, INPUTS, BLOCK_N,
-                           BLOCK_K, SUB, 1, 0, ZERO, LEAST, FAST)
+            total = _times(total, _number(packed, FLOATS), some_at, start + word, present, scale, added, zero,
+                           INPUTS, BLOCK_N, BLOCK_K, SUB, 1, 0, ZERO, LEAST, FAST)
     split = tl.program_id(2)
     if BIASED:
         more = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
@@ -202,15 +215,17 @@ def _number(stored: tl.tensor, FLOATS: tl.constexpr) -> tl.tensor:
     if FLOATS:
         bits = (stored.to(tl.int32) & 127) << 20 | (stored.to(tl.int32) & 128) << 24
         # The exponent's bias is 7, and that of float32 127.
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return stored
+        found = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        found = stored
+    return found
 
 
 @kernel
 def _numbers(scales: tl.tensor, least: tl.tensor, outers: tl.tensor, outer_least: tl.tensor,
              output: tl.tensor, group: tl.tensor, both: tl.tensor, INPUTS: tl.constexpr, GROUP: tl.constexpr,
              ZERO: tl.constexpr, LEAST: tl.constexpr, OUTER: tl.constexpr) -> tl.tensor:
-    """Return scale, least number and zero of groups, [outputs, groups]; scales of bfloat16 stay as they are."""
+    """Return scale, least number and zero of groups, [outputs, groups]; scales may stay bfloat16."""
     groups: tl.constexpr = INPUTS // GROUP
     at = output.to(tl.int64)[:, None] * groups + group[None, :]
     scale = tl.load(scales + at, mask=both, other=0)
@@ -233,7 +248,9 @@ def _times(total: tl.tensor, numbers: tl.tensor, some_at: tl.tensor, lane: tl.te
            BLOCK_K: tl.constexpr, SUB: tl.constexpr, PLANES: tl.constexpr, EXCESS: tl.constexpr,
            ZERO: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Add the product of one plane of codes, [BLOCK_N, BLOCK_K / PLANES], to the sums."""
-    some = tl.load(some_at + lane[:, None], mask=(lane < INPUTS)[:, None] & present[None, :], other=0.0)
+    # With four planes, ``x`` has zeros up to a whole tile.
+    known = lane < INPUTS if PLANES == 1 else lane >= 0
+    some = tl.load(some_at + lane[:, None], mask=known[:, None] & present[None, :], other=0.0)
     dtype: tl.constexpr = some.dtype
     sums: tl.constexpr = tl.bfloat16 if FAST else tl.float32
     subs: tl.constexpr = BLOCK_K // SUB
@@ -252,8 +269,11 @@ def _times(total: tl.tensor, numbers: tl.tensor, some_at: tl.tensor, lane: tl.te
 def _spread(numbers: tl.tensor, BLOCK_N: tl.constexpr, SUBS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
     """Repeat each number of [BLOCK_N, SUBS] for its inputs."""
     if SUBS == 1:
-        return tl.broadcast_to(numbers, [BLOCK_N, EACH])
-    return tl.reshape(tl.broadcast_to(numbers[:, :, None], [BLOCK_N, SUBS, EACH]), [BLOCK_N, SUBS * EACH])
+        found = tl.broadcast_to(numbers, [BLOCK_N, EACH])
+    else:
+        found = tl.broadcast_to(numbers[:, :, None], [BLOCK_N, SUBS, EACH])
+        found = tl.reshape(found, [BLOCK_N, SUBS * EACH])
+    return found
 
 
 @kernel
@@ -271,30 +291,29 @@ def sum_kernel(out: tl.tensor, parts: tl.tensor, size: tl.tensor, stride: tl.ten
 
 @kernel
 def unpack_kernel(out: tl.tensor, codes: tl.tensor, scales: tl.tensor, least: tl.tensor, outers: tl.tensor,
-                  outer_least: tl.tensor, INPUTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-                  GROUP: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr, OUTER: tl.constexpr,
-                  FLOATS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr) -> None:
-    """Unpack codes of one output. Grid (outputs, WIDTH / BLOCK)."""
+                  outer_least: tl.tensor, INPUTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                  ZERO: tl.constexpr, LEAST: tl.constexpr, OUTER: tl.constexpr, FLOATS: tl.constexpr,
+                  BLOCK: tl.constexpr) -> None:
+    """Unpack codes of one output. Grid (outputs, INPUTS / BLOCK)."""
     output = tl.program_id(0)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    known = word < WIDTH
-    packed = tl.load(codes + output.to(tl.int64) * WIDTH + word, mask=known, other=0)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = lane < INPUTS
     if BITS == 4:
-        lane = word // 8 * 32 + word % 8
-        group = lane // GROUP
-        one, two, three, four = _planes(packed, PACKED)
-        to = out + output.to(tl.int64) * INPUTS + lane
-        scale, added, zero = _lone_numbers(scales, least, outers, outer_least, output, group, known, INPUTS,
-                                           GROUP, ZERO, LEAST, OUTER)
-        tl.store(to, _value(one, 128, scale, added, zero, LEAST).to(out.dtype.element_ty), mask=known)
-        tl.store(to + 8, _value(two, 128, scale, added, zero, LEAST).to(out.dtype.element_ty), mask=known)
-        tl.store(to + 16, _value(three, 128, scale, added, zero, LEAST).to(out.dtype.element_ty), mask=known)
-        tl.store(to + 24, _value(four, 128, scale, added, zero, LEAST).to(out.dtype.element_ty), mask=known)
+        # Each word is read four times, from the cache, so that values are stored in their order.
+        word = lane // 32 * 8 + lane % 8
+        packed = tl.load(codes + output.to(tl.int64) * (INPUTS // 4) + word, mask=known, other=0).to(tl.int32)
+        code = (packed >> (lane // 8 % 4 * 4)) & 15
+        # Conversions run at an eighth of the rate of sums.
+        number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
-        scale, added, zero = _lone_numbers(scales, least, outers, outer_least, output, word // GROUP, known,
-                                           INPUTS, GROUP, ZERO, LEAST, OUTER)
-        to = out + output.to(tl.int64) * INPUTS + word
-        tl.store(to, _value(_number(packed, FLOATS), 0, scale, added, zero, LEAST).to(out.dtype.element_ty), mask=known)
+        packed = tl.load(codes + output.to(tl.int64) * INPUTS + lane, mask=known, other=0)
+        number = _number(packed, FLOATS).to(tl.float32)
+    scale, added, zero = _lone_numbers(scales, least, outers, outer_least, output, lane // GROUP, known,
+                                       INPUTS, GROUP, ZERO, LEAST, OUTER)
+    value = (number - zero) * scale
+    if LEAST == 1:
+        value += added
+    tl.store(out + output.to(tl.int64) * INPUTS + lane, value.to(out.dtype.element_ty), mask=known)
 
 
 @kernel
@@ -317,13 +336,3 @@ def _lone_numbers(scales: tl.tensor, least: tl.tensor, outers: tl.tensor, outer_
     if LEAST == 2:
         zero += tl.load(least + at, mask=known, other=0).to(tl.float32)
     return scale, added, zero
-
-
-@kernel
-def _value(numbers: tl.tensor, EXCESS: tl.constexpr, scale: tl.tensor, added: tl.tensor, zero: tl.tensor,
-           LEAST: tl.constexpr) -> tl.tensor:
-    """Return values as float32."""
-    value = (numbers.to(tl.float32) - EXCESS - zero) * scale
-    if LEAST == 1:
-        value += added
-    return value

@@ -22,10 +22,11 @@ UNIT = 4 * RUN
 class DeviceRange:
     """Hold consecutive outputs in one layout.
 
-    ``codes`` are int16 [outputs, inputs / 4] with 4 bits, and int8 or float8 [outputs, inputs] with 8; ``zero``
-    is subtracted from each. ``scales`` are [outputs, inputs / group]. ``least`` is of the same shape: numbers
-    that are added to products, or uint8 zeros that are subtracted from codes. With ``outers`` [outputs, inputs
-    / group / per_outer], and ``outer_least`` of the same shape, a scale and a least number are products of two.
+    ``codes`` are int16 [outputs, inputs / 4] with 4 bits, and int8 or float8 [outputs, inputs] with 8;
+    ``zero`` is subtracted from each. ``scales`` are [outputs, inputs / group]. ``least`` is of the same
+    shape: numbers that are added to products, or uint8 zeros that are subtracted from codes. With ``outers``
+    [outputs, inputs / group / per_outer], and ``outer_least`` of the same shape, a scale and a least number
+    are products of two.
     """
 
     codes: torch.Tensor
@@ -106,8 +107,11 @@ class DeviceRange:
     def fits(self, other: DeviceRange) -> bool:
         """Return whether the outputs of ``other`` can be joined to these."""
         ours, theirs = (
-            [None if one is None else (one.dtype, one.shape[1:]) for one in (r.codes, r.scales, r.least, r.outers)]
-            for r in (self, other)
+            [
+                None if one is None else (one.dtype, one.shape[1:])
+                for one in (own.codes, own.scales, own.least, own.outers)
+            ]
+            for own in (self, other)
         )
         return ours == theirs and (self.bits, self.group, self.zero) == (other.bits, other.group, other.zero)
 
@@ -153,12 +157,18 @@ class DeviceMatrix:
 
 
 def _cat(run: Sequence[DeviceRange]) -> DeviceRange:
-    def whole(name: str) -> torch.Tensor | None:
-        parts = [getattr(one, name) for one in run]
-        return None if parts[0] is None else torch.cat(parts)
+    def whole(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        held = [part for part in parts if part is not None]
+        return torch.cat(held) if held else None
 
-    names = ("codes", "scales", "least", "outers", "outer_least")
-    return replace(run[0], **{name: whole(name) for name in names})
+    return replace(
+        run[0],
+        codes=torch.cat([one.codes for one in run]),
+        scales=torch.cat([one.scales for one in run]),
+        least=whole([one.least for one in run]),
+        outers=whole([one.outers for one in run]),
+        outer_least=whole([one.outer_least for one in run]),
+    )
 
 
 Matrix = torch.Tensor | DeviceMatrix

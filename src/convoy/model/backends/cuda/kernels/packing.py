@@ -95,10 +95,8 @@ def _of_codes(
     groups = one.inputs // group
     if scales.shape[1] == 1 and groups > 1:
         scales = scales.expand(-1, groups)
-    return DeviceRange(
-        codes.contiguous(), scales.contiguous(), *(None if t is None else t.contiguous() for t in (least, outers, outer_least)),
-        bits=bits, group=group, zero=zero,
-    )
+    beside = [None if part is None else part.contiguous() for part in (least, outers, outer_least)]
+    return DeviceRange(codes.contiguous(), scales.contiguous(), *beside, bits, group, zero)
 
 
 def _centred(one: StoredRange, bits: int) -> DeviceRange:
@@ -166,7 +164,8 @@ def _q4_k(one: StoredRange) -> DeviceRange:
 def _q6_k(one: StoredRange) -> DeviceRange:
     """Pack super-blocks of 256: 16 scales of 8 bits under a float16 factor. A code takes a byte here."""
     blocks = _blocks(one, 210)
-    low, high = blocks[:, :, :128].view(one.outputs, -1, 2, 64), blocks[:, :, 128:192].view(one.outputs, -1, 2, 32)
+    low = blocks[:, :, :128].view(one.outputs, -1, 2, 64)
+    high = blocks[:, :, 128:192].view(one.outputs, -1, 2, 32)
     # A half of the block has 128 codes, in four runs of 32.
     lower = torch.cat((low & 15, low >> 4), -1).view(one.outputs, -1, 2, 4, 32)
     upper = torch.stack([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
@@ -180,5 +179,8 @@ ROWS: dict[str, _Pack] = {
     **{f"centred{bits}": partial(_centred, bits=bits) for bits in (4, 8)},
     **{f"affine{bits}": partial(_affine, bits=bits) for bits in (4, 8)},
     **dict.fromkeys(("I8", "F8_E4M3"), _numbers),
-    **{f"{GGUF}Q4_0": _q4_0, f"{GGUF}Q8_0": _q8_0, f"{GGUF}Q4_K": _q4_k, f"{GGUF}Q6_K": _q6_k},
+    f"{GGUF}Q4_0": _q4_0,
+    f"{GGUF}Q8_0": _q8_0,
+    f"{GGUF}Q4_K": _q4_k,
+    f"{GGUF}Q6_K": _q6_k,
 }

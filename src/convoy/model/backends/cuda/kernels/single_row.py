@@ -35,7 +35,9 @@ TILES = (Tile(2, 1024, 4), Tile(4, 512, 4), Tile(4, 1024, 4), Tile(8, 512, 4), T
 PLAIN_TILE = Tile(4, 1024, 8)
 GATED_TILE = Tile(4, 1024, 4)
 # The candidates for codes: outputs, units of 16 bytes, warps.
-CODE_TILES = (Tile(4, 128, 4), Tile(8, 128, 4), Tile(2, 128, 4), Tile(4, 64, 2), Tile(4, 256, 8), Tile(8, 64, 4))
+CODE_TILES = (Tile(8, 64, 2), Tile(4, 128, 4), Tile(4, 32, 1), Tile(8, 32, 1), Tile(8, 128, 4))
+# The outputs from which a warp for each tile is best with 8 bits.
+_MANY_OUTPUTS = 16384
 
 
 def lone_linear(
@@ -81,6 +83,14 @@ def lone_linear(
     return out
 
 
+def _code_tile(bits: int, outputs: int, *, gated: bool) -> Tile:
+    if bits == 4:
+        return Tile(4, 128, 4) if gated else Tile(8, 64, 2)
+    if gated:
+        return Tile(4, 32, 1)
+    return Tile(8, 32, 1) if outputs >= _MANY_OUTPUTS else Tile(8, 128, 4)
+
+
 def _lone_codes(
     x: torch.Tensor,
     one: DeviceRange,
@@ -96,7 +106,7 @@ def _lone_codes(
     pairs = x.to(torch.bfloat16).view(torch.int32)
     norms = pairs if norm is None else norm.to(torch.bfloat16).view(torch.int32)
     words = one.codes.view(torch.int32)
-    tile = tile or CODE_TILES[0]
+    tile = tile or _code_tile(one.bits, outputs, gated=common["GATED"])
     block = min(tile.inputs, next_power(words.shape[1] // 4))
     lone_codes_kernel[-(-outputs // tile.outputs),](
         *(out, pairs, words, *one.arguments, x if bias is None else bias, norms, eps), INPUTS=x.shape[1],
@@ -193,11 +203,11 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
             part = _products(part, row, low, high, place, BITS, FLOATS)
             if GATED:
                 other = _products(other, above, low, high, place, BITS, FLOATS)
-        total += _scaled(part, amount, scales, least, outers, outer_least, output, unit, real, size, units, BITS,
-                         GROUP, ZERO, LEAST, OUTER, FLOATS)
+        total += _scaled(part, amount, scales, least, outers, outer_least, output, unit, real, size, units,
+                         BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
         if GATED:
-            ups += _scaled(other, amount, scales, least, outers, outer_least, output + OUTPUTS, unit, real, size,
-                           units, BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
+            ups += _scaled(other, amount, scales, least, outers, outer_least, output + OUTPUTS, unit, real,
+                           size, units, BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
     spread = 1.0
     if NORMED:
         spread = tl.rsqrt(tl.sum(squares) / INPUTS + eps)
@@ -262,8 +272,10 @@ def _byte(words: tl.tensor, place: tl.constexpr, FLOATS: tl.constexpr) -> tl.ten
         byte = words >> (8 * place)
         bits = (byte & 127) << 20 | (byte & 128) << 24
         # The exponent's bias is 7, and that of float32 127.
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return _whole(((words >> (8 * place)) & 255) ^ 128)
+        found = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        found = _whole(((words >> (8 * place)) & 255) ^ 128)
+    return found
 
 
 @kernel

@@ -23,6 +23,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
 from convoy.model.checkpoints.tied import check_tied
 from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import Stored
 from convoy.model.quantize.parts import matrix_parts, require_rounded
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.registry import FAMILIES
@@ -243,10 +244,10 @@ class _Loader:
         dtype = torch.float32 if made is None else getattr(torch, made.dtype)
         whole = torch.empty(described.shape, dtype=dtype, device=self._device)
         self._fill_whole(whole, name)
-        stored = round_on_device(whole, part.bits, f"{self._source.name}: {name}")
-        stored = stored if self._slices is None else self._slices.take(name, stored)
-        assert isinstance(stored, StoredMatrix)
-        return pack_matrix(stored, self._device)
+        rounded: Stored = round_on_device(whole, part.bits, f"{self._source.name}: {name}")
+        rounded = rounded if self._slices is None else self._slices.take(name, rounded)
+        assert isinstance(rounded, StoredMatrix)
+        return pack_matrix(rounded, self._device)
 
     def _biases(self, linears: list[str]) -> torch.Tensor | None:
         names = [f"{name}.bias" for name in linears]
