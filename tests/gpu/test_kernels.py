@@ -22,12 +22,9 @@ if why_not() is not None:
 from pathlib import Path
 
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
-from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES
-from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
 from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
 from convoy.model.backends.cuda.kernels.rope import make_rotation
-from convoy.model.backends.cuda.kernels.rounded import round_matrix
-from convoy.model.backends.cuda.kernels.single_row import INT4_TILES, INT8_TILES, TILES, lone_linear
+from convoy.model.backends.cuda.kernels.single_row import TILES, lone_linear
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 from support.slow_kernels import norm_slowly, rotate_slowly
 
@@ -140,64 +137,3 @@ def test_weights_drawn_on_the_device_are_those_drawn_on_the_host(
         found = torch.empty(shape, dtype=dtype, device=device)
         draw_into(found, drawn_key(stored, 7), (3 / shape[1]) ** 0.5 / 2**31)
         assert torch.equal(found.cpu(), draw_tensor(stored, 7).to(dtype))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (512, 136), (4096, 1030), (14336, 130)])
-def test_linears_of_rounded_weights_multiply_with_what_the_numbers_stand_for(
-    bits: int, inputs: int, outputs: int, device: torch.device
-) -> None:
-    if INTERPRETED and inputs > 512:
-        pytest.skip("too slow for the interpreter")
-    weight = numbers(2 * outputs, inputs, device=device, seed=2) * inputs**-0.5
-    matrix, bias = round_matrix(weight, bits), numbers(2 * outputs, device=device, seed=3)
-    assert matrix.bits == bits
-    dense = matrix.dense()
-    for rows in (1, 2, 17, 100, MAX_FEW + 3):
-        x = numbers(rows, inputs, device=device)
-        expected = linear(x.float(), dense, bias.float())
-        assert error_of(multiply(x, matrix, bias), expected) <= TOLERANCE
-    for tile in FEW_TILES:
-        x = numbers(5, inputs, device=device)
-        assert error_of(multiply(x, matrix, tile=tile), linear(x.float(), dense)) <= TOLERANCE
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("inputs", "outputs"), [(192, 105), (126, 40), (1024, 512), (14336, 130)])
-def test_the_linear_of_a_lone_row_takes_rounded_weights(
-    bits: int, inputs: int, outputs: int, device: torch.device
-) -> None:
-    if INTERPRETED and inputs > 192:
-        pytest.skip("too slow for the interpreter")
-    x, norm = numbers(1, inputs, device=device), numbers(inputs, device=device, seed=1)
-    matrix = round_matrix(numbers(2 * outputs, inputs, device=device, seed=2) * inputs**-0.5, bits)
-    bias, dense = numbers(2 * outputs, device=device, seed=3), matrix.dense()
-    normed = norm_slowly(x, norm, EPS)
-    full = linear(normed, dense, bias.float())
-    for tile in INT4_TILES if bits == 4 else INT8_TILES:
-        gated = lone_linear(x, matrix, bias=bias, norm=norm, eps=EPS, gated=True, tile=tile)
-        assert error_of(gated, silu(full[:, :outputs]) * full[:, outputs:]) <= TOLERANCE
-    residual = numbers(1, 2 * outputs, device=device, seed=4)
-    expected = residual.float() + full
-    lone_linear(x, matrix, bias=bias, norm=norm, eps=EPS, out=residual, adds=True)
-    assert error_of(residual, expected) <= TOLERANCE
-    assert error_of(lone_linear(x, matrix, dtype=torch.float32), linear(x.float(), dense)) <= 1e-3
-
-
-def test_rounding_is_to_the_nearest_and_zeros_stay_zeros(device: torch.device) -> None:
-    weight = numbers(300, 128, device=device).float()
-    weight[7] = 0
-    weight[9, :64] = 0.5  # a group of equal weights
-    eight, four = round_matrix(weight, 8), round_matrix(weight, 4)
-    step = weight.abs().amax(-1, keepdim=True) / 127
-    assert bool(((eight.dense() - weight).abs() <= 0.51 * step + 1e-9).all())
-    groups = weight.view(300, 2, 64)
-    step = (groups.amax(-1) - groups.amin(-1)) / 15
-    # half a step, and what bfloat16 takes of scale and least
-    allowed = 0.55 * step + groups.abs().amax(-1) * 2**-6
-    assert bool(((four.dense() - weight).view(300, 2, 64).abs() <= allowed[..., None] + 1e-9).all())
-    assert not eight.dense()[7].any()
-    assert not four.dense()[7].any()
-    assert torch.equal(four.dense()[9, :64], weight[9, :64])
-    assert (eight.nbytes, four.nbytes) == (300 * 132, 300 * 72)
-    assert round_matrix(weight[:, :40], 4).bits == 8

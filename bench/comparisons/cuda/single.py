@@ -263,7 +263,7 @@ def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KE
             "floor_of_all_bytes_ms": round(stage.weight_bytes / copy / 1e6, 3),
         },
     )
-    # `comparisons.cuda.rounded` measures the linears of rounded kernels.
+    # `comparisons.cuda.forms` measures linears by codes and scales.
     if kernel == KERNEL:
         with torch.inference_mode():
             findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))

@@ -131,7 +131,7 @@ PLAIN = "plain-f32"
 INT8, INT8_Q8, INT8_Q4 = "int8-stored", "int8-q8", "int8-q4"
 # Stages on CUDA: weights and K/V in bfloat16, Convoy's own attention (`model.backends.cuda`).
 CUDA_KERNEL = "cuda-bf16"
-# The same with rounded weights; see `model.backends.cuda.kernels.rounded`.
+# The same with linears rounded as they are loaded, as `convoy quantize` rounds them.
 CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
 # The setting that lets each member choose a kernel, and leaves K/V in the kernel's own dtype.
 AUTO: Final = "auto"
@@ -234,15 +234,14 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             CUDA_INT8,
-            KernelForm("bfloat16", packed=True, bits=8),
+            KernelForm("bfloat16", packed=True, bits=8, group=32, scale_bytes=2),
             ErrorBounds(0.3, 2.0, 0.5),
             kv_dtypes=_CUDA_KV,
             on_cuda=True,
         ),
         Kernel(
             CUDA_INT4,
-            # A scale and a least value in bfloat16.
-            KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise=CUDA_INT8),
+            KernelForm("bfloat16", packed=True, bits=4, group=32, scale_bytes=2, otherwise=CUDA_INT8),
             ErrorBounds(0.3, 20.0, 5.0),
             kv_dtypes=_CUDA_KV,
             on_cuda=True,

@@ -35,6 +35,8 @@ _SCALES = torch.bfloat16
 _LEAST_SCALE = 1e-30
 # numbers rounded at a time: intermediate values fit the processor's cache
 _PIECE_ELEMENTS = 1 << 18
+# the same on a CUDA device, which is occupied by as many
+_DEVICE_ELEMENTS = 1 << 23
 # of the check of compiled code: more groups than a vector has lanes
 _SAMPLE_OUTPUTS, _SAMPLE_INPUTS = 24, 37 * GROUP
 
@@ -91,7 +93,9 @@ def round_matrix(matrix: torch.Tensor, bits: int, weights: torch.Tensor | None =
     finite has an error that is not finite.
     """
     weights = input_weights(matrix) if weights is None else weights
-    found = [_round(rows, weights, bits) for rows in _row_pieces(matrix)]
+    # Groups are rounded by themselves, so the number of rows at a time changes no code.
+    elements = _DEVICE_ELEMENTS if isinstance(matrix, torch.Tensor) and matrix.is_cuda else _PIECE_ELEMENTS
+    found = [_round(rows, weights, bits) for rows in _row_pieces(matrix, elements)]
     return RoundedMatrix(
         torch.cat([one.codes for one in found]),
         torch.cat([one.scales for one in found]),
@@ -108,15 +112,16 @@ def input_weights(matrix: Rows) -> torch.Tensor:
     """
     sums = torch.zeros(matrix.shape[1], dtype=torch.float64)
     for rows in _row_pieces(matrix):
+        sums = sums.to(rows.device)
         sums += _halved_sum(rows.square_().to(torch.float64))
     mean = math.fsum(sums.tolist()) / len(sums)
     return torch.ones(len(sums)) if mean == 0.0 else (sums / mean).to(torch.float32)
 
 
-def _row_pieces(matrix: Rows) -> Iterator[torch.Tensor]:
-    """Yield copies of the rows as float32, some at a time."""
+def _row_pieces(matrix: Rows, elements: int = _PIECE_ELEMENTS) -> Iterator[torch.Tensor]:
+    """Yield copies of the rows as float32, about ``elements`` numbers at a time."""
     outputs, inputs = matrix.shape
-    step = max(1, _PIECE_ELEMENTS // max(1, inputs))
+    step = max(1, elements // max(1, inputs))
     for start in range(0, outputs, step):
         yield matrix[start : start + step].to(torch.float32, copy=True)
 
@@ -137,7 +142,7 @@ def _halved_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _round(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> RoundedMatrix:
-    library = rounding_library(bits)
+    library = None if rows.is_cuda else rounding_library(bits)
     if library is None:
         return round_by_torch(rows, weights, bits)
     return round_by_library(library, rows, weights, bits)
@@ -209,8 +214,8 @@ def round_by_torch(rows: torch.Tensor, weights: torch.Tensor, bits: int) -> Roun
     """
     # The inputs of a group come first, so that all steps run over long rows: [GROUP, outputs, groups].
     groups = rows.reshape(len(rows), -1, GROUP).permute(2, 0, 1).contiguous()
-    weighs = weights.view(-1, GROUP).T.unsqueeze(1).contiguous()
-    plain = _safe(groups.abs().amax(0) / ((1 << (bits - 1)) - 1)).to(_SCALES)
+    weighs = weights.to(rows.device).view(-1, GROUP).T.unsqueeze(1).contiguous()
+    plain = _safe(_divided(groups.abs().amax(0), (1 << (bits - 1)) - 1)).to(_SCALES)
     best = _safe(_search(groups, weighs, bits)).to(_SCALES)
     codes = [_nearest(groups, scales.to(torch.float32), bits) for scales in (plain, best)]
     errors = [
@@ -236,7 +241,7 @@ def _search(groups: torch.Tensor, weighs: torch.Tensor, bits: int) -> torch.Tens
     best, best_gain = torch.zeros_like(greatest), torch.zeros_like(greatest)
     for reach in _REACHES[bits]:
         # the sign puts the greatest magnitude on the negative side, which has one code more
-        _nearest(groups, _safe(greatest / -reach), bits, out=codes)
+        _nearest(groups, _safe(_divided(greatest, -reach)), bits, out=codes)
         cross = _halved_sum(torch.mul(weighted, codes, out=products))
         power = _halved_sum(codes.square_().mul_(weighs))
         # the scale cross / power leaves the weighted square of the values less this
@@ -252,6 +257,11 @@ def _nearest(
 ) -> torch.Tensor:
     half = 1 << (bits - 1)
     return torch.div(groups, scales, out=out).round_().clamp_(-half, half - 1)
+
+
+def _divided(numbers: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return the quotients, each rounded once: CUDA multiplies by the reciprocal of a plain number."""
+    return numbers / torch.full_like(numbers, divisor)
 
 
 def _safe(scales: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ class LibraryDecoder:
             for layer in modules.layers.values():
                 round_linears(layer, bits, source.name)
             if modules.output is not None:
-                modules.output = rounded_linear(modules.output, 8)
+                modules.output = rounded_linear(modules.output, 8, source.name)
         self.weight_bytes = modules.weight_bytes
         self._rotations = _rotations(modules, source.spec.max_context, device, dtype)
 

@@ -1,4 +1,4 @@
-"""Multiply several rows: with the library's product in bfloat16, with our kernels for rounded weights."""
+"""Multiply several rows: with the library's product in bfloat16, with our kernels for codes and scales."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.functional import linear
 
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_int4, few_int8, unpack
-from convoy.model.backends.cuda.kernels.rounded import DeviceMatrix, Matrix, round_matrix
+from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_rows, unpack
+from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
+from convoy.model.backends.cuda.kernels.packing import pack_matrix, round_on_device
 from convoy.model.backends.cuda.kernels.single_row import lone_linear
+from convoy.model.quantize.search import GROUP
 
 # Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
 MAX_FEW = 128
@@ -22,9 +24,8 @@ def multiply(
     if isinstance(weight, torch.Tensor):
         return linear(x, weight, bias)
     if x.shape[0] > MAX_FEW:
-        return linear(x, unpack(weight.numbers, weight.scales, weight.bits, x.dtype), bias)
-    few = few_int8 if weight.bits == 8 else few_int4
-    return few(x, weight.numbers, weight.scales, bias, tile)
+        return linear(x, unpack(weight, x.dtype), bias)
+    return few_rows(x, weight, bias, tile)
 
 
 def multiply_in_parts(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
@@ -35,13 +36,13 @@ def multiply_in_parts(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
 
 
 class DeviceLinear(nn.Module):
-    """Replace a linear of the library's on the device, with rounded weights."""
+    """Replace a linear of the library's on the device, with weights in a form."""
 
     def __init__(self, weight: DeviceMatrix, bias: torch.Tensor | None) -> None:
         super().__init__()
         # Buffers, so that code which counts a module's memory finds them.
-        self.register_buffer("numbers", weight.numbers)
-        self.register_buffer("scales", weight.scales)
+        for number, tensor in enumerate(weight.tensors()):
+            self.register_buffer(f"part_{number}", tensor)
         self.matrix = weight
         self.bias = bias
 
@@ -67,10 +68,13 @@ def round_linears(module: nn.Module, bits: int, name: str) -> None:
     for parent in list(module.modules()):
         for child, part in list(parent.named_children()):
             if type(part) is nn.Linear:
-                setattr(parent, child, rounded_linear(part, bits))
+                setattr(parent, child, rounded_linear(part, bits, name))
 
 
-def rounded_linear(part: nn.Module, bits: int) -> DeviceLinear:
-    """Return the rounded replacement of the linear ``part``."""
+def rounded_linear(part: nn.Module, bits: int, name: str) -> nn.Module:
+    """Return the rounded replacement of the linear ``part``, or ``part`` if its inputs fill no groups."""
     assert isinstance(part, nn.Linear)
-    return DeviceLinear(round_matrix(part.weight.detach(), bits), part.bias)
+    if part.in_features % GROUP:
+        return part
+    stored = round_on_device(part.weight.detach(), bits, f"{name}: a linear")
+    return DeviceLinear(pack_matrix(stored, part.weight.device), part.bias)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
+from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, DeviceRange, Matrix
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
-from convoy.model.backends.cuda.kernels.rounded import GROUP, Matrix
+from convoy.model.backends.cuda.kernels.pointwise import gate
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,10 @@ class Tile:
 TILES = (Tile(2, 1024, 4), Tile(4, 512, 4), Tile(4, 1024, 4), Tile(8, 512, 4), Tile(4, 1024, 8))
 PLAIN_TILE = Tile(4, 1024, 8)
 GATED_TILE = Tile(4, 1024, 4)
-# The candidates for rounded weights.
-INT8_TILES = (Tile(4, 1024, 4), Tile(4, 2048, 4), Tile(8, 2048, 4), Tile(8, 1024, 4), Tile(4, 512, 4))
-INT4_TILES = (Tile(4, 1024, 4), Tile(4, 2048, 4), Tile(8, 1024, 4), Tile(8, 2048, 8), Tile(4, 2048, 8))
-_DEFAULTS = {
-    (16, False): PLAIN_TILE,
-    (16, True): GATED_TILE,
-    (8, False): INT8_TILES[1],
-    (8, True): INT8_TILES[0],
-    (4, False): INT4_TILES[0],
-    (4, True): INT4_TILES[0],
-}
+# The candidates for codes: outputs, units of 16 bytes, warps.
+CODE_TILES = (Tile(8, 64, 2), Tile(4, 128, 4), Tile(4, 32, 1), Tile(8, 32, 1), Tile(8, 128, 4))
+# The outputs from which a warp for each tile is best with 8 bits.
+_MANY_OUTPUTS = 16384
 
 
 def lone_linear(
@@ -65,43 +59,71 @@ def lone_linear(
     ``x`` first. ``gated`` returns silu of the first half of the outputs times the second half. ``adds``
     adds the result to ``out``, which is the residual.
     """
-    num_inputs = x.shape[1]
-    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = weight.shape[0]
+    if gated and isinstance(weight, DeviceMatrix) and len(weight.ranges) > 1:
+        return gate(lone_linear(x, weight, bias=bias, norm=norm, eps=eps, dtype=dtype, tile=tile))
+    num_outputs = outputs // 2 if gated else outputs
     if out is None:
         out = torch.empty(1, num_outputs, dtype=dtype or x.dtype, device=x.device)
-    numbers, scales = (weight, x) if isinstance(weight, torch.Tensor) else (weight.numbers, weight.scales)
-    words = None if isinstance(weight, torch.Tensor) else weight.words()
-    common = {
-        "BIASED": bias is not None, "NORMED": norm is not None, "ADDS": adds, "GATED": gated,
-        "INPUTS": num_inputs, "OUTPUTS": num_outputs,
-    }  # fmt: skip
-    beside = (x if bias is None else bias, x if norm is None else norm, eps)
-    bits = 16 if isinstance(weight, torch.Tensor) else weight.bits
-    tile = (tile or _DEFAULTS[bits, gated]).fitted(num_inputs)
-    common |= {"BLOCK_N": tile.outputs, "num_warps": tile.num_warps}
-    grid = (-(-num_outputs // tile.outputs),)
-    if bits == 4:
-        groups = max(1, tile.inputs // GROUP)
-        lone_int4_kernel[grid](out, x, numbers, scales, *beside, BLOCK_G=groups, HALF=GROUP // 2, **common)
-    elif words is None:
-        lone_linear_kernel[grid](
-            out, x, numbers, scales, *beside, BLOCK_K=tile.inputs, SCALED=bits == 8, **common
+    common = {"BIASED": bias is not None, "NORMED": norm is not None, "ADDS": adds, "GATED": gated}
+    if isinstance(weight, torch.Tensor):
+        beside = (x if bias is None else bias, x if norm is None else norm, eps)
+        plain = (tile or (GATED_TILE if gated else PLAIN_TILE)).fitted(x.shape[1])
+        lone_linear_kernel[-(-num_outputs // plain.outputs),](
+            out, x, weight, *beside, BLOCK_K=plain.inputs, BLOCK_N=plain.outputs, num_warps=plain.num_warps,
+            INPUTS=x.shape[1], OUTPUTS=num_outputs, **common,
         )  # fmt: skip
-    else:
-        lone_int8_kernel[grid](out, x, words, scales, *beside, BLOCK_W=max(1, tile.inputs // 4), **common)
+        return out
+    first = 0
+    for one in weight.ranges:
+        last = first + one.shape[0]
+        own = slice(0, num_outputs) if gated else slice(first, last)
+        _lone_codes(x, one, None if bias is None else bias[first:last], norm, eps, out[:, own], tile, common)
+        first = last
     return out
+
+
+def _code_tile(bits: int, outputs: int, *, gated: bool) -> Tile:
+    if bits == 4:
+        return Tile(4, 128, 4) if gated else Tile(8, 64, 2)
+    if gated:
+        return Tile(4, 32, 1)
+    return Tile(8, 32, 1) if outputs >= _MANY_OUTPUTS else Tile(8, 128, 4)
+
+
+def _lone_codes(
+    x: torch.Tensor,
+    one: DeviceRange,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    tile: Tile | None,
+    common: dict[str, bool],
+) -> None:
+    outputs = out.shape[1]
+    # Pairs of neighbours are read as one word.
+    pairs = x.to(torch.bfloat16).view(torch.int32)
+    norms = pairs if norm is None else norm.to(torch.bfloat16).view(torch.int32)
+    words = one.codes.view(torch.int32)
+    tile = tile or _code_tile(one.bits, outputs, gated=common["GATED"])
+    block = min(tile.inputs, next_power(words.shape[1] // 4))
+    lone_codes_kernel[-(-outputs // tile.outputs),](
+        *(out, pairs, words, *one.arguments, x if bias is None else bias, norms, eps), INPUTS=x.shape[1],
+        OUTPUTS=outputs, BLOCK_N=tile.outputs, BLOCK_U=block, num_warps=tile.num_warps, **one.constants,
+        **common,
+    )  # fmt: skip
 
 
 # fmt: off
 
 
 @kernel
-def lone_linear_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
-                       norm: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
-                       BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
-                       GATED: tl.constexpr) -> None:
-    """Multiply by bfloat16 or plain 8-bit weights. Grid (OUTPUTS / BLOCK_N,)."""
+def lone_linear_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, norm: tl.tensor,
+                       eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+                       ADDS: tl.constexpr, GATED: tl.constexpr) -> None:
+    """Multiply by bfloat16 weights. Grid (OUTPUTS / BLOCK_N,)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = output < OUTPUTS
     first = weight + output.to(tl.int64)[:, None] * INPUTS
@@ -131,105 +153,129 @@ def lone_linear_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: 
     other = found
     if GATED:
         other = tl.sum(ups, 1) * spread
-    if SCALED:
-        found *= tl.load(scales + output, mask=real, other=0.0)
-        if GATED:
-            other *= tl.load(scales + OUTPUTS + output, mask=real, other=0.0)
     _finish(out, found, other, bias, output, real, OUTPUTS, BIASED, ADDS, GATED)
 
 
 @kernel
-def lone_int8_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl.tensor, bias: tl.tensor,
-                     norm: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BIASED: tl.constexpr,
-                     NORMED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr) -> None:
-    """Multiply by 8-bit weights, read four to a word. Grid (OUTPUTS / BLOCK_N,)."""
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = output < OUTPUTS
-    total = tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_W], dtype=tl.float32)
-    width: tl.constexpr = INPUTS // 4
-    first = words + output.to(tl.int64)[:, None] * width
-    for start in range(0, width, BLOCK_W):
-        lane = start + tl.arange(0, BLOCK_W)
-        known = lane < width
-        both = real[:, None] & known[None, :]
-        # The XOR flips each byte's sign bit: the bytes are now unsigned and 128 too large, which is taken off
-        # below.
-        row = tl.load(first + lane[None, :], mask=both, other=0, eviction_policy="evict_first") ^ -2139062144
+def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl.tensor, least: tl.tensor,
+                      outers: tl.tensor, outer_least: tl.tensor, bias: tl.tensor, norm: tl.tensor,
+                      eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BITS: tl.constexpr,
+                      GROUP: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr, OUTER: tl.constexpr,
+                      FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr,
+                      BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
+                      GATED: tl.constexpr) -> None:
+    """Multiply by codes, read as words of 32 bits. Grid (OUTPUTS / BLOCK_N,).
+
+    A unit is 16 inputs with 8 bits, and 32 with 4. A group has whole units, and its scale is applied to the
+    sum of a word's products.
+    """
+    # All tensors are [units, outputs, words]. With other orders or with fewer dimensions, Triton gives the
+    # loads different layouts, and moves numbers between threads.
+    output = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
+    total = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
+    ups = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
+    size: tl.constexpr = 128 // BITS
+    units: tl.constexpr = INPUTS // size
+    within = tl.arange(0, 4)[None, None, :]
+    for start in range(0, units, BLOCK_U):
+        unit = (start + tl.arange(0, BLOCK_U))[:, None, None]
+        known = (unit < units) & (within < 4)
+        real = (output < OUTPUTS) & (unit < units)
+        both = real & known
+        at = words + output.to(tl.int64) * (units * 4) + (unit * 4 + within)
+        row = tl.load(at, mask=both, other=0, eviction_policy="evict_first")
+        part = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
+        amount = tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
+        above, other = row, part
         if GATED:
-            above = tl.load(first + OUTPUTS * width + lane[None, :], mask=both, other=0,
-                            eviction_policy="evict_first") ^ -2139062144
-        for place in tl.static_range(4):
-            some = tl.load(x + lane * 4 + place, mask=known, other=0.0).to(tl.float32)
+            above = tl.load(at + OUTPUTS * units * 4, mask=both, other=0, eviction_policy="evict_first")
+        # Two neighbours of ``x`` are one word too: the upper half of it is already a float32 number.
+        for place in tl.static_range(4 if BITS == 4 else 2):
+            lane = unit * 16 + place * 4 + within if BITS == 4 else unit * 8 + within * 2 + place
+            low, high = _halves(tl.load(x + lane, mask=known, other=0))
             if NORMED:
-                squares += some * some
-                some *= tl.load(norm + lane * 4 + place, mask=known, other=0.0).to(tl.float32)
-            total += (_whole((row >> (8 * place)) & 255) - 128.0) * some[None, :]
+                squares += low * low + high * high
+                some, more = _halves(tl.load(norm + lane, mask=known, other=0))
+                low *= some
+                high *= more
+            amount += low + high
+            part = _products(part, row, low, high, place, BITS, FLOATS)
             if GATED:
-                ups += (_whole((above >> (8 * place)) & 255) - 128.0) * some[None, :]
-    spread = 1.0
-    if NORMED:
-        spread = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-    found = tl.sum(total, 1) * spread * tl.load(scales + output, mask=real, other=0.0)
-    other = found
-    if GATED:
-        other = tl.sum(ups, 1) * spread * tl.load(scales + OUTPUTS + output, mask=real, other=0.0)
-    _finish(out, found, other, bias, output, real, OUTPUTS, BIASED, ADDS, GATED)
-
-
-@kernel
-def lone_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
-                     norm: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, HALF: tl.constexpr, BIASED: tl.constexpr,
-                     NORMED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr) -> None:
-    """Multiply by 4-bit weights, packed as in `kernels.rounded`. Grid (OUTPUTS / BLOCK_N,)."""
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = output < OUTPUTS
-    within = tl.arange(0, HALF)
-    total = tl.zeros([BLOCK_N, BLOCK_G, HALF], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_G, HALF], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_G, HALF], dtype=tl.float32)
-    groups: tl.constexpr = INPUTS // (2 * HALF)
-    for start in range(0, groups, BLOCK_G):
-        group = start + tl.arange(0, BLOCK_G)
-        lane = group[:, None] * (2 * HALF) + within[None, :]
-        known = (group < groups)[:, None] & (within < HALF)[None, :]
-        low = tl.load(x + lane, mask=known, other=0.0).to(tl.float32)
-        high = tl.load(x + lane + HALF, mask=known, other=0.0).to(tl.float32)
-        if NORMED:
-            squares += low * low + high * high
-            low *= tl.load(norm + lane, mask=known, other=0.0).to(tl.float32)
-            high *= tl.load(norm + lane + HALF, mask=known, other=0.0).to(tl.float32)
-        total += _int4_products(weight, scales, output, real, group, within, low, high, groups, HALF)
+                other = _products(other, above, low, high, place, BITS, FLOATS)
+        total += _scaled(part, amount, scales, least, outers, outer_least, output, unit, real, size, units,
+                         BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
         if GATED:
-            ups += _int4_products(weight, scales, output + OUTPUTS, real, group, within, low, high, groups,
-                                  HALF)
+            ups += _scaled(other, amount, scales, least, outers, outer_least, output + OUTPUTS, unit, real,
+                           size, units, BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
     spread = 1.0
     if NORMED:
-        spread = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INPUTS + eps)
-    found = tl.sum(tl.sum(total, 2), 1) * spread
-    other = found
+        spread = tl.rsqrt(tl.sum(squares) / INPUTS + eps)
+    found = tl.sum(tl.sum(total, 2), 0) * spread
+    beside = found
     if GATED:
-        other = tl.sum(tl.sum(ups, 2), 1) * spread
-    _finish(out, found, other, bias, output, real, OUTPUTS, BIASED, ADDS, GATED)
+        beside = tl.sum(tl.sum(ups, 2), 0) * spread
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    _finish(out, found, beside, bias, output, output < OUTPUTS, OUTPUTS, BIASED, ADDS, GATED)
 
 
 @kernel
-def _int4_products(weight: tl.tensor, scales: tl.tensor, output: tl.tensor, real: tl.tensor,
-                   group: tl.tensor, within: tl.tensor, low: tl.tensor, high: tl.tensor,
-                   GROUPS: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """Return [BLOCK_N, BLOCK_G, HALF]: the sum of the two products of each byte."""
-    at = output.to(tl.int64)[:, None] * GROUPS + group[None, :]
-    both = real[:, None] & (group < GROUPS)[None, :]
-    scale = tl.load(scales + at * 2, mask=both, other=0.0).to(tl.float32)
-    least = tl.load(scales + at * 2 + 1, mask=both, other=0.0).to(tl.float32)
-    packed = tl.load(weight + at[:, :, None] * HALF + within[None, None, :], mask=both[:, :, None], other=0,
-                     eviction_policy="evict_first").to(tl.int32)
-    # Each byte holds inputs that lie 32 apart, so both halves load runs of ``x``.
-    found = _whole(packed & 15) * low[None, :, :] + _whole(packed >> 4) * high[None, :, :]
-    return found * scale[:, :, None] + (low + high)[None, :, :] * least[:, :, None]
+def _products(part: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, place: tl.constexpr,
+              BITS: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
+    """Add the products of two codes of each word to the sums."""
+    if BITS == 4:
+        # Codes stay where they are in the word, and ``x`` takes the power of two.
+        part += _whole(row & (15 << (4 * place))) * (low * (1.0 / (1 << (4 * place))))
+        part += _whole((row >> 16) & (15 << (4 * place))) * (high * (1.0 / (1 << (4 * place))))
+    else:
+        part += _byte(row, 2 * place, FLOATS) * low
+        part += _byte(row, 2 * place + 1, FLOATS) * high
+    return part
+
+
+@kernel
+def _scaled(part: tl.tensor, amount: tl.tensor, scales: tl.tensor, least: tl.tensor, outers: tl.tensor,
+            outer_least: tl.tensor, output: tl.tensor, unit: tl.tensor, known: tl.tensor, SIZE: tl.constexpr,
+            UNITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+            LEAST: tl.constexpr, OUTER: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
+    """Apply scales and least numbers to sums of words, [BLOCK_U, BLOCK_N, 4]."""
+    groups: tl.constexpr = UNITS * SIZE // GROUP
+    group = unit * SIZE // GROUP
+    at = output.to(tl.int64) * groups + group
+    scale = tl.load(scales + at, mask=known, other=0).to(tl.float32)
+    if OUTER:
+        outer = output.to(tl.int64) * (groups // OUTER) + group // OUTER
+        scale *= tl.load(outers + outer, mask=known, other=0.0).to(tl.float32)
+    # The bytes of whole numbers were read as 128 too large.
+    part -= amount * (ZERO + (128.0 if BITS == 8 and not FLOATS else 0.0))
+    if LEAST == 2:
+        part -= amount * tl.load(least + at, mask=known, other=0).to(tl.float32)
+    part *= scale
+    if LEAST == 1:
+        added = tl.load(least + at, mask=known, other=0).to(tl.float32)
+        if OUTER:
+            added *= tl.load(outer_least + outer, mask=known, other=0.0).to(tl.float32)
+        part += amount * added
+    return part
+
+
+@kernel
+def _halves(pair: tl.tensor) -> tl.tensor:
+    """Return the two bfloat16 numbers of int32 words as float32, the lower first."""
+    return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _byte(words: tl.tensor, place: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
+    """Return a byte of each word as float32: an int8 number and 128, or a number of float8 (E4M3)."""
+    if FLOATS:
+        byte = words >> (8 * place)
+        bits = (byte & 127) << 20 | (byte & 128) << 24
+        # The exponent's bias is 7, and that of float32 127.
+        found = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        found = _whole(((words >> (8 * place)) & 255) ^ 128)
+    return found
 
 
 @kernel

@@ -1,4 +1,8 @@
-"""Hold a stage's weights on the device in bfloat16, with each layer's tensors joined into few matrices."""
+"""Hold a stage's weights on the device, with each layer's tensors joined into few matrices.
+
+Linears keep the codes and scales of a quantised file where `kernels.packing` has a layout for its form. All
+other weights are in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.kernels.rounded import DeviceMatrix, Matrix, round_matrix
+from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
+from convoy.model.backends.cuda.kernels.packing import has_layout, pack_matrix, round_on_device
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 from convoy.model.checkpoints.checkpoint import map_tensor
-from convoy.model.checkpoints.read_tensor import unpack_into
+from convoy.model.checkpoints.read_tensor import read_kept, unpack_into
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
 from convoy.model.checkpoints.tied import check_tied
+from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.weights import Stored
+from convoy.model.quantize.parts import matrix_parts, require_rounded
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.registry import FAMILIES
 from convoy.wire.messages.control import StageAssignment
@@ -65,7 +73,7 @@ class StageWeights:
     layers: dict[int, DeviceLayerWeights]
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
-    # `lm_head`. With tied embeddings that are not rounded it is the embedding itself.
+    # `lm_head`. With tied embeddings it is the embedding itself.
     head: Matrix | None
     eps: float
     bytes_read: int
@@ -79,9 +87,9 @@ class StageWeights:
 
 
 def tensors_of(part: Matrix | None) -> list[torch.Tensor]:
-    """Return the tensors that hold ``part``: two for a rounded matrix, none for None."""
+    """Return the tensors that hold ``part``: codes and scales of a matrix in a form, none for None."""
     if isinstance(part, DeviceMatrix):
-        return [part.numbers, part.scales]
+        return part.tensors()
     return [] if part is None else [part]
 
 
@@ -96,8 +104,8 @@ def load_weights(
 ) -> StageWeights:
     """Read or draw only the tensors of the assignment. Layers in ``kept`` are used again.
 
-    ``bits`` is 8 or 4 for rounded linears, and 0 leaves them in bfloat16. With either, `lm_head` is
-    rounded to 8. ``slices`` selects one rank's part of each tensor; None takes all of it.
+    ``bits`` is 8 or 4 for linears that are rounded as `convoy quantize` rounds them, and 0 leaves them as
+    they are. ``slices`` selects one rank's part of each tensor; None takes all of it.
 
     The model must be one for which `why_not_ours` returns None. Raises ModelError for a span outside the
     model, and for missing, misshapen or unreadable tensors.
@@ -108,6 +116,8 @@ def load_weights(
             f"{source.name} has layers 0 to {spec.num_layers - 1}, "
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
+    if bits:
+        require_rounded(source, bits)
     reader = ConfigReader(source.config, source.name)
     loader = _Loader(source, device, progress, assignment, bits, slices)
     layers = {} if kept is None else dict(kept.layers)
@@ -194,13 +204,50 @@ class _Loader:
 
     def head(self, embedding: torch.Tensor | None, *, tied: bool) -> Matrix:
         """Return `lm_head`, which may be the ``embedding``."""
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        whole = self.whole(name) if embedding is None else embedding
-        return round_matrix(whole, 8) if self._bits else whole
+        if tied:
+            return self.whole("model.embed_tokens.weight") if embedding is None else embedding
+        return self._matrix(["lm_head.weight"])
 
     def _matrix(self, names: list[str]) -> Matrix:
-        whole = self._joined(names)
-        return round_matrix(whole, self._bits) if self._bits else whole
+        """Return the named matrices, one below the other, in the form in which they stay."""
+        found: list[DeviceMatrix] = []
+        for name in names:
+            one = self._rounded(name) if self._bits else self._kept(name)
+            if one is None:
+                # Joined matrices are multiplied as one, so all are unpacked if one is.
+                return self._joined(names)
+            found.append(one)
+        return DeviceMatrix.joined([one for matrix in found for one in matrix.ranges])
+
+    def _kept(self, name: str) -> DeviceMatrix | None:
+        """Return a matrix in the form of its file, or None where the card has no layout for it."""
+        whole = self._source.layout.made.get(name)
+        if whole is None or not whole.kept_bytes:
+            return None
+        stored = read_kept(self._source, name)
+        stored = stored if self._slices is None else self._slices.take(name, stored)
+        if not isinstance(stored, StoredMatrix) or not has_layout(stored):
+            return None
+        self._count(sum(part.num_bytes for part in whole.parts.values()))
+        return pack_matrix(stored, self._device)
+
+    def _rounded(self, name: str) -> DeviceMatrix | None:
+        """Return a matrix rounded on the device, or None for one that stays as it is."""
+        described = self._source.layout.made.get(name) or self._source.tensors.get(name)
+        if described is None:
+            return None
+        (part,) = matrix_parts(self._source, name, described.shape, self._bits)
+        if not part.bits:
+            return None
+        made = self._source.layout.made.get(name)
+        # Values are those of the reader, which other members round too.
+        dtype = torch.float32 if made is None else getattr(torch, made.dtype)
+        whole = torch.empty(described.shape, dtype=dtype, device=self._device)
+        self._fill_whole(whole, name)
+        rounded: Stored = round_on_device(whole, part.bits, f"{self._source.name}: {name}")
+        rounded = rounded if self._slices is None else self._slices.take(name, rounded)
+        assert isinstance(rounded, StoredMatrix)
+        return pack_matrix(rounded, self._device)
 
     def _biases(self, linears: list[str]) -> torch.Tensor | None:
         names = [f"{name}.bias" for name in linears]
