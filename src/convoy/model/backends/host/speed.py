@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from convoy.model.device import HOST, check_device
+from convoy.model.backends.mlx.machine import measure_mlx
+from convoy.model.device import HOST, MLX, check_device
 from convoy.model.library import importing
 from convoy.plan.speed import Speed
 
@@ -23,7 +24,7 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
-    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On a CUDA
+    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On MLX and on a CUDA
     device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
     launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
@@ -37,6 +38,8 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
         with _threads(num_threads):
             speed = measure_layers(kernel, num_threads)
             return in_form(speed, form) if form else speed
+    if device == MLX:
+        return measure_mlx()
     return _measure_products(check_device(device))
 
 
