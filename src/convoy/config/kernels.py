@@ -264,7 +264,9 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             MLX_F32,
             KernelForm("float32"),
-            ErrorBounds(2e-5, 2e-5, 2e-5),
+            # MLX's exponentials on a CPU are off by up to 2.7e-6 of their value, torch's by 1.2e-6.
+            # Seen: 2.5e-5.
+            ErrorBounds(2e-5, 5e-5, 2e-5),
             kv_dtypes=("f32",),
             on_mlx=True,
         ),

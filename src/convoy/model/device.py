@@ -51,7 +51,7 @@ def runs_on(device: str, kernel: str) -> bool:
 
 
 def kernel_on(device: str, kernel: str) -> str:
-    """Return the device's kernel for the requested ``kernel``. Raises UsageError for one of hosts alone."""
+    """Return the device's kernel for the requested one. Raises UsageError for one of hosts alone."""
     if not runs_on(device, kernel):
         raise UsageError(
             f"kernel {kernel} does not run on {_kind_of(device)}",

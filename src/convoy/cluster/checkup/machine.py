@@ -175,7 +175,7 @@ def check_speed(
 
 
 def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]:
-    """List MLX and the CUDA devices of this machine, and check that the one of [model] device is among them."""
+    """List MLX and the CUDA devices of this machine, and check that [model] device is among them."""
     import torch
 
     from convoy.errors import UsageError

@@ -260,9 +260,7 @@ def _kernels(question: PlanQuestion, members: PlanMembers) -> dict[str, str]:
         return dict.fromkeys(names, _host_kernel(asked) if device == _HOST else _device_kernel(device, asked))
     of_hosts = EXACT if asked == AUTO else asked
     kinds = members.kinds
-    return {
-        name: of_hosts if kinds[name] == _HOST else _device_kernel(kinds[name], asked) for name in names
-    }
+    return {name: of_hosts if kinds[name] == _HOST else _device_kernel(kinds[name], asked) for name in names}
 
 
 def _host_kernel(asked: str) -> str:

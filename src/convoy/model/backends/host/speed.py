@@ -24,8 +24,8 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
-    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On MLX and on a CUDA
-    device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
+    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On MLX or CUDA
+    it measures products alone, a lone row's and a prefill's: decodes are captured there, so
     launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
     """

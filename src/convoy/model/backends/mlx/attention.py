@@ -1,4 +1,4 @@
-"""Compute attention for the rows of a step: prefill chunks one by one, decodes together where it costs little.
+"""Compute attention for the rows of a step: prefill chunks one by one, decodes together where that is cheap.
 
 A call of MLX takes sequences of one length. Shorter ones are padded with their own last key, which a mask
 hides, so that no sequence reads another's memory.
@@ -79,7 +79,8 @@ def slots_of(blocks: Sequence[int], first: int, end: int, block_size: int) -> Sl
     positions = np.arange(first, end)
     runs, offsets = np.divmod(positions, block_size)
     table = np.asarray(blocks, dtype=np.int64)
-    return (table[runs % len(blocks)] * block_size + offsets).astype(np.int32)
+    found: Slots = (table[runs % len(blocks)] * block_size + offsets).astype(np.int32)
+    return found
 
 
 def batches_of(decodes: Sequence[tuple[int, Slots]]) -> Iterator[list[tuple[int, Slots]]]:

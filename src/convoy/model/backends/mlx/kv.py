@@ -35,7 +35,9 @@ class MlxKvStore(KvStore):
             spec, layers, dtype, "in MLX's memory", block_size=block_size, require_tags=require_tags
         )
         self._dtype = DTYPES[dtype]
-        self._groups = {layer: index for index, group in enumerate(spec.cache_groups) for layer in group.layers}
+        self._groups = {
+            layer: index for index, group in enumerate(spec.cache_groups) for layer in group.layers
+        }
         self.pools: dict[int, LayerPool] = {}
 
     def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, GroupBatch]:

@@ -45,7 +45,7 @@ def memory_bytes() -> int:
 
 
 def describe() -> str:
-    """Return the processor on which MLX computes, such as ``mlx (Apple M3)`` or ``mlx (AMD EPYC, no GPU)``."""
+    """Return where MLX computes, such as ``mlx (Apple M3)`` or ``mlx (AMD EPYC, no GPU)``."""
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name", "unknown"))

@@ -52,7 +52,7 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     half = cos.shape[-1]
     wide = x.astype(mx.float32)
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    turned = mx.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
+    turned = mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned.astype(x.dtype)
 
 
@@ -98,9 +98,7 @@ def _llama3(
     return np.where(between, smooth, scaled).astype(np.float32)
 
 
-def _number(
-    source: ModelSource, rope: Mapping[str, object], key: str, default: float | None = None
-) -> float:
+def _number(source: ModelSource, rope: Mapping[str, object], key: str, default: float | None = None) -> float:
     """Return a number above 0 of the rotation, or of config.json itself. Raises ModelError."""
     value = rope.get(key, source.config.get(key, default))
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

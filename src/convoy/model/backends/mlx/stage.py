@@ -142,7 +142,7 @@ class MlxStage:
     def _give_up_weights(
         self, source: ModelSource, options: StageOptions
     ) -> tuple[StageWeights | None, OwnerThread | None]:
-        """End this stage; return its weights, and their thread, if a stage with these options can use them."""
+        """End this stage; return its weights and their thread if a stage with these options can use them."""
         weights = self._weights
         same = (source.digest, source.path) == (self.model_digest, self._path)
         if weights is None or not same or options.kernel != self.options.kernel:
@@ -241,23 +241,23 @@ class MlxStage:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weights = self._weights
-        assert weights is not None and weights.head is not None, "`_checked` was not asked"
+        assert weights is not None, "`_checked` was not asked"
+        assert weights.head is not None, "`_checked` was not asked"
         if not len(hidden):
             return torch.empty(0, self.vocab_size)
         return to_torch(weights.head.multiply(self._final(hidden)).astype(mx.float32))
 
     def _final(self, hidden: torch.Tensor) -> mx.array:
         weights = self._weights
-        assert weights is not None and weights.norm is not None, "`_checked` was not asked"
+        assert weights is not None, "`_checked` was not asked"
+        assert weights.norm is not None, "`_checked` was not asked"
         return mx.fast.rms_norm(to_mlx(hidden, self._dtype), weights.norm, weights.eps)
 
 
 def _check_options(options: StageOptions) -> None:
     """Raise ModelError for a kernel, or a dtype of K/V, that no stage on MLX has."""
     if options.kernel not in MLX_KERNELS:
-        raise ModelError(
-            f"kernel {options.kernel!r} does not run on mlx, expected {', '.join(MLX_KERNELS)}"
-        )
+        raise ModelError(f"kernel {options.kernel!r} does not run on mlx, expected {', '.join(MLX_KERNELS)}")
     own = kv_form(options.kernel).name
     if options.kv_dtype not in {AUTO, own}:
         raise ModelError(

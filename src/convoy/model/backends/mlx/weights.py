@@ -287,9 +287,7 @@ class _Loader:
         parts = {role: to_mlx(map_tensor(part)) for role, part in whole.parts.items()}
         if isinstance(whole, AffineRows):
             scales, biases = (self._scale(parts[role]) for role in ("scales", "biases"))
-            found = CodedMatrix(
-                parts["weight"], scales, biases, whole.group_size, whole.bits, "affine"
-            )
+            found = CodedMatrix(parts["weight"], scales, biases, whole.group_size, whole.bits, "affine")
         else:
             assert isinstance(whole, RowFloats), "`check_supported` was not asked"
             codes, scales = parts["weight"], parts["scales"]
