@@ -86,14 +86,10 @@ def requirements_of(project: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the requirements for users, all extras included, and those for contributors."""
     table = project["project"]
     extras = table["optional-dependencies"]
+    apart = {DEV_EXTRA, *APART.values()}
     users = [
         *table["dependencies"],
-        *(
-            line
-            for name, lines in extras.items()
-            if name not in {DEV_EXTRA, *APART.values()}
-            for line in lines
-        ),
+        *(line for name, lines in extras.items() if name not in apart for line in lines),
     ]
     return users, [*extras[DEV_EXTRA], *project["build-system"]["requires"], *EDITABLE_BUILD]
 

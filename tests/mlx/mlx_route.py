@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from convoy.cluster.running import RunningCluster
-from convoy.config.kernels import MLX_F32, PLAIN
-from convoy.model.backends.mlx.machine import why_no_mlx
+from convoy.config.kernels import MLX_KERNELS
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.mlx_device import why_no_mlx
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.options import head_options, load_head
 from survival.losing import NUM_TOKENS, PARAMS, Stream, Survival, wait_for
@@ -21,13 +21,13 @@ NUM_REQUESTS = 16
 MODEL = "demo"
 
 
-@pytest.fixture
-def route() -> Iterator[Survival]:
+@pytest.fixture(params=["plain-f32", "auto"])
+def route(request: pytest.FixtureRequest) -> Iterator[Survival]:
     """Run a head and gamma on hosts, beta and delta on MLX."""
     options = LocalOptions(
         4,
         ["0:2,output", "3:5", "6:8", "9:11"],
-        kernel="plain-f32",
+        kernel=request.param,
         num_threads=1,
         engine={"num_blocks": 512},
         device="cpu,mlx",
@@ -73,7 +73,8 @@ def kinds_of(route: Survival) -> dict[str, str]:
 
 
 def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_killed(route: Survival) -> None:
-    assert kinds_of(route) == {"alpha": PLAIN, "beta": MLX_F32, "gamma": PLAIN, "delta": MLX_F32}
+    kinds = kinds_of(route)
+    assert [kind in MLX_KERNELS for kind in kinds.values()] == [False, True, False, True]
     expected = finish(start(route, b"whole"))
     streams = start(route, b"lost")
     wait_for(lambda: all(len(stream.tokens) >= 10 for stream in streams))
@@ -84,8 +85,8 @@ def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_killed(route: Surviva
     found = finish(streams)
     stats = route.cluster.engine.stats()
     assert stats.recoveries == 2
-    assert kinds_of(route) == {"alpha": PLAIN, "delta": MLX_F32}
-    changed = sum(one != other for one, other in zip(found, expected, strict=True))
-    print(f"{changed} of {NUM_REQUESTS} texts differ from those without a loss; near ties: {stats.near_ties}")
-    # Rows of another step may round in another way, but only a reported near tie changes a text.
+    assert kinds_of(route) == {name: kinds[name] for name in ("alpha", "delta")}
+    # Rows of another step may round in another way. Only greedy texts, the even ones, tell of near ties.
+    changed = sum(one != other for one, other in zip(found[::2], expected[::2], strict=True))
+    print(f"{changed} of {NUM_REQUESTS // 2} greedy texts differ; near ties: {stats.near_ties}")
     assert changed <= stats.near_ties

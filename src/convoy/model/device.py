@@ -20,7 +20,7 @@ from convoy.config.kernels import (
     on_device,
 )
 from convoy.errors import ModelError, UsageError
-from convoy.model.backends.mlx import machine as mlx
+from convoy.model import mlx_device
 from convoy.plan.memory.memory import CUDA_MEMORY_SHARE
 
 _DOCTOR = "`convoy doctor` shows this machine's devices"
@@ -93,10 +93,10 @@ def _joined(wish: str) -> list[str]:
 def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
     """Return the devices for ``wish``.
 
-    ``wish`` is auto, cpu, mlx, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or cuda:0+cuda:1 for
-    ranks. auto means the first CUDA device, if there is one and the requested kernel does not run on hosts
-    alone. Raises UsageError for an invalid device, a device that this machine lacks, and a ``kernel`` that
-    does not run there.
+    ``wish`` is auto, cpu, mlx, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or
+    cuda:0+cuda:1 for ranks. auto means the first CUDA device, if there is one and the requested kernel does
+    not run on hosts alone. Raises UsageError for an invalid device, a device that this machine lacks, and a
+    ``kernel`` that does not run there.
     """
     if wish == AUTO:
         on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
@@ -108,8 +108,8 @@ def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
         return (HOST,)
     if names == [MLX]:
         kernel_on(MLX, kernel)
-        if reason := mlx.why_no_mlx():
-            raise UsageError(f"device is {MLX}, and {reason}", hint=mlx.INSTALL)
+        if reason := mlx_device.why_no_mlx():
+            raise UsageError(f"device is {MLX}, and {reason}", hint=mlx_device.INSTALL)
         return (MLX,)
     if HOST in names or MLX in names:
         raise UsageError(
@@ -151,7 +151,8 @@ def split_devices(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if len(names) > _MAX_DEVICES or not all(_DEVICE.match(name) for name in names):
         raise UsageError(
-            f"device is {text[:80]!r}, expected auto, cpu, mlx, cuda, cuda:N, or at most {_MAX_DEVICES} cuda:N"
+            f"device is {text[:80]!r}, expected auto, cpu, mlx, cuda, cuda:N, "
+            f"or at most {_MAX_DEVICES} cuda:N"
         )
     return names
 
@@ -169,7 +170,7 @@ def why_no_cuda() -> str:
 def device_memory_bytes(devices: tuple[str, ...]) -> int:
     """Return the bytes that MLX, or CUDA devices together, have for a member: most of their free memory."""
     if devices == (MLX,):
-        return mlx.memory_bytes()
+        return mlx_device.memory_bytes()
     return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * CUDA_MEMORY_SHARE)
 
 
@@ -178,7 +179,7 @@ def describe_devices(devices: tuple[str, ...]) -> str:
     if devices == (HOST,):
         return HOST
     if devices == (MLX,):
-        return mlx.describe()
+        return mlx_device.describe()
     kinds = [torch.cuda.get_device_name(torch.device(name)) for name in devices]
     if len(set(kinds)) == 1:
         return f"{','.join(devices)} ({kinds[0]})"

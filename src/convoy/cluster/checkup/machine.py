@@ -179,7 +179,6 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
     import torch
 
     from convoy.errors import UsageError
-    from convoy.model.backends.mlx.machine import why_no_mlx
     from convoy.model.device import (
         MLX,
         choose_devices,
@@ -187,6 +186,7 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
         device_memory_bytes,
         why_no_cuda,
     )
+    from convoy.model.mlx_device import why_no_mlx
 
     reason = why_no_cuda()
     for number in range(0 if reason else torch.cuda.device_count()):

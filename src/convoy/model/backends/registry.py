@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from convoy.errors import ModelError
-from convoy.model.backends.mlx import machine
+from convoy.model import mlx_device
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
 from convoy.model.device import CUDA, HOST, MLX
@@ -112,8 +112,8 @@ def _load_mlx(
     progress: LoadProgress | None,
     before: LoadedStage | None,
 ) -> LoadedStage:
-    if reason := machine.why_no_mlx():
-        raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=machine.INSTALL)
+    if reason := mlx_device.why_no_mlx():
+        raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=mlx_device.INSTALL)
     # It needs mlx.
     from convoy.model.backends.mlx.stage import MlxStage
 

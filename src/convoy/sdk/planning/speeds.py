@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import EXACT, on_device
+from convoy.config.kernels import CUDA_KERNELS, EXACT, PLAIN, on_device
 from convoy.errors import UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -99,10 +99,14 @@ class Measurements:
         for offer in offers:
             if offer.name in told:
                 continue
-            if on_device(offer.kernel) and self.here.device == _HOST:
+            if offer.kernel in CUDA_KERNELS and self.here.device == _HOST:
                 told[offer.name] = _of_card()
                 continue
-            speed = self._measured(offer.kernel, form if offer.kernel == EXACT and not offer.unpacks else "")
+            # A Mac that need not run yet is taken to be as fast as this machine in float32.
+            far = on_device(offer.kernel) and self.here.device == _HOST
+            speed = self._measured(
+                PLAIN if far else offer.kernel, form if offer.kernel == EXACT and not offer.unpacks else ""
+            )
             is_here = self.here.all_members or offer.name == self.here.name
             told[offer.name] = speed if is_here else dataclasses.replace(speed, assumed=_AS_HERE)
         return told

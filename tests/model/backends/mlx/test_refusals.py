@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from convoy.errors import ModelError, UsageError
-from convoy.model.backends.mlx import machine
+from convoy.model import mlx_device
 from convoy.model.backends.registry import load_stage
 from convoy.model.device import MLX, choose_devices, deal_devices
 from convoy.model.stage import StageOptions
@@ -31,7 +31,7 @@ def test_another_version_of_mlx_is_refused_with_both_bounds(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
-    assert machine.why_no_mlx() == f"mlx is {version}, expected 0.32 or later and below 0.33"
+    assert mlx_device.why_no_mlx() == f"mlx is {version}, expected 0.32 or later and below 0.33"
 
 
 def test_mlx_stands_alone_in_a_member_and_takes_no_kernel_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from convoy.errors import ModelError, PlanError
-from convoy.model.backends.mlx import machine
+from convoy.model import mlx_device
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
@@ -18,8 +18,8 @@ from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import Quantise, gptq, mlx, write
 from support.tiny_models import Chain, Models
 
-if machine.why_no_mlx():
-    pytest.skip(f"{machine.why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
+if mlx_device.why_no_mlx():
+    pytest.skip(f"{mlx_device.why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
 
 import mlx.core as mx
 from mlx_lm.utils import load_model

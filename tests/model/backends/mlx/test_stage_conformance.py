@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from convoy.config.kernels import MLX_KERNELS
-from convoy.model.backends.mlx.machine import why_no_mlx
 from convoy.model.backends.registry import load_stage
+from convoy.model.mlx_device import why_no_mlx
 from convoy.model.stage import LoadedStage, StageOptions
 from support.stage_conformance import SOURCE, WHOLE, LoadedStageConformance
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from convoy.model.backends.mlx.machine import measure_mlx
 from convoy.model.device import HOST, MLX, check_device
 from convoy.model.library import importing
+from convoy.model.mlx_device import measure_mlx
 from convoy.plan.speed import Speed
 
 # A matrix larger than a cache.
@@ -24,9 +24,9 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
-    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On MLX or CUDA
-    it measures products alone, a lone row's and a prefill's: decodes are captured there, so
-    launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
+    a word of `config.kernels.KEPT_FORMS`, linears are those of exact mode over files in that form. On MLX or
+    CUDA it measures products alone, a lone row's and a prefill's: decodes are captured there, so launches
+    cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
     """
     if device == HOST:

@@ -38,7 +38,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class GroupBatch:
+class AttentionBatch:
     """Hold what the layers of one cache group need of a step."""
 
     # Where the rows' keys and values go, [T].
@@ -50,7 +50,7 @@ class GroupBatch:
 
 def describe_group(
     rows: Sequence[tuple[Row, BlockTable]], group: int, block_size: int, window: int | None
-) -> GroupBatch:
+) -> AttentionBatch:
     """Return the places and calls of checked ``rows``, whose queries follow each other in a step."""
     written, calls, order = [], [], []
     decodes: list[tuple[int, Slots]] = []
@@ -71,7 +71,7 @@ def describe_group(
         calls.append(_decode(order[-1], [slots for _, slots in batch]))
     places = np.concatenate(order)
     back = None if np.array_equal(places, np.arange(at)) else mx.array(np.argsort(places))
-    return GroupBatch(mx.array(np.concatenate(written)), tuple(calls), back)
+    return AttentionBatch(mx.array(np.concatenate(written)), tuple(calls), back)
 
 
 def slots_of(blocks: Sequence[int], first: int, end: int, block_size: int) -> Slots:
@@ -100,7 +100,7 @@ def batches_of(decodes: Sequence[tuple[int, Slots]]) -> Iterator[list[tuple[int,
         yield batch
 
 
-def attend(q: mx.array, keys: mx.array, values: mx.array, batch: GroupBatch, scale: float) -> mx.array:
+def attend(q: mx.array, keys: mx.array, values: mx.array, batch: AttentionBatch, scale: float) -> mx.array:
     """Return the attention of ``q`` [T, heads, dim] over pools [kv_heads, places, dim]: [T, heads * dim]."""
     found = []
     for call in batch.calls:

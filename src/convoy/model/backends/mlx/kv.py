@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from convoy.model.backends.mlx.arrays import DTYPES, to_mlx, to_torch
-from convoy.model.backends.mlx.attention import GroupBatch, describe_group
-from convoy.model.backends.mlx.layer import LayerPool
+from convoy.model.backends.mlx.attention import AttentionBatch, describe_group
+from convoy.model.backends.mlx.layer import MlxPool
 from convoy.model.kv.pools import BlockTable
 from convoy.model.kv.span_kv import KvStore
 from convoy.plan.spec.model import ModelSpec
@@ -38,9 +38,9 @@ class MlxKvStore(KvStore):
         self._groups = {
             layer: index for index, group in enumerate(spec.cache_groups) for layer in group.layers
         }
-        self.pools: dict[int, LayerPool] = {}
+        self.pools: dict[int, MlxPool] = {}
 
-    def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, GroupBatch]:
+    def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, AttentionBatch]:
         """Return the batch of each layer, for checked ``rows``."""
         found = {
             index: describe_group(rows, index, self._block_size, self._spec.cache_groups[index].window)
@@ -82,7 +82,7 @@ class MlxKvStore(KvStore):
             group = self._spec.cache_groups[index]
             shape = (group.num_kv_heads, num_blocks[index] * self._block_size, group.head_dim)
             # Zeros, so that places never written hold finite numbers.
-            pool = LayerPool(mx.zeros(shape, self._dtype), mx.zeros(shape, self._dtype))
+            pool = MlxPool(mx.zeros(shape, self._dtype), mx.zeros(shape, self._dtype))
             mx.eval(pool.keys, pool.values)
             self.pools[layer] = pool
 

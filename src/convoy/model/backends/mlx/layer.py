@@ -1,7 +1,7 @@
 """Compute a decoder layer: a norm, attention, a norm and a gated MLP, with a residual sum behind either.
 
-The layers are ours, over `mlx.core`, and not the classes of `mlx_lm`. Those take sequences of one length and
-own their caches. Here all rows of a step share each product, at positions of their own (docs/apple.md).
+The layers are ours, over MLX's arrays, and not the classes of `mlx_lm`. Those take sequences of one length
+and own their caches. Here all rows of a step share each product, at positions of their own (docs/apple.md).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 from torch import nn
 
-from convoy.model.backends.mlx.attention import GroupBatch, attend
+from convoy.model.backends.mlx.attention import AttentionBatch, attend
 from convoy.model.backends.mlx.rotation import Rotation, rotate
-from convoy.model.backends.mlx.weights import LayerWeights
+from convoy.model.backends.mlx.weights import MlxLayerWeights
 
 
 @dataclass
-class LayerPool:
+class MlxPool:
     """Hold one layer's keys and values, [kv_heads, places, head_dim].
 
     No other reference to either array is kept: MLX writes in place only then, and copies the pool otherwise.
@@ -26,7 +26,7 @@ class LayerPool:
     keys: mx.array
     values: mx.array
 
-    def write(self, batch: GroupBatch, keys: mx.array, values: mx.array) -> None:
+    def write(self, batch: AttentionBatch, keys: mx.array, values: mx.array) -> None:
         """Write the step's keys and values, [T, kv_heads, head_dim]."""
         self.keys[:, batch.written] = keys.transpose(1, 0, 2)
         self.values[:, batch.written] = values.transpose(1, 0, 2)
@@ -35,13 +35,13 @@ class LayerPool:
 class MlxLayer(nn.Module):
     """Compute one layer. It is a torch module, as `LoadedStage.layers` says, without parameters of torch."""
 
-    def __init__(self, weights: LayerWeights, head_dim: int, eps: float) -> None:
+    def __init__(self, weights: MlxLayerWeights, head_dim: int, eps: float) -> None:
         super().__init__()
         self._weights = weights
         self._head_dim = head_dim
         self._eps = eps
 
-    def forward(self, x: mx.array, pool: LayerPool, batch: GroupBatch, rotation: Rotation) -> mx.array:
+    def forward(self, x: mx.array, pool: MlxPool, batch: AttentionBatch, rotation: Rotation) -> mx.array:
         """Return the layer's result for ``x`` [T, hidden_size]."""
         own = self._weights
         normed = mx.fast.rms_norm(x, own.input_norm, self._eps)

@@ -15,10 +15,10 @@ from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.backends.mlx.arrays import DTYPES, OwnerThread, to_mlx, to_torch
 from convoy.model.backends.mlx.kv import MlxKvStore
 from convoy.model.backends.mlx.layer import MlxLayer
-from convoy.model.backends.mlx.machine import memory_bytes
 from convoy.model.backends.mlx.rotation import RotationTable
-from convoy.model.backends.mlx.weights import StageWeights, check_supported, load_weights
+from convoy.model.backends.mlx.weights import MlxWeights, check_supported, load_weights
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.mlx_device import memory_bytes
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_hidden, check_tokens, select_rows
@@ -46,7 +46,7 @@ class MlxStage:
         source: ModelSource,
         assignment: StageAssignment,
         options: StageOptions,
-        weights: StageWeights,
+        weights: MlxWeights,
         owner: OwnerThread,
     ) -> None:
         spec = source.spec
@@ -64,7 +64,7 @@ class MlxStage:
         self.bytes_read = weights.bytes_read
         self._path = source.path
         self._dtype = DTYPES[dtype]
-        self._weights: StageWeights | None = weights
+        self._weights: MlxWeights | None = weights
         self._owner = owner
         head_dim = spec.cache_groups[0].head_dim
         self._layers = {
@@ -141,7 +141,7 @@ class MlxStage:
 
     def _give_up_weights(
         self, source: ModelSource, options: StageOptions
-    ) -> tuple[StageWeights | None, OwnerThread | None]:
+    ) -> tuple[MlxWeights | None, OwnerThread | None]:
         """End this stage; return its weights and their thread if a stage with these options can use them."""
         weights = self._weights
         same = (source.digest, source.path) == (self.model_digest, self._path)
@@ -267,7 +267,7 @@ def _check_options(options: StageOptions) -> None:
 
 
 def _check_room(
-    source: ModelSource, assignment: StageAssignment, kernel: str, kept: StageWeights | None
+    source: ModelSource, assignment: StageAssignment, kernel: str, kept: MlxWeights | None
 ) -> None:
     """Raise PlanError for a stage whose weights MLX's memory does not hold beside those that are kept."""
     needed = source.spec.weight_bytes(

@@ -113,7 +113,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class MlxLayerWeights:
     """Hold one decoder layer: attention and a gated MLP, with a norm before either."""
 
     input_norm: mx.array
@@ -139,10 +139,10 @@ class LayerWeights:
 
 
 @dataclass
-class StageWeights:
+class MlxWeights:
     """Hold a stage's weights. Parts that the stage does not own are None."""
 
-    layers: dict[int, LayerWeights]
+    layers: dict[int, MlxLayerWeights]
     embedding: Matrix | None
     norm: mx.array | None
     head: Matrix | None
@@ -198,8 +198,8 @@ def load_weights(
     assignment: StageAssignment,
     dtype: str,
     progress: LoadProgress | None = None,
-    kept: StageWeights | None = None,
-) -> StageWeights:
+    kept: MlxWeights | None = None,
+) -> MlxWeights:
     """Read only the tensors of the assignment. Layers in ``kept`` are used again.
 
     Raises ModelError for a span outside the model, and for missing or unreadable tensors.
@@ -225,7 +225,7 @@ def load_weights(
         head = embedding if tied and embedding is not None else loader.matrix(own)
     eps = ConfigReader(source.config, source.name).get("rms_norm_eps")
     eps = float(eps) if isinstance(eps, int | float) else 1e-6
-    return StageWeights(layers, embedding, norm, head, eps, loader.bytes_read)
+    return MlxWeights(layers, embedding, norm, head, eps, loader.bytes_read)
 
 
 class _Loader:
@@ -249,10 +249,10 @@ class _Loader:
         self._total = sum(stored.num_bytes for stored in owned)
         self.bytes_read = 0
 
-    def layer(self, number: int) -> LayerWeights:
+    def layer(self, number: int) -> MlxLayerWeights:
         prefix = f"model.layers.{number}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        return LayerWeights(
+        return MlxLayerWeights(
             input_norm=self.plain(f"{prefix}input_layernorm.weight"),
             q=self._linear(f"{attention}q_proj"),
             k=self._linear(f"{attention}k_proj"),
