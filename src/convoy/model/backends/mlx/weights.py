@@ -275,14 +275,17 @@ class _Loader:
                 hint="a shard is missing or the directory is of another model",
             )
         found = to_mlx(read_tensor(self._source, stored), self._dtype)
-        self._count([found], self._source.tensors[stored].num_bytes)
+        whole = self._source.layout.made.get(stored)
+        parts = [self._source.tensors[stored]] if whole is None else whole.parts.values()
+        self._count([found], sum(part.num_bytes for part in parts))
         return found
 
     def matrix(self, module: str) -> Matrix:
         """Return the matrix of ``module``, with its codes if it has any."""
         name = f"{module}.weight"
         whole = self._source.layout.made.get(self._names.get(name, ""))
-        if whole is None:
+        # Embeddings are rounded to the dtype of their scales, so codes do not tell their float32 values.
+        if whole is None or (self._dtype == mx.float32 and whole.dtype != "float32"):
             return PlainMatrix(self.plain(name))
         parts = {role: to_mlx(map_tensor(part)) for role, part in whole.parts.items()}
         if isinstance(whole, AffineRows):
