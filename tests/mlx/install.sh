@@ -1,6 +1,5 @@
 #!/bin/sh
-# MLX of requirements-mlx.lock, and mlx-lm, into the environment whose Python is $1. Exit 3 with a reason where MLX
-# has no wheel.
+# Install MLX and mlx-lm for the Python $1. Exit 3 with a reason where MLX has no wheel.
 set -u
 log=$(mktemp)
 if "$1" -m pip install -q --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
