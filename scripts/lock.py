@@ -5,10 +5,11 @@ holds the tools of contributors and the build backend. ``requirements-cuda.lock`
 a CUDA build of torch needs; ``make setup`` installs it beside such a build. ``requirements-cpu.lock`` names
 the CPU build of torch, which ``make setup`` takes wherever pip is told of an index that has it.
 ``requirements-docs.lock`` holds everything that ``make docs`` installs, into an environment of its own.
+``requirements-mlx.lock`` holds MLX, which has wheels for few systems; ``make test-mlx`` installs it.
 
     python scripts/lock.py              resolve anew; a pinned version stays as long as it fits
     python scripts/lock.py --upgrade    resolve anew, with the newest versions
-    python scripts/lock.py --docs       resolve anew what the documentation needs, and nothing else
+    python scripts/lock.py --docs       resolve anew what the documentation and MLX need, and nothing else
     python scripts/lock.py --check      compare the locks with pyproject.toml; needs no network
 
 The package index does not hold CPU builds of torch. ``--add-wheel FILE`` adds the hash of one to
@@ -36,10 +37,12 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[1]
 LOCK, DEV_LOCK = "requirements.lock", "requirements-dev.lock"
 CUDA_LOCK, CPU_LOCK = "requirements-cuda.lock", "requirements-cpu.lock"
-DOCS_LOCK = "requirements-docs.lock"
-LOCKS = (LOCK, DEV_LOCK, CUDA_LOCK, CPU_LOCK, DOCS_LOCK)
+DOCS_LOCK, MLX_LOCK = "requirements-docs.lock", "requirements-mlx.lock"
+LOCKS = (LOCK, DEV_LOCK, CUDA_LOCK, CPU_LOCK, DOCS_LOCK, MLX_LOCK)
 CPU_BUILD = "torch"
-DEV_EXTRA, DOCS_EXTRA = "dev", "docs"
+DEV_EXTRA = "dev"
+# The extras with a lock of their own, by its name.
+APART = {DOCS_LOCK: "docs", MLX_LOCK: "mlx"}
 # The editable install of the project needs this beside the build backend.
 EDITABLE_BUILD = ("editables",)
 CUDA_ONLY = re.compile(r"(?:nvidia-|cuda-|triton\b)")
@@ -83,16 +86,17 @@ def requirements_of(project: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the requirements for users, all extras included, and those for contributors."""
     table = project["project"]
     extras = table["optional-dependencies"]
+    apart = {DEV_EXTRA, *APART.values()}
     users = [
         *table["dependencies"],
-        *(line for name, lines in extras.items() if name not in {DEV_EXTRA, DOCS_EXTRA} for line in lines),
+        *(line for name, lines in extras.items() if name not in apart for line in lines),
     ]
     return users, [*extras[DEV_EXTRA], *project["build-system"]["requires"], *EDITABLE_BUILD]
 
 
-def docs_requirements_of(project: Mapping[str, Any]) -> list[str]:
-    """Return the requirements for the documentation site."""
-    return list(project["project"]["optional-dependencies"][DOCS_EXTRA])
+def apart_requirements_of(project: Mapping[str, Any], lock: str) -> list[str]:
+    """Return the requirements of an extra with a lock of its own."""
+    return list(project["project"]["optional-dependencies"][APART[lock]])
 
 
 def digest_of(project: Mapping[str, Any]) -> str:
@@ -101,9 +105,9 @@ def digest_of(project: Mapping[str, Any]) -> str:
     return _digest([project["project"]["requires-python"], sorted(users), sorted(developers)])
 
 
-def docs_digest_of(project: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of everything in pyproject.toml that the documentation's lock follows from."""
-    return _digest([project["project"]["requires-python"], sorted(docs_requirements_of(project))])
+def apart_digest_of(project: Mapping[str, Any], lock: str) -> str:
+    """Return the SHA-256 of everything in pyproject.toml that an extra's own lock follows from."""
+    return _digest([project["project"]["requires-python"], sorted(apart_requirements_of(project, lock))])
 
 
 def _digest(parts: Sequence[Any]) -> str:
@@ -122,7 +126,7 @@ def problems(project: Mapping[str, Any], root: Path) -> list[str]:
     if found:
         return found
     for name in LOCKS:
-        digest = docs_digest_of(project) if name == DOCS_LOCK else digest_of(project)
+        digest = apart_digest_of(project, name) if name in APART else digest_of(project)
         text = _text(root / name)
         if f"{DIGEST_PREFIX}{digest}" not in text.splitlines():
             found.append(f"{name} was made from other dependencies than pyproject.toml has now")
@@ -132,7 +136,8 @@ def problems(project: Mapping[str, Any], root: Path) -> list[str]:
     users, developers = requirements_of(project)
     found += unmet(users, locks[LOCK], LOCK)
     found += unmet(developers, {**locks[LOCK], **locks[DEV_LOCK]}, DEV_LOCK)
-    found += unmet(docs_requirements_of(project), locks[DOCS_LOCK], DOCS_LOCK)
+    for name in APART:
+        found += unmet(apart_requirements_of(project, name), locks[name], name)
     return found
 
 
@@ -191,7 +196,8 @@ def cpu_build(pin: Pin, old: Pin | None, wheels: Iterable[Path]) -> Pin:
 def write_locks(project: Mapping[str, Any], root: Path, *, upgrade: bool, wheels: Sequence[Path]) -> None:
     """Resolve the dependencies and write the lock files."""
     locks = read_locks(root)
-    cpu, _ = locks.pop(CPU_LOCK), locks.pop(DOCS_LOCK)
+    cpu = locks.pop(CPU_LOCK)
+    locks = {name: pins for name, pins in locks.items() if name not in APART}
     preferred = {} if upgrade else {name: pin for pins in locks.values() for name, pin in pins.items()}
     python = _oldest_python(project)
     users, developers = requirements_of(project)
@@ -212,16 +218,16 @@ def write_locks(project: Mapping[str, Any], root: Path, *, upgrade: bool, wheels
         _write(root / name, digest_of(project), held)
 
 
-def write_docs_lock(project: Mapping[str, Any], root: Path, *, upgrade: bool) -> None:
-    """Resolve the documentation's requirements and write its lock.
+def write_apart_lock(project: Mapping[str, Any], root: Path, lock: str, *, upgrade: bool) -> None:
+    """Resolve the requirements of an extra with a lock of its own, and write that.
 
     Packages of the other locks keep their versions.
     """
     locks = read_locks(root)
-    old = [DOCS_LOCK] if not upgrade else []
+    old = [lock] if not upgrade else []
     preferred = {name: pin for file in (*old, DEV_LOCK, LOCK) for name, pin in locks[file].items()}
-    pins = resolve(docs_requirements_of(project), _oldest_python(project), preferred)
-    _write(root / DOCS_LOCK, docs_digest_of(project), list(pins.values()))
+    pins = resolve(apart_requirements_of(project, lock), _oldest_python(project), preferred)
+    _write(root / lock, apart_digest_of(project, lock), list(pins.values()))
 
 
 def _oldest_python(project: Mapping[str, Any]) -> str:
@@ -237,7 +243,7 @@ def _write(file: Path, digest: str, pins: Sequence[Pin]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write or check the lock files.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a lock is not current")
-    parser.add_argument("--docs", action="store_true", help="resolve for the documentation only")
+    parser.add_argument("--docs", action="store_true", help="resolve only for documentation and MLX")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     parser.add_argument("--add-wheel", type=Path, action="append", default=[], metavar="FILE")
     args = parser.parse_args()
@@ -245,7 +251,8 @@ def main() -> int:
     if not args.check and not args.docs:
         write_locks(project, ROOT, upgrade=args.upgrade, wheels=args.add_wheel)
     if not args.check:
-        write_docs_lock(project, ROOT, upgrade=args.upgrade)
+        for name in APART:
+            write_apart_lock(project, ROOT, name, upgrade=args.upgrade)
     found = problems(project, ROOT)
     for line in found:
         print(f"error: {line}", file=sys.stderr)

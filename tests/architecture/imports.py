@@ -51,6 +51,8 @@ RESERVED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
 }
+# Outside package -> the only packages and modules that may import it.
+WITHIN: dict[str, tuple[str, ...]] = {"mlx": ("convoy.model.backends.mlx.", "convoy.model.mlx_device")}
 # Codec module of msgspec -> rooms beside wire/ that may use it. HTTP bodies are JSON, and config/ only makes
 # decoders to resolve types.
 CODECS: dict[str, frozenset[str]] = {
@@ -208,11 +210,13 @@ def _circles(graph: dict[str, dict[str, str]]) -> list[list[str]]:
 
 
 def reserved_imports(modules: list[Module]) -> list[str]:
-    """Return outside packages imported in a room that they are not meant for."""
+    """Return outside packages imported in a room, or a package, that they are not meant for."""
     found = set()
     for module in modules:
         for item in imports_of(module):
             package = item.target.split(".")[0]
+            if package in WITHIN and not module.name.startswith(WITHIN[package]):
+                found.add(f"{module.place}:{item.line}: {package} belongs in {' and '.join(WITHIN[package])}")
             if package in RESERVED and module.room not in RESERVED[package]:
                 found.add(
                     f"{module.place}:{item.line}: {package} belongs in {_rooms(RESERVED[package])} "

@@ -8,7 +8,7 @@ from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part
 from convoy.cluster.options import HeadOptions
 from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, form_of
 from convoy.errors import UsageError
-from convoy.model.device import kernel_on_cuda
+from convoy.model.device import kernel_on
 from convoy.wire.messages.control import Hello
 
 
@@ -32,10 +32,10 @@ def test_a_prompt_is_cut_into_long_chunks_only_where_every_stage_is_on_a_device(
 
 def test_what_is_asked_of_hosts_is_on_a_device_what_it_has_in_its_place() -> None:
     asked = ("auto", "exact-q8", "exact-q4")
-    assert [kernel_on_cuda(name) for name in asked] == [CUDA_KERNEL, CUDA_INT8, CUDA_INT4]
+    assert [kernel_on("cuda:0", name) for name in asked] == [CUDA_KERNEL, CUDA_INT8, CUDA_INT4]
     for name in ("exact-f32", "plain-f32", "int8-q8"):
         with pytest.raises(UsageError, match="does not run on cuda"):
-            kernel_on_cuda(name)
+            kernel_on("cuda:0", name)
 
 
 def test_members_on_devices_run_each_its_own_kernel_beside_hosts() -> None:

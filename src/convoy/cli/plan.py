@@ -29,8 +29,8 @@ DevicesFlag = Annotated[
     list[str] | None,
     typer.Option(
         "--device",
-        help="NAME=cuda:24GB or NAME=cpu:16GB: a member on a machine that need not run yet, with its whole "
-        "memory; the first is the head.",
+        help="NAME=cuda:24GB, NAME=mlx:16GB or NAME=cpu:16GB: a member on a machine that need not run "
+        "yet, with its whole memory; the first is the head.",
     ),
 ]
 PolicyFlag = Annotated[Path | None, option("cluster", "policy")]

@@ -398,14 +398,14 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster, *, verbose: bool) -> None:
-    from convoy.config.kernels import CUDA_KERNELS, EXACT
+    from convoy.config.kernels import EXACT, on_device
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
 
     active = cluster.head.active_plan
     assert active is not None
-    if not {active.plan.kernel, *active.plan.kernels}.isdisjoint(CUDA_KERNELS):
+    if any(map(on_device, {active.plan.kernel, *active.plan.kernels})):
         if verbose:
-            print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
+            print_note("stages on CUDA or MLX round, so a split equals the whole to their rounding only")
     elif active.plan.kernel != EXACT and settings.model.kernel == "auto":
         here = why_not_exact(settings.model.num_threads) or "another member refuses it"
         print_note(f"not in exact mode, so a split equals the whole to rounding only: {here}")

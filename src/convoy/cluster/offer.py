@@ -13,10 +13,11 @@ from convoy.cluster.options import MemberOptions
 from convoy.config.kernels import (
     AUTO,
     CUDA_KERNEL,
-    CUDA_KERNELS,
     EXACT,
     EXACT_KERNELS,
     KERNELS,
+    form_of,
+    on_device,
     quantized_kernel,
 )
 from convoy.errors import Incompatible
@@ -28,7 +29,7 @@ from convoy.model.device import (
     choose_devices,
     describe_devices,
     device_memory_bytes,
-    kernels_on_cuda,
+    kernels_on,
 )
 from convoy.model.kernels.registry import own_form
 from convoy.plan.memory.memory import MEMORY_SHARE
@@ -47,7 +48,7 @@ def make_hello(options: MemberOptions) -> Hello:
     """
     devices = choose_devices(options.device, options.kernel)
     on_host = devices == (HOST,)
-    kernels = [] if on_host else kernels_on_cuda(options.kernel)
+    kernels = [] if on_host else kernels_on(devices[0], options.kernel)
     kernels = kernels or available_kernels(options.kernel, num_threads=options.num_threads)
     exact = next((kernel for kernel in kernels if kernel in EXACT_KERNELS), None)
     return Hello(
@@ -86,21 +87,21 @@ def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
 def agree_kernels(
     hellos: Mapping[str, Hello], head: str, in_use: Collection[str] = frozenset()
 ) -> dict[str, str]:
-    """Return the kernel of each member: members on CUDA have their own, and all hosts have one.
+    """Return the kernel of each member: members on devices have their own, and all hosts have one.
 
     ``in_use`` are the kernels of earlier plans: only the same host kernel continues its texts unchanged.
     Raises `Incompatible`, naming the member and the kernel that it lacks.
     """
-    on_cuda = _on_cuda(hellos, head)
-    on_hosts = [name for name in hellos if name not in on_cuda]
+    on_devices = _on_devices(hellos, head)
+    on_hosts = [name for name in hellos if name not in on_devices]
     of_hosts = next((kernel for kernel in in_use if not on_device(kernel)), None)
     if in_use and not any(map(on_device, in_use)) and of_hosts is not None:
         _require(of_hosts, hellos)
-    elif on_cuda:
+    elif on_devices:
         insists = next((name for name in on_hosts if hellos[name].kernels == [EXACT]), None)
         if insists is not None:
             raise _no_kernel(EXACT, insists, hellos)
-    chosen = dict(on_cuda)
+    chosen = dict(on_devices)
     if on_hosts:
         lead = head if head in on_hosts else on_hosts[0]
         hosts = {name: hellos[name] for name in on_hosts}
@@ -110,8 +111,8 @@ def agree_kernels(
     return chosen
 
 
-def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
-    """Return the kernel of each member on CUDA: rounded like the head's weights, if it offers that."""
+def _on_devices(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
+    """Return the kernel of each member on a device: rounded like the head's weights, if it offers that."""
     led = hellos[head].kernels[0] if head in hellos else CUDA_KERNEL
     quantize = KERNELS[led].quantize if led in KERNELS else ""
     wanted = CUDA_KERNEL
@@ -125,13 +126,8 @@ def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
     return {name: wanted if wanted in kernels else kernels[0] for name, kernels in offered.items()}
 
 
-def on_device(kernel: str) -> bool:
-    """Return whether a kernel is one of CUDA's."""
-    return kernel in CUDA_KERNELS
-
-
 def can_take_part(hello: Hello, in_use: Collection[str]) -> bool:
-    """Return whether a member runs one of ``in_use``. Any does if that is empty or has a CUDA kernel."""
+    """Return whether a member runs one of ``in_use``. Any does if that is empty or has a device's kernel."""
     return not in_use or any(on_device(kernel) or kernel in hello.kernels for kernel in in_use)
 
 
@@ -180,10 +176,11 @@ def _no_kernel(kernel: str, lead: str, hellos: Mapping[str, Hello]) -> Incompati
 def agree_dtype(hellos: Mapping[str, Hello], head: str, kernels: Collection[str]) -> str:
     """Return the type in which hidden states cross links.
 
-    It is bfloat16 if a stage on CUDA rounds them to that anyway, else the head's first choice. Raises
+    It is bfloat16 if a stage on a device rounds them to that anyway, else the head's first choice. Raises
     `Incompatible` naming both.
     """
-    wanted = "bfloat16" if any(map(on_device, kernels)) else hellos[head].dtypes[0]
+    rounds = any(on_device(kernel) and form_of(kernel).dtype == "bfloat16" for kernel in kernels)
+    wanted = "bfloat16" if rounds else hellos[head].dtypes[0]
     for name, hello in hellos.items():
         if wanted not in hello.dtypes:
             raise Incompatible(

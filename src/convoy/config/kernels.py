@@ -111,6 +111,8 @@ class Kernel:
     ranks_library: float | None = None
     # Whether stages run it on CUDA; the others run on hosts.
     on_cuda: bool = False
+    # Whether stages run it on MLX.
+    on_mlx: bool = False
     # Whether a row's bits depend on its own sequence alone, and so on no cut between layers.
     steady: bool = False
     # The word of --quantize that asks for it.
@@ -133,6 +135,8 @@ INT8, INT8_Q8, INT8_Q4 = "int8-stored", "int8-q8", "int8-q4"
 CUDA_KERNEL = "cuda-bf16"
 # The same with linears rounded as they are loaded, as `convoy quantize` rounds them.
 CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
+# Stages on MLX (`model.backends.mlx`): activations and K/V in either dtype, quantised matrices as stored.
+MLX_BF16, MLX_F32 = "mlx-bf16", "mlx-f32"
 # The setting that lets each member choose a kernel, and leaves K/V in the kernel's own dtype.
 AUTO: Final = "auto"
 # The words of --quantize, and of the formats of `convoy quantize`.
@@ -246,6 +250,25 @@ KERNELS: dict[str, Kernel] = {
             kv_dtypes=_CUDA_KV,
             on_cuda=True,
         ),
+        Kernel(
+            MLX_BF16,
+            KernelForm("bfloat16", keeps=True),
+            # As on CUDA.
+            ErrorBounds(0.3, 0.3, 0.15),
+            expert_bounds=ErrorBounds(0.5, 5.0, 0.3),
+            kv_dtypes=("bf16",),
+            on_mlx=True,
+        ),
+        # A matrix of halves is held in float32. The plan counts codes as if they were, too.
+        Kernel(
+            MLX_F32,
+            KernelForm("float32"),
+            # MLX's exponentials on a CPU are off by up to 2.7e-6 of their value, torch's by 1.2e-6.
+            # Seen: 2.5e-5.
+            ErrorBounds(2e-5, 5e-5, 2e-5),
+            kv_dtypes=("f32",),
+            on_mlx=True,
+        ),
     )
 }
 # The forms of files that kernels with ``keeps`` have compiled code for. The names are those of
@@ -262,8 +285,9 @@ KEPT_FORMS = frozenset(
         *(f"gguf:{name}" for name in ("IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")),
     )
 )
-HOST_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.on_cuda)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
+MLX_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_mlx)
+HOST_KERNELS = tuple(name for name in KERNELS if name not in CUDA_KERNELS + MLX_KERNELS)
 # Kernels of hosts that round rows to 8 bits.
 INT8_KERNELS = tuple(name for name in HOST_KERNELS if KERNELS[name].compute == "int8")
 # Kernels of exact mode: they multiply by linears in the form of the file, or in that of `convoy quantize`.
@@ -299,8 +323,8 @@ def host_kernels_text() -> str:
 
 
 def on_device(kernel: str) -> bool:
-    """Return whether stages run the kernel on CUDA."""
-    return kernel in CUDA_KERNELS
+    """Return whether stages run the kernel on a device: on CUDA or on MLX."""
+    return kernel in CUDA_KERNELS + MLX_KERNELS
 
 
 def form_of(word: str) -> KernelForm:
@@ -348,7 +372,7 @@ def computing_kernel(
 def quantized_kernel(kernel: str, quantize: str) -> str:
     """Return the kernel like ``kernel`` that holds weights as the word of --quantize says."""
     host = QUANTIZED[quantize]
-    if on_device(kernel):
+    if kernel in CUDA_KERNELS:
         return KERNELS[host].cuda_name
     return computing_kernel(host, "int8") if kernel in INT8_KERNELS else host
 

@@ -240,9 +240,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         Name,
         Setting(
             "the device that computes",
-            ": `auto`, `cpu`, `cuda`, `cuda:N` or several: see [devices](#devices)",
+            ": `auto`, `cpu`, `mlx`, `cuda`, `cuda:N` or several: see [devices](#devices)",
             flag=Flag(
-                "auto, cpu, cuda, cuda:N, several cuda:N with commas; for ranks cpu+cpu or cuda:0+cuda:1."
+                "auto, cpu, mlx, cuda, cuda:N, several cuda:N with commas; "
+                "for ranks cpu+cpu or cuda:0+cuda:1."
             ),
         ),
     ] = "auto"

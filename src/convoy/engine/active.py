@@ -128,14 +128,14 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
                 num_generated += self._advance(owner, row, drafts, of_row)
         return num_generated
 
-    def mark_replayed_inexact(self) -> None:
+    def mark_replayed_inexact(self, near_tie: float) -> None:
         """Mark sequences with generated tokens as replayed on stages that are not bit-exact.
 
-        Near-ties are logged from now on.
+        From now on, positions are logged whose two best tokens are closer than ``near_tie``.
         """
         spoken = [sequence for sequence in self._owners if sequence.num_generated]
         for sequence in spoken:
-            sequence.replayed_inexact = True
+            sequence.near_tie = max(sequence.near_tie, near_tie, NEAR_TIE)
         if spoken:
             _log.warning(
                 "%d running texts continue on stages that are not bit-exact with the previous ones",
@@ -203,7 +203,7 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         if num_near_ties and sequence.num_near_ties == num_near_ties:
             text = "near_tie: two tokens within %g at position %d of a text that was run again after a loss; "
             text += "from there on it may differ from what it would have been"
-            _log.warning(text, NEAR_TIE, len(sequence.tokens) - 1)
+            _log.warning(text, sequence.near_tie, len(sequence.tokens) - 1)
 
 
 def _constrained(scheduled: Scheduled) -> Iterator[tuple[Matcher, tuple[int, ...]]]:

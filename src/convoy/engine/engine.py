@@ -404,7 +404,7 @@ class Engine:
                     one for one in self._repeated_failures.suspects if one in self._live
                 )
             if not recovered.same_bits:
-                self._live.mark_replayed_inexact()
+                self._live.mark_replayed_inexact(recovered.near_tie)
             self._progress.recoveries += not isinstance(cause, Replan)
             self._progress.other_stages()
             self._woken = True

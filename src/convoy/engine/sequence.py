@@ -46,8 +46,8 @@ class Sequence:
     tokens: list[int] = field(init=False)
     # The most tokens that there is room for after a loss.
     wall: int = field(init=False, default=sys.maxsize)
-    # Whether it was replayed by stages that compute other bits.
-    replayed_inexact: bool = field(init=False, default=False)
+    # The distance of the two best tokens below which they tie, where stages with other bits replayed it.
+    near_tie: float = field(init=False, default=0.0)
     # Near-ties since then; see `engine.requests.near_tie`.
     num_near_ties: int = field(init=False, default=0)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)

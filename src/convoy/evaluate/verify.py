@@ -21,6 +21,7 @@ from convoy.config.kernels import (
     AUTO,
     EXACT_KERNELS,
     KERNELS,
+    MLX_F32,
     PLAIN,
     ErrorBounds,
     QuantizeFormat,
@@ -223,7 +224,7 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
     On these the library's float32 may be wrong. Only for the kernels of float32, with K/V of float32.
     """
     if (
-        options.kernel not in {*EXACT_KERNELS, PLAIN}
+        options.kernel not in {*EXACT_KERNELS, PLAIN, MLX_F32}
         or kv_form(options.kernel, options.kv_dtype).name != "f32"
     ):
         return

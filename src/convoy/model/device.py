@@ -1,4 +1,4 @@
-"""Choose the devices on which a member computes: this host, or its CUDA devices, with their free memory."""
+"""Choose the devices on which a member computes: this host, MLX, or CUDA devices, with their free memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import re
 
 import torch
 
-from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, KERNELS
+from convoy.config.kernels import (
+    AUTO,
+    CUDA_KERNEL,
+    CUDA_KERNELS,
+    KERNELS,
+    MLX_BF16,
+    MLX_F32,
+    MLX_KERNELS,
+    PLAIN,
+    on_device,
+)
 from convoy.errors import ModelError, UsageError
+from convoy.model import mlx_device
 from convoy.plan.memory.memory import CUDA_MEMORY_SHARE
 
 _DOCTOR = "`convoy doctor` shows this machine's devices"
 
 HOST = "cpu"
 CUDA = "cuda"
+MLX = "mlx"
 # separates the devices of one member's ranks, which share every layer
 RANKS = "+"
 # the CUDA kernel for each kernel that may be requested; kernels that are missing run on the host alone
@@ -24,30 +36,40 @@ _ON_CUDA = {
     **{name: kernel.cuda_name for name, kernel in KERNELS.items() if kernel.cuda_name},
     **{name: name for name in CUDA_KERNELS},
 }
+# the same on MLX
+_ON_MLX = {AUTO: MLX_BF16, PLAIN: MLX_F32, **{name: name for name in MLX_KERNELS}}
+_KERNELS = {CUDA: _ON_CUDA, MLX: _ON_MLX}
+# those offered for "auto", best first
+_OFFERED = {CUDA: CUDA_KERNELS, MLX: MLX_KERNELS}
 _MAX_DEVICES = 16
-_DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
+_DEVICE = re.compile(r"(?:cpu|mlx|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
 
 
-def runs_on_cuda(kernel: str) -> bool:
-    """Tell whether ``kernel`` may be requested of a stage on CUDA."""
-    return kernel in _ON_CUDA
+def runs_on(device: str, kernel: str) -> bool:
+    """Tell whether ``kernel`` may be requested of a stage on ``device``, which is not the host."""
+    return kernel in _KERNELS[_kind_of(device)]
 
 
-def kernel_on_cuda(kernel: str, asked_by: str = "[model] kernel") -> str:
-    """Return the CUDA kernel for the requested ``kernel``.
+def kernel_on(device: str, kernel: str, asked_by: str = "[model] kernel") -> str:
+    """Return the device's kernel for the requested ``kernel``.
 
     Raises UsageError for one of hosts alone. Its hint names ``asked_by``, the flag or key with the kernel.
     """
-    if not runs_on_cuda(kernel):
+    if not runs_on(device, kernel):
         raise UsageError(
-            f"kernel {kernel} does not run on cuda", hint=f"leave out {asked_by}, or compute on cpu"
+            f"kernel {kernel} does not run on {_kind_of(device)}",
+            hint=f"leave out {asked_by}, or compute on cpu",
         )
-    return _ON_CUDA[kernel]
+    return _KERNELS[_kind_of(device)][kernel]
 
 
-def kernels_on_cuda(kernel: str) -> list[str]:
-    """Return the kernels that a member on CUDA offers for the requested ``kernel``, best first."""
-    return list(CUDA_KERNELS) if kernel == AUTO else [kernel_on_cuda(kernel)]
+def kernels_on(device: str, kernel: str) -> list[str]:
+    """Return the kernels that a member on ``device`` offers for the requested ``kernel``, best first."""
+    return list(_OFFERED[_kind_of(device)]) if kernel == AUTO else [kernel_on(device, kernel)]
+
+
+def _kind_of(device: str) -> str:
+    return re.split("[:,+]", device)[0]
 
 
 def stage_device(wish: str, kernel: str = AUTO) -> str:
@@ -62,7 +84,8 @@ def _joined(wish: str) -> list[str]:
     """Return the devices of one member's ranks. Raises UsageError for devices that cannot be joined."""
     names = [name.strip() for name in wish.split(RANKS)]
     known = all(_DEVICE.match(name) for name in names)
-    if not known or len(names) > _MAX_DEVICES or (HOST in names and set(names) != {HOST}):
+    mixed = HOST in names and set(names) != {HOST}
+    if not known or len(names) > _MAX_DEVICES or mixed or MLX in names:
         raise UsageError(
             f"device is {wish[:80]!r}: ranks of one member are joined on the host or on CUDA devices, "
             "such as cpu+cpu or cuda:0+cuda:1"
@@ -73,25 +96,30 @@ def _joined(wish: str) -> list[str]:
 def choose_devices(wish: str, kernel: str = AUTO, asked_by: str = "[model] kernel") -> tuple[str, ...]:
     """Return the devices for ``wish``.
 
-    ``wish`` is auto, cpu, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or cuda:0+cuda:1 for
-    ranks. auto means the first CUDA device, if there is one and the requested kernel does not run on hosts
-    alone. Raises UsageError for an invalid device, a device that this machine lacks, and a ``kernel`` that
-    does not run there; its hint names ``asked_by``, the flag or key with the kernel.
+    ``wish`` is auto, cpu, mlx, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or
+    cuda:0+cuda:1 for ranks. auto means the first CUDA device, if there is one and the requested kernel does
+    not run on hosts alone. Raises UsageError for an invalid device, a device that this machine lacks, and a
+    ``kernel`` that does not run there; its hint names ``asked_by``, the flag or key with the kernel.
     """
     if wish == AUTO:
         on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
         return (HOST,) if on_host else ("cuda:0",)
     names = _joined(wish) if RANKS in wish else split_devices(wish)
     if names == [HOST] or (RANKS in wish and HOST in names):
-        if kernel in CUDA_KERNELS:
+        if on_device(kernel):
             raise UsageError(f"kernel {kernel} does not run on cpu", hint=f"leave out {asked_by}")
         return (HOST,)
-    if HOST in names:
+    if names == [MLX]:
+        kernel_on(MLX, kernel, asked_by)
+        if reason := mlx_device.why_no_mlx():
+            raise UsageError(f"device is {MLX}, and {reason}", hint=mlx_device.INSTALL)
+        return (MLX,)
+    if HOST in names or MLX in names:
         raise UsageError(
-            f"device is {wish}, expected cpu or CUDA devices, not both in one member",
-            hint="start a member for each: a route may have stages on both",
+            f"device is {wish}, expected cpu, mlx or CUDA devices, and one kind in a member",
+            hint="start a member for each: a route may have stages on all of them",
         )
-    kernel_on_cuda(kernel, asked_by)
+    kernel_on(CUDA, kernel, asked_by)
     return _require_cuda(wish, names)
 
 
@@ -126,7 +154,8 @@ def split_devices(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if len(names) > _MAX_DEVICES or not all(_DEVICE.match(name) for name in names):
         raise UsageError(
-            f"device is {text[:80]!r}, expected auto, cpu, cuda, cuda:N, or at most {_MAX_DEVICES} cuda:N"
+            f"device is {text[:80]!r}, expected auto, cpu, mlx, cuda, cuda:N, "
+            f"or at most {_MAX_DEVICES} cuda:N"
         )
     return names
 
@@ -142,7 +171,9 @@ def why_no_cuda() -> str:
 
 
 def device_memory_bytes(devices: tuple[str, ...]) -> int:
-    """Return the bytes that CUDA devices together have free for a member: most of their free memory."""
+    """Return the bytes that MLX, or CUDA devices together, have for a member: most of their free memory."""
+    if devices == (MLX,):
+        return mlx_device.memory_bytes()
     return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * CUDA_MEMORY_SHARE)
 
 
@@ -150,6 +181,8 @@ def describe_devices(devices: tuple[str, ...]) -> str:
     """Describe devices as the picture of a cluster shows them: ``cpu``, or ``cuda:0 (NVIDIA H200)``."""
     if devices == (HOST,):
         return HOST
+    if devices == (MLX,):
+        return mlx_device.describe()
     kinds = [torch.cuda.get_device_name(torch.device(name)) for name in devices]
     if len(set(kinds)) == 1:
         return f"{','.join(devices)} ({kinds[0]})"

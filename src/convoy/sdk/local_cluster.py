@@ -257,12 +257,12 @@ def pin_process(process_id: int, cores: Cores) -> None:
 
 
 def _kernel_on(device: str, kernel: str) -> str:
-    """Return the kernel of a member on ``device``. A CUDA device takes "auto" if it cannot run ``kernel``."""
+    """Return the kernel of a member on ``device``. A device takes "auto" if it cannot run ``kernel``."""
     if device == "auto" or device.startswith("cpu"):
         return kernel
-    from convoy.model.device import runs_on_cuda
+    from convoy.model.device import runs_on
 
-    return kernel if runs_on_cuda(kernel) else "auto"
+    return kernel if runs_on(device, kernel) else "auto"
 
 
 def _share_bytes(devices: Sequence[str], device: str) -> float:

@@ -69,13 +69,13 @@ def device_and_kernel(
     there.
     """
     from convoy.model.backends.host.checks.selfcheck import choose_kernel, why_not_exact
-    from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
+    from convoy.model.device import RANKS, choose_devices, kernel_on
     from convoy.plan.spec.sharding import check_sharding
 
     if device and RANKS in device:
         raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="give --ranks")
     device = ",".join(choose_devices(device or "cpu", kernel))
-    chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on_cuda(kernel)
+    chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on(device, kernel)
     if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
         note(f"kernel {chosen}: {reason}")
     if ranks > 1:

@@ -23,10 +23,12 @@ PROMPT = [1, 2]
 RIVAL_AT = 16  # well behind the loss
 
 
-def others(distance: float, *, same_bits: bool = False, limits: SchedulerLimits = LIMITS) -> NewStages:
+def others(
+    distance: float, *, same_bits: bool = False, limits: SchedulerLimits = LIMITS, near_tie: float = NEAR_TIE
+) -> NewStages:
     executor = FakeExecutor()
     executor.rival = (RIVAL_AT, distance)
-    return NewStages(executor, limits, 128, same_bits=same_bits)
+    return NewStages(executor, limits, 128, same_bits=same_bits, near_tie=near_tie)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,7 @@ def others(distance: float, *, same_bits: bool = False, limits: SchedulerLimits 
     [
         (others(NEAR_TIE / 2), 1),
         (others(NEAR_TIE * 2), 0),
+        (others(NEAR_TIE * 2, near_tie=NEAR_TIE * 4), 1),
         (others(NEAR_TIE / 2, same_bits=True), 0),
     ],
 )

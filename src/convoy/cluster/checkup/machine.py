@@ -158,11 +158,11 @@ def check_speed(
     from convoy.cluster.own_speed import own_speed
     from convoy.config.kernels import EXACT, PLAIN
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
-    from convoy.model.device import HOST, choose_devices, kernel_on_cuda
+    from convoy.model.device import HOST, choose_devices, kernel_on
 
     place = choose_devices(device, kernel)[0]
     if place != HOST:
-        kernel = kernel_on_cuda(kernel)
+        kernel = kernel_on(place, kernel)
     elif kernel == "auto":
         kernel = PLAIN if why_not_exact(num_threads) else EXACT
     found = (measure or own_speed)(kernel, num_threads, place, folder)
@@ -177,17 +177,26 @@ def check_speed(
 
 
 def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]:
-    """List the CUDA devices of this machine, and check that the one of [model] device is among them."""
+    """List MLX and the CUDA devices of this machine, and check that [model] device is among them."""
     import torch
 
     from convoy.errors import UsageError
-    from convoy.model.device import choose_devices, describe_devices, why_no_cuda
+    from convoy.model.device import (
+        MLX,
+        choose_devices,
+        describe_devices,
+        device_memory_bytes,
+        why_no_cuda,
+    )
+    from convoy.model.mlx_device import why_no_mlx
 
     reason = why_no_cuda()
     for number in range(0 if reason else torch.cuda.device_count()):
         name = f"cuda:{number}"
         free, total = torch.cuda.mem_get_info(torch.device(name))
         yield ok(f"{describe_devices((name,))}, {format_bytes(free)} of {format_bytes(total)} free")
+    if not why_no_mlx():
+        yield ok(f"{describe_devices((MLX,))}, {format_bytes(device_memory_bytes((MLX,)))} for a stage")
     try:
         chosen = describe_devices(choose_devices(wish, kernel))
     except UsageError as error:

@@ -182,6 +182,10 @@ class Planner:
         """Return whether all members seen so far compute the same bits, so that layers can move freely."""
         return self._kernels <= set(EXACT_KERNELS) and len(self._kernels) == 1 and not self._told
 
+    def near_tie(self) -> float:
+        """Return the distance at which two tokens may change places under the kernels of plans so far."""
+        return max(KERNELS[name].bounds.unsplit for name in self._kernels)
+
     def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:
         """Return the same plan with ``standby`` in the place of ``member``.
 

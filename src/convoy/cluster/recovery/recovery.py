@@ -199,6 +199,7 @@ class StageRecovery:
             without_loss=without_loss,
             failed_at=failed_at,
             same_bits=self._head.planner.same_bits() and world_sizes(active.plan) == self._sums,
+            near_tie=self._head.planner.near_tie(),
         )
 
     def _suspects(self) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ class Choice:
     @property
     def _watches_ties(self) -> bool:
         free = not self.restrictions and self.sequence.matcher is None
-        return self.sequence.replayed_inexact and can_tell(self.request.params) and free
+        return self.sequence.near_tie > 0 and can_tell(self.request.params) and free
 
     def _check_grammar(self) -> None:
         # The masks of a failed grammar allow only the end of text, which would look like a complete answer.
@@ -161,7 +161,7 @@ class Choice:
     def _append(self, sampled: Sampled) -> bool:
         request = self.request
         if self._watches_ties:
-            self.sequence.num_near_ties += is_near_tie(sampled)
+            self.sequence.num_near_ties += is_near_tie(sampled, self.sequence.near_tie)
         matcher = self.sequence.matcher
         # Behind a complete answer a grammar allows nothing but its end, so `ignore_eos` cannot go on there.
         is_eos = sampled.token_id in self.tokenizer.eos_ids and not (request.ignore_eos and matcher is None)

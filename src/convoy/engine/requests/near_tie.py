@@ -15,7 +15,8 @@ from dataclasses import replace
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
 
-# Between the two best log-probabilities; about fifty times the largest measured change.
+# Between the two best log-probabilities; about fifty times the largest measured change in float32. Kernels
+# that round further have the published distance from the unsplit stage (`config.kernels.ErrorBounds`).
 NEAR_TIE = 1e-3
 _NUM_BEST = 2
 
@@ -30,9 +31,9 @@ def with_two_best(params: SamplingParams) -> SamplingParams:
     return replace(params, logprobs=max(_NUM_BEST, params.logprobs or 0))
 
 
-def is_near_tie(sampled: Sampled) -> bool:
-    """Return whether another token was within `NEAR_TIE`; False without two best tokens."""
+def is_near_tie(sampled: Sampled, within: float = NEAR_TIE) -> bool:
+    """Return whether another token was closer than ``within``; False without two best tokens."""
     if len(sampled.top) < _NUM_BEST:
         return False
     (_, best), (_, second) = sampled.top[:_NUM_BEST]
-    return best - second < NEAR_TIE
+    return best - second < within

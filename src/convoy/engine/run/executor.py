@@ -88,7 +88,8 @@ class NewStages:
     With ``without_loss``, the stages failed although no member was lost, so a request in flight may be the
     cause.
     ``failed_at`` is the member of the failed stage; it is None if unknown, or if one of two may have failed.
-    With ``same_bits``, they compute the same bits as the previous stages.
+    With ``same_bits``, they compute the same bits as the previous stages. Otherwise another token may win
+    where the two best are closer than ``near_tie``, in log-probabilities, or than `NEAR_TIE`.
     """
 
     executor: Executor
@@ -97,6 +98,7 @@ class NewStages:
     without_loss: bool = False
     failed_at: str | None = None
     same_bits: bool = True
+    near_tie: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

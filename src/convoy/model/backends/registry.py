@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from convoy.errors import ModelError
+from convoy.model import mlx_device
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
-from convoy.model.device import CUDA, HOST
+from convoy.model.device import CUDA, HOST, MLX
 from convoy.model.stage import LoadedStage, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment
@@ -104,11 +105,27 @@ def _load_cuda(
     )
 
 
+def _load_mlx(
+    source: ModelSource,
+    assignment: StageAssignment,
+    options: StageOptions,
+    progress: LoadProgress | None,
+    before: LoadedStage | None,
+) -> LoadedStage:
+    if reason := mlx_device.why_no_mlx():
+        raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=mlx_device.INSTALL)
+    # It needs mlx.
+    from convoy.model.backends.mlx.stage import MlxStage
+
+    return MlxStage.load(source, assignment, options, progress, before=before)
+
+
 # By the kind of a device: the name before its number.
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         HOST: Backend(_load_host, _load_host),
         CUDA: Backend(_load_cuda, None),
+        MLX: Backend(_load_mlx, None),
     }
 )
 

@@ -28,7 +28,7 @@ _REMEDY = "--level beta=hardware"
 _DEVICE_REMEDY = "--device alpha=cuda:24GB --device beta=cpu:16GB"
 _DEVICE = re.compile(r"(?P<name>[^=:]+)=(?P<kind>[^=:]+):(?P<size>[^=:]+)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
-_KINDS = ("cpu", "cuda")
+_KINDS = ("cpu", "mlx", "cuda")
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?|\.[0-9]{1,9}", re.ASCII)
 # More than any machine has.
 _MAX_GB = 1_000_000
@@ -36,7 +36,7 @@ _MAX_GB = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """Describe the device of a machine that need not run yet: ``cpu`` or ``cuda``, and its memory."""
+    """Describe the device, ``cpu``, ``mlx`` or ``cuda``, and memory of a machine that need not run yet."""
 
     name: str
     kind: str
@@ -67,7 +67,8 @@ def parse_devices(texts: Sequence[str]) -> tuple[PlannedDevice, ...]:
         match = _DEVICE.fullmatch(text)
         if match is None or _NAME.fullmatch(match["name"]) is None:
             raise UsageError(
-                f"--device is {text[:80]!r}, expected NAME=cuda:24GB or NAME=cpu:16GB", hint=_DEVICE_REMEDY
+                f"--device is {text[:80]!r}, expected NAME=cuda:24GB, NAME=mlx:16GB or NAME=cpu:16GB",
+                hint=_DEVICE_REMEDY,
             )
         name, kind = match["name"], match["kind"]
         if kind not in _KINDS:

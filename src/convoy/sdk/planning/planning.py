@@ -278,9 +278,13 @@ def _kernels(question: PlanQuestion, members: PlanMembers) -> dict[str, str]:
     asked, names = question.kernel, [offer.name for offer in members.offers]
     if not members.kinds:
         device = _device_here(question)
-        return dict.fromkeys(names, _host_kernel(asked) if device == _HOST else _cuda_kernel(question))
+        kernel = _host_kernel(asked) if device == _HOST else _device_kernel(device, question)
+        return dict.fromkeys(names, kernel)
     of_hosts = EXACT if asked == AUTO else asked
-    return {name: of_hosts if members.kinds[name] == _HOST else _cuda_kernel(question) for name in names}
+    kinds = members.kinds
+    return {
+        name: of_hosts if kinds[name] == _HOST else _device_kernel(kinds[name], question) for name in names
+    }
 
 
 def _host_kernel(asked: str) -> str:
@@ -289,10 +293,10 @@ def _host_kernel(asked: str) -> str:
     return EXACT if platform.machine() in {"x86_64", "AMD64"} else PLAIN
 
 
-def _cuda_kernel(question: PlanQuestion) -> str:
-    from convoy.model.device import kernel_on_cuda
+def _device_kernel(device: str, question: PlanQuestion) -> str:
+    from convoy.model.device import kernel_on
 
-    return kernel_on_cuda(question.kernel, question.kernel_from)
+    return kernel_on(device, question.kernel, question.kernel_from)
 
 
 def _device_here(question: PlanQuestion) -> str:

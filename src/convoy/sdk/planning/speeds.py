@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import CUDA_KERNELS, form_of, loaded_bits, on_device
+from convoy.config.kernels import CUDA_KERNELS, PLAIN, form_of, loaded_bits, on_device
 from convoy.errors import UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -110,10 +110,13 @@ class Measurements:
         for offer in offers:
             if offer.name in told:
                 continue
-            if on_device(offer.kernel) and self.here.device == _HOST:
+            if offer.kernel in CUDA_KERNELS and self.here.device == _HOST:
                 told[offer.name] = _of_card()
                 continue
-            speed = self._measured(offer.kernel, "" if offer.unpacks else measured_form(offer.kernel, form))
+            # A Mac that need not run yet is taken to be as fast as this machine in float32.
+            far = on_device(offer.kernel) and self.here.device == _HOST
+            kept = "" if far or offer.unpacks else measured_form(offer.kernel, form)
+            speed = self._measured(PLAIN if far else offer.kernel, kept)
             told[offer.name] = (
                 speed if self.here.has(offer.name) else dataclasses.replace(speed, assumed=_AS_HERE)
             )

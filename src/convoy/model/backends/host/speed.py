@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from convoy.config.kernels import EXACT, INT8_KERNELS
-from convoy.model.device import HOST, check_device
+from convoy.model.device import HOST, MLX, check_device
 from convoy.model.library import importing
+from convoy.model.mlx_device import measure_mlx
 from convoy.plan.speed import Speed
 
 # A matrix larger than a cache.
@@ -24,9 +25,9 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
     """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
-    a word as `form_speed.in_form` takes it, linears are those of ``kernel`` over weights in that form.
-    On a CUDA device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
-    launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
+    a word as `form_speed.in_form` takes it, linears are those of ``kernel`` over weights in that form. On MLX
+    or CUDA it measures products alone, a lone row's and a prefill's: decodes are captured there, so launches
+    cost little. The threads are those that a stage would have. Raises ModelError for a missing
     device, SelfCheckError for a kernel that does not run here.
     """
     if device == HOST:
@@ -40,6 +41,8 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
                 return measure_layers(kernel, num_threads)
             # Linears in the form are compared with float32 ones: layers of rounded weights lie in a cache.
             return in_form(measure_layers(EXACT, num_threads), form, rounds=kernel in INT8_KERNELS)
+    if device == MLX:
+        return measure_mlx()
     return _measure_products(check_device(device))
 
 

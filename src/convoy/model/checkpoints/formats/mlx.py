@@ -1,6 +1,6 @@
 """Unpack MLX's affine quantisation: groups along a row, each of which is ``scale * code + bias``.
 
-The layout is that of `mlx.core.quantize`, the names are those of `mlx_lm.convert`: ``weight`` in uint32 words
+The layout is that of MLX's `quantize`, the names are those of `mlx_lm.convert`: ``weight`` in uint32 words
 beside ``scales`` and ``biases``. config.json holds the settings of all layers, and those of single layers
 under their names.
 """

@@ -1,0 +1,92 @@
+"""A sealed route of hosts and MLX: 16 requests at once, while a member of each kind is killed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from convoy.cluster.running import RunningCluster
+from convoy.config.kernels import MLX_KERNELS
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.mlx_device import why_no_mlx
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.options import head_options, load_head
+from survival.losing import NUM_TOKENS, PARAMS, Stream, Survival, wait_for
+
+if why_no_mlx():
+    pytest.skip(f"{why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
+
+NUM_REQUESTS = 16
+MODEL = "demo"
+
+
+@pytest.fixture(params=["plain-f32", "auto"])
+def route(request: pytest.FixtureRequest) -> Iterator[Survival]:
+    """Run a head and gamma on hosts, beta and delta on MLX."""
+    options = LocalOptions(
+        4,
+        ["0:2,output", "3:5", "6:8", "9:11"],
+        kernel=request.param,
+        num_threads=1,
+        engine={"num_blocks": 512},
+        device="cpu,mlx",
+    )
+    with LocalCluster(options) as local:
+        for name in local.names[1:]:
+            file = str(local.config_file(name))
+            local.start(name, "join", "--config", file, "--model", MODEL, "--until-stdin-closes")
+        config = local.config(local.head)
+        source = ModelSource.resolve(MODEL)
+        cluster = RunningCluster.start(
+            load_head(config), source, head_options(config), watch=local.check_alive
+        )
+        try:
+            yield Survival(local, cluster, {}, MODEL)
+        finally:
+            cluster.close()
+            for name in local.processes:
+                print(f"--- {name}\n{local.log_file(name).read_text()}")
+
+
+def start(route: Survival, salt: bytes) -> list[Stream]:
+    kinds = list(PARAMS.values())
+    return [
+        route.start(kinds[number % 2], f"Tell me story {number} about a dog.", salt)
+        for number in range(NUM_REQUESTS)
+    ]
+
+
+def finish(streams: list[Stream]) -> list[list[int]]:
+    for stream in streams:
+        assert stream.ended.wait(90)
+        assert stream.error is None, stream.error
+        assert len(stream.tokens) == NUM_TOKENS
+    return [stream.tokens for stream in streams]
+
+
+def kinds_of(route: Survival) -> dict[str, str]:
+    active = route.cluster.head.active_plan
+    assert active is not None
+    plan = active.plan
+    return dict(zip((stage.member for stage in plan.stages), plan.kernels, strict=True))
+
+
+def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_killed(route: Survival) -> None:
+    kinds = kinds_of(route)
+    assert [kind in MLX_KERNELS for kind in kinds.values()] == [False, True, False, True]
+    expected = finish(start(route, b"whole"))
+    streams = start(route, b"lost")
+    wait_for(lambda: all(len(stream.tokens) >= 10 for stream in streams))
+    route.kill("beta")
+    wait_for(lambda: route.cluster.engine.stats().recoveries == 1)
+    wait_for(lambda: all(len(stream.tokens) >= 25 for stream in streams))
+    route.kill("gamma")
+    found = finish(streams)
+    stats = route.cluster.engine.stats()
+    assert stats.recoveries == 2
+    assert kinds_of(route) == {name: kinds[name] for name in ("alpha", "delta")}
+    # Rows of another step may round in another way. Only greedy texts, the even ones, tell of near ties.
+    changed = sum(one != other for one, other in zip(found[::2], expected[::2], strict=True))
+    print(f"{changed} of {NUM_REQUESTS // 2} greedy texts differ; near ties: {stats.near_ties}")
+    assert changed <= stats.near_ties

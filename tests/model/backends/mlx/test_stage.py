@@ -1,0 +1,165 @@
+"""A stage on MLX: quantised matrices as stored, mixed steps, rewinds, windows, and mlx-lm's own logits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.errors import ModelError, PlanError
+from convoy.model import mlx_device
+from convoy.model.backends.registry import load_stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.stage import LoadedStage, StageOptions
+from convoy.wire.messages.control import StageAssignment
+from support.quantised_models import Quantise, gptq, mlx, write
+from support.tiny_models import Chain, Models
+
+if mlx_device.why_no_mlx():
+    pytest.skip(f"{mlx_device.why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
+
+import mlx.core as mx
+from mlx.nn import Embedding
+from mlx_lm.utils import load_model
+
+Load = Callable[..., list[LoadedStage]]
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """Load the stages between cuts; all are given up in the end."""
+    held: list[LoadedStage] = []
+
+    def run(source: ModelSource, *cuts: int, kernel: str = "mlx-f32") -> list[LoadedStage]:
+        options = StageOptions(kernel=kernel, device="mlx", require_tags=False)
+        ends = [0, *cuts, source.spec.num_layers]
+        stages = [
+            load_stage(
+                source,
+                StageAssignment(f"m{a}", a, b, embed=not a, output=b == source.spec.num_layers),
+                options,
+            )
+            for a, b in itertools.pairwise(ends)
+        ]
+        held.extend(stages)
+        return stages
+
+    yield run
+    for stage in held:
+        stage.give_up()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def quantised(root: Path, kind: str, quantise: Quantise) -> ModelSource:
+    return ModelSource.resolve(str(write(root, kind, quantise).quantised))
+
+
+@pytest.mark.parametrize("kernel", ["mlx-f32", "mlx-bf16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_every_cut_of_four_bits_as_stored_gives_the_bits_of_the_whole(
+    kind: str, kernel: str, load: Load, tmp_path: Path
+) -> None:
+    source = quantised(tmp_path, kind, mlx(4, 32))
+    steps = [((0, PROMPT[:9]), (1, PROMPT[:3])), ((0, PROMPT[9:10]), (1, PROMPT[3:4])), ((0, PROMPT[10:]),)]
+
+    def logits(*cuts: int) -> torch.Tensor:
+        chain = Chain(load(source, *cuts, kernel=kernel))
+        return torch.cat([row for rows in steps for row in chain.run(*rows)])
+
+    whole = logits()
+    for cuts in ((1,), (2,), (1, 2)):
+        assert torch.equal(logits(*cuts), whole), f"cut at {cuts}"
+
+
+def test_codes_stay_as_they_are_stored(load: Load, tmp_path: Path) -> None:
+    source = quantised(tmp_path, "llama", mlx(4, 32))
+    (stage,) = load(source, kernel="mlx-bf16")
+    stored = sum(tensor.num_bytes for tensor in source.tensors.values())
+    assert stage.bytes_read == stored
+    # Norms alone, of float32 in the file, take half.
+    assert 0.95 * stored <= stage.weight_bytes <= stored
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen3"])
+def test_the_logits_are_those_of_mlx_lm_with_the_same_codes(kind: str, load: Load, tmp_path: Path) -> None:
+    source = quantised(tmp_path, kind, mlx(4, 32))
+    (found,) = Chain(load(source)).run((0, PROMPT))
+    # mlx-lm reads rotations under their older names alone.
+    rope = source.config["rope_parameters"]
+    assert isinstance(rope, dict)
+    older = {"rope_theta": rope["rope_theta"], "rope_scaling": rope if len(rope) > 2 else None}
+    model, _ = load_model(source.path, model_config=older)
+    looked_up = model.model.embed_tokens
+    # Embeddings are rounded once to the dtype of their scales; the rest is float32.
+    scales, biases = (one.astype(mx.float32) for one in (looked_up.scales, looked_up.biases))
+    codes = {"group_size": looked_up.group_size, "bits": looked_up.bits}
+    rounded = mx.dequantize(looked_up.weight, scales, biases, **codes).astype(looked_up.scales.dtype)
+    rounded = rounded.astype(mx.float32)
+    model.set_dtype(mx.float32)
+    model.model.embed_tokens = Embedding(*rounded.shape)
+    model.model.embed_tokens.weight = rounded
+    expected = torch.tensor(model(mx.array([PROMPT]))[0].tolist())
+    # For each ten units of logit.
+    assert float((found - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()) / 10)
+
+
+def test_rows_in_one_step_do_not_mix_and_a_rewound_sequence_goes_on_as_before(
+    load: Load, models: Models
+) -> None:
+    source = models.source("qwen3")
+    chain = Chain(load(source, 1))
+    other = PROMPT[::-1]
+    together = chain.run((0, PROMPT[:20]), (1, other[:7]), (2, PROMPT[:1]))
+    apart = [chain.run((number, ids))[0] for number, ids in ((3, PROMPT[:20]), (4, other[:7]))]
+    for one, alone in zip(together, apart, strict=False):
+        assert float((one - alone).abs().max()) < 2e-5
+    (wrong, after) = chain.run((0, other[20:23]), (1, other[7:8]))
+    chain.lengths[0] = 20
+    # Decodes of 21, 9 and 2 positions, which share calls only where padding costs little.
+    again, second, third = chain.run((0, PROMPT[20:21]), (1, other[8:9]), (2, PROMPT[1:2]))
+    (expected,) = chain.run((5, PROMPT[:21]))
+    assert float((again[-1] - expected[-1]).abs().max()) < 2e-5
+    assert not torch.equal(wrong[0], again[0])
+    assert after.shape == second.shape == third.shape
+
+
+def test_a_window_looks_back_no_further_than_the_library(load: Load, models: Models) -> None:
+    source = models.source("mistral")
+    assert source.spec.cache_groups[0].window is not None
+    chain = Chain(load(source), rings=[group.ring_blocks(16, 16) for group in source.spec.cache_groups])
+    ids = (PROMPT * 3)[:90]
+    found = torch.cat([chain.run((0, ids[at : at + 15]))[0] for at in range(0, 75, 15)])
+    found = torch.cat([found, *(chain.run((0, [token]))[0] for token in ids[75:])])
+    assert models.distance("mistral", ids, found, allowed=1e-4) <= 1e-4
+
+
+def test_a_form_that_mlx_does_not_multiply_is_refused_by_name_before_weights_are_read(
+    load: Load, tmp_path: Path
+) -> None:
+    source = quantised(tmp_path, "llama", gptq(4, 32))
+    for file in source.path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"a form \(\w+\) that quantized_matmul does not take"):
+        load(source)
+
+
+def test_a_family_without_support_is_refused_by_name(load: Load, models: Models) -> None:
+    with pytest.raises(ModelError, match="model type gpt_oss has other layers than"):
+        load(models.source("gpt_oss"))
+
+
+def test_a_machine_with_too_little_memory_refuses_before_weights_are_read(
+    load: Load, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.source("qwen3")
+    monkeypatch.setattr("convoy.model.backends.mlx.stage.memory_bytes", lambda: 1000)
+    with pytest.raises(PlanError, match=r"take \d+ bytes, and MLX may use 1000 on this machine"):
+        load(source)
