@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,10 +82,8 @@ def plan(
     Each prediction has a measurement of this machine of its own, made just before the members start, and the
     round trip that their links measure.
     """
-    from convoy.bench.forms.files import write_form
     from convoy.bench.throughput import TURN_TOKENS, DecodeOptions, PrefillOptions
     from convoy.config.table import HOST_CHUNK
-    from convoy.model.checkpoints.source import ModelSource
 
     sizes, at_once = counts("--members", members, 2), counts("--concurrent", concurrent, _MAX_CONCURRENT)
     decode = DecodeOptions(at_once, context, windows, tokens, HOST_CHUNK)
@@ -103,15 +101,8 @@ def plan(
             hint=f"leave --kernel out, or take {EXACT} or {PLAIN}",
         )
     run.check_context(max(context + decode.max_tokens, prompt_tokens + TURN_TOKENS + 1))
-    rows: list[PredictionRow] = []
-    for name, way in ways.items():
-        form = name.partition(_WITH)[0]
-        bench = _Bench(way, decode, prefill)
-        with temporary_folder() as folder:
-            run.say(f"writing {run.named_model} as {form}")
-            path = write_form(ModelSource.resolve(run.named_model), form, folder)
-            for size in sizes:
-                rows += bench.pairs(name, path, size)
+    rows = [row for name, way in ways.items() for row in _rows_of(name, _Bench(way, decode, prefill), sizes)]
+    for way in ways.values():
         run.kernels.update(way.kernels)
     near = sum(row.verdict == _NEAR for row in rows) / len(rows)
     settings = {"context": context, "prompt_tokens": prompt_tokens, "windows": windows, "rounds": rounds}
@@ -119,6 +110,18 @@ def plan(
     report = run.report("plan", said, rows, {"within_a_quarter": round(near, 3)})
     lines = {name: [(row.measured, row.predicted) for row in rows if row.form == name] for name in ways}
     run.show(report, ("measured, tokens/s", "predicted, tokens/s"), lines)
+
+
+def _rows_of(name: str, bench: _Bench, sizes: Sequence[int]) -> list[PredictionRow]:
+    """Write the model in the form ``name`` and return the rows of clusters of ``sizes`` members."""
+    from convoy.bench.forms.files import write_form
+    from convoy.model.checkpoints.source import ModelSource
+
+    form, run = name.partition(_WITH)[0], bench.run
+    with temporary_folder() as folder:
+        run.say(f"writing {run.named_model} as {form}")
+        path = write_form(ModelSource.resolve(run.named_model), form, folder)
+        return [row for size in sizes for row in bench.pairs(name, path, size)]
 
 
 def _ways(run: BenchRun, texts: str) -> dict[str, BenchRun]:

@@ -41,9 +41,8 @@ class RotationTable:
         """Return cos and sin of ``positions`` [T], each float32 [T, 1, rotary_dim / 2]."""
         # The product is rounded to float32 as the library does it; then sine and cosine are rounded once.
         angles = (positions.astype(np.float32)[:, None] * self._frequencies).astype(np.float64)
-        return tuple(  # type: ignore[return-value]
-            mx.array(turn(angles).astype(np.float32)[:, None]) for turn in (np.cos, np.sin)
-        )
+        cos, sin = (turn(angles).astype(np.float32)[:, None] for turn in (np.cos, np.sin))
+        return mx.array(cos), mx.array(sin)
 
 
 def rotate(x: mx.array, rotation: Rotation) -> mx.array:

@@ -155,7 +155,8 @@ class MlxWeights:
         held = [array for layer in self.layers.values() for array in layer.arrays]
         for part in (self.embedding, None if self.head is self.embedding else self.head):
             held += [] if part is None else part.arrays
-        return sum(array.nbytes for array in held) + (0 if self.norm is None else self.norm.nbytes)
+        norm_bytes = 0 if self.norm is None else int(self.norm.nbytes)
+        return sum(int(array.nbytes) for array in held) + norm_bytes
 
 
 def check_supported(source: ModelSource) -> None:

@@ -95,8 +95,15 @@ def _of_codes(
     groups = one.inputs // group
     if scales.shape[1] == 1 and groups > 1:
         scales = scales.expand(-1, groups)
-    beside = [None if part is None else part.contiguous() for part in (least, outers, outer_least)]
-    return DeviceRange(codes.contiguous(), scales.contiguous(), *beside, bits, group, zero)
+    return DeviceRange(
+        *(codes.contiguous(), scales.contiguous()),
+        *(_packed(least), _packed(outers), _packed(outer_least)),
+        *(bits, group, zero),
+    )
+
+
+def _packed(part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.contiguous()
 
 
 def _centred(one: StoredRange, bits: int) -> DeviceRange:

@@ -173,8 +173,7 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
     # loads different layouts, and moves numbers between threads.
     output = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
     total = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
+    ups, squares = total, tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
     size: tl.constexpr = 128 // BITS
     units: tl.constexpr = INPUTS // size
     within = tl.arange(0, 4)[None, None, :]
@@ -197,8 +196,7 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
             if NORMED:
                 squares += low * low + high * high
                 some, more = _halves(tl.load(norm + lane, mask=known, other=0))
-                low *= some
-                high *= more
+                low, high = low * some, high * more
             amount += low + high
             part = _products(part, row, low, high, place, BITS, FLOATS)
             if GATED:
@@ -208,15 +206,22 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
         if GATED:
             ups += _scaled(other, amount, scales, least, outers, outer_least, output + OUTPUTS, unit, real,
                            size, units, BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
-    spread = 1.0
-    if NORMED:
-        spread = tl.rsqrt(tl.sum(squares) / INPUTS + eps)
-    found = tl.sum(tl.sum(total, 2), 0) * spread
+    found = _summed(total, squares, eps, INPUTS, NORMED)
     beside = found
     if GATED:
-        beside = tl.sum(tl.sum(ups, 2), 0) * spread
+        beside = _summed(ups, squares, eps, INPUTS, NORMED)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     _finish(out, found, beside, bias, output, output < OUTPUTS, OUTPUTS, BIASED, ADDS, GATED)
+
+
+@kernel
+def _summed(total: tl.tensor, squares: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr,
+            NORMED: tl.constexpr) -> tl.tensor:
+    """Sum the products of each output, and divide by the root of the mean square of ``x``."""
+    found = tl.sum(tl.sum(total, 2), 0)
+    if NORMED:
+        found *= tl.rsqrt(tl.sum(squares) / INPUTS + eps)
+    return found
 
 
 @kernel
