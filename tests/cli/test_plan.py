@@ -406,10 +406,10 @@ def test_devices_that_do_not_run_yet_have_their_own_kernels_and_share_of_memory(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--device", "box"], "--device is 'box', expected NAME=cuda:24GB or NAME=cpu:16GB"),
+        (["--device", "box"], "--device is 'box', expected NAME=cuda:24GB, NAME=mlx:16GB or NAME=cpu:16GB"),
         (["--device", "cuda:24GB"], "--device is 'cuda:24GB', expected NAME=cuda:24GB"),
         (["--device", "b x=cpu:1GB"], "--device is 'b x=cpu:1GB', expected"),
-        (["--device", "box=tpu:24GB"], "--device box is on 'tpu', expected cpu or cuda"),
+        (["--device", "box=tpu:24GB"], "--device box is on 'tpu', expected cpu or mlx or cuda"),
         (["--device", "box=cuda:0GB"], "--device box has '0GB', expected a size with its unit"),
         (["--device", "box=cuda:0"], "--device box has '0', expected a size with its unit"),
         (["--device", "box=cuda:-1GB"], "--device box has '-1GB'"),

@@ -53,11 +53,11 @@ def test_members_on_devices_run_each_its_own_kernel_beside_hosts() -> None:
 
 
 def test_rounded_weights_of_a_device_are_counted_with_their_scales() -> None:
-    assert form_of(CUDA_INT8).linear_bytes(30, 128) == 30 * (128 + 4)
+    assert form_of(CUDA_INT8).linear_bytes(30, 128) == 30 * (128 + 4 * 2)
     assert form_of(CUDA_INT4).linear_bytes(30, 128) == 30 * (64 + 2 * 4)
     # A size that is no multiple of a group, and lm_head.
     assert (
         form_of(CUDA_INT4).linear_bytes(30, 100)
         == form_of(CUDA_INT4).linear_bytes(30, 100, head=True)
-        == 3120
+        == 3240
     )

@@ -54,7 +54,9 @@ def test_a_program_that_fails_or_is_missing_is_named_with_its_last_line(
     programs: Path, tmp_path: Path
 ) -> None:
     (programs / "llama-batched-bench").write_text("#!/bin/sh\necho no such model\nexit 3\n")
-    with pytest.raises(ConvoyError, match="llama-batched-bench ended with 3: no such model"):
+    with pytest.raises(
+        ConvoyError, match="llama-batched-bench ended with 3 and 0 of 1 results: no such model"
+    ):
         LlamaRates(programs, tmp_path / "model.gguf", 2, OPTIONS, Deadline(60)).measure()
     with pytest.raises(ConvoyError, match="has no llama-batched-bench"):
         find_programs(tmp_path)

@@ -15,6 +15,7 @@ from convoy.config.kernels import (
     INT8_KERNELS,
     KERNELS,
     KV_FORMS,
+    MLX_KERNELS,
     QUANTIZED,
     RequestedKernel,
     RequestedKvDtype,
@@ -35,9 +36,10 @@ def test_the_settings_name_the_kernels_of_hosts() -> None:
     )
 
 
-def test_a_kernel_runs_on_hosts_or_on_cuda() -> None:
-    assert set(HOST_KERNELS) | set(CUDA_KERNELS) == set(KERNELS)
-    assert [on_device(name) for name in (*HOST_KERNELS, *CUDA_KERNELS)] == [False] * 7 + [True] * 3
+def test_a_kernel_runs_on_hosts_on_cuda_or_on_mlx() -> None:
+    assert {*HOST_KERNELS, *CUDA_KERNELS, *MLX_KERNELS} == set(KERNELS)
+    names = (*HOST_KERNELS, *CUDA_KERNELS, *MLX_KERNELS)
+    assert [on_device(name) for name in names] == [False] * 7 + [True] * 5
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -15,7 +15,6 @@ from convoy.model.kernels.stored.sample import sample_range, usual_shape
 from convoy.model.quantize.search import round_matrix, rounding_sample
 from support.cases import cases
 from support.kernels import INTERPRETED, error_of, why_not
-from support.slow_kernels import norm_slowly
 
 if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
@@ -25,6 +24,7 @@ from convoy.model.backends.cuda.kernels.forms import DeviceMatrix
 from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply, multiply_in_parts
 from convoy.model.backends.cuda.kernels.packing import has_layout, pack_matrix, round_on_device
 from convoy.model.backends.cuda.kernels.single_row import CODE_TILES, lone_linear
+from support.slow_kernels import norm_slowly
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2

@@ -224,23 +224,9 @@ def serving(
         health=lambda: health[0],
         status=lambda: {"model": "fake", "ready": health[0][0], "stages": []},
     )
-    stop = Stop()
-    with serving_of(service, options, stop, engine.close) as (url, thread):
-        yield Running(url, engine, stop, thread, health)
-
-
-@contextmanager
-def serving_of(
-    service: Service,
-    options: ServeOptions | None = None,
-    stop: Stop | None = None,
-    on_stop: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[str, threading.Thread]]:
-    """Run a real server of ``service`` until the block ends. Yield its address and its thread."""
-    stop = stop or Stop()
     urls: list[str] = []
     failed: list[BaseException] = []
-    up = threading.Event()
+    up, stop = threading.Event(), Stop()
 
     def ready(url: str) -> None:
         urls.append(url)
@@ -261,10 +247,11 @@ def serving_of(
     if failed:
         raise failed[0]
     try:
-        yield urls[0], thread
+        yield Running(urls[0], engine, stop, thread, health)
     finally:
-        stop.request_now()
-        on_stop()
+        stop.request()
+        stop.request()
+        engine.close()
         thread.join(20.0)
         assert not thread.is_alive(), "the server did not end"
 
