@@ -236,6 +236,7 @@ def test_a_standby_whose_file_is_of_before_is_told_the_flag(tmp_path: Path) -> N
     assert said.endswith("the next time: convoy join --standby")
 
 
+@pytest.mark.long
 def test_behind_a_forwarded_port_roster_and_file_have_one_each_and_the_member_cannot_invite(
     tmp_path: Path,
 ) -> None:
@@ -392,6 +393,7 @@ def test_the_port_in_place_of_a_taken_one_is_named(tmp_path: Path) -> None:
         assert decode_token(operator.stdout.readline().strip()).addresses == (("127.0.0.1", int(port)),)
 
 
+@pytest.mark.long
 def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> None:
     alpha = tmp_path / "alpha"
     with inviting(alpha) as (first, token), joining(tmp_path / "beta", token) as beta:

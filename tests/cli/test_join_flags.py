@@ -63,6 +63,7 @@ def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_a_port_and_metrics_that_were_asked_for_are_said_and_listen_until_several_signals_end_it(
     config: Path, port: str
 ) -> None:

@@ -198,6 +198,7 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
             assert head.end()[-1] == "ended: every request was answered"
 
 
+@pytest.mark.long
 def test_a_head_that_is_interrupted_while_it_starts_says_that_it_ended(two: LocalCluster) -> None:
     flags = ("--config", str(two.config_file("alpha")), "--port", "0", "--wait", "77")
     with shown("serve", "demo-mini", *flags) as head:

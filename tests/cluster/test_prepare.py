@@ -84,6 +84,7 @@ def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None
     cluster.close()
 
 
+@pytest.mark.long
 def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
     cluster.close()
 
 
+@pytest.mark.long
 def test_a_newcomer_is_used_after_a_disk_that_was_full_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

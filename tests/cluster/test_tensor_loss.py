@@ -44,6 +44,7 @@ def test_a_rank_that_is_lost_while_a_text_runs_costs_a_pause_and_no_request(
 
 # beside the head, and each rank of a stage without it
 @pytest.mark.parametrize("lost", cases(["beta", "gamma", "delta"], "gamma".__eq__))
+@pytest.mark.long
 def test_any_rank_of_two_stages_of_two_may_be_lost(lost: str, expected: list[int]) -> None:
     with scene(4, parallel="tensor", ranks=2) as s:
         answer = s.start()
@@ -101,6 +102,7 @@ def test_where_ranks_do_not_come_together_whole_layers_take_over_and_it_is_said(
     assert "share the layers as a pipeline instead" in caplog.text
 
 
+@pytest.mark.long
 def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_rank_that_goes_while_they_come_together_leaves_the_others_whole_layer
         assert s.start().result() == expected
 
 
+@pytest.mark.long
 def test_requests_wait_while_ranks_fail_to_come_together_after_a_loss(
     expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_rank_that_refuses_leaves_a_pipeline_with_the_reason_in_status_and_log
     assert "its members share the layers as a pipeline instead" in caplog.text
 
 
+@pytest.mark.long
 def test_a_rank_that_says_nothing_until_the_deadline_leaves_a_pipeline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -78,6 +78,7 @@ SCARCE: dict[str, Any] = {"num_blocks": 7}
 @pytest.mark.parametrize(
     "changes", cases([{}, SCARCE, {"prefill_chunk": 16, "micro_batches": 2}], SCARCE.__eq__)
 )
+@pytest.mark.long
 def test_two_members_say_what_one_says_whoever_is_beside_or_preempted(
     source: ModelSource, said: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:

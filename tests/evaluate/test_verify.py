@@ -110,6 +110,7 @@ def test_plain_kernels_agree_to_rounding(models: Models) -> None:
     assert found.limits.unsplit == 2e-5
 
 
+@pytest.mark.long
 def test_8_bit_products_change_the_logits_and_no_cut_changes_a_bit_of_them(models: Models) -> None:
     found = certify(models.source("even"), 0, kernel=INT8_Q8)
     assert failures(found) == []
@@ -123,6 +124,7 @@ def test_8_bit_products_change_the_logits_and_no_cut_changes_a_bit_of_them(model
     assert not broken_cut.passed
 
 
+@pytest.mark.long
 def test_weights_rounded_at_load_have_the_librarys_logits_over_the_same_weights() -> None:
     found = certify(ModelSource.resolve("demo-mini"), 1, kernel="exact-q4")
     assert failures(found) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,10 +22,10 @@ from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.proxy.trust import Trust
 from convoy.wire.fleet.messages import Kind
 from support.anthropic_events import blocks_of, parse_stream
+from support.cases import cases
 from support.chat_events import parse_chat_stream
 from support.fake_service import REPLY, FakeEngine, serving
 from support.fleet import MODEL, FleetUnderTest
-from support.proxied_fleet import WAYS
 from support.proxy import proxy
 from support.response_events import parse_response_stream
 
@@ -73,7 +74,11 @@ SPOKEN: dict[Kind, Spoken] = {
 }
 # The first letter of the answer, as each API writes a piece of text.
 FIRST = f'"(?:content|text|delta)":"{REPLY[0]}'
-EACH_API = pytest.mark.parametrize("api", SPOKEN)
+# Each API and each way. `make test-long` has the other pairs.
+QUICK = [("chat", "coordinator"), ("messages", "proxy"), ("responses", "coordinator")]
+EACH_API = pytest.mark.parametrize(
+    ("api", "way"), cases(itertools.product(SPOKEN, ("coordinator", "proxy")), QUICK.__contains__)
+)
 
 
 class Fleet:
@@ -132,7 +137,6 @@ def read(answer: httpx.Response, sign: str, once_alive: Callable[[], Any], *, be
 
 
 @EACH_API
-@WAYS
 def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     made.engine.pause_after = 0
@@ -144,7 +148,6 @@ def test_a_long_prefill_is_kept_alive_by_events(made: Fleet, api: Kind, way: str
 
 
 @EACH_API
-@WAYS
 def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     made.engine.pause_after = 3
@@ -155,7 +158,6 @@ def test_a_silence_in_mid_answer_is_kept_alive_by_events(made: Fleet, api: Kind,
 
 
 @EACH_API
-@WAYS
 def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(
     made: Fleet, api: Kind, way: str
 ) -> None:
@@ -168,7 +170,6 @@ def test_a_request_that_waits_for_a_provider_is_kept_alive_by_events(
 
 
 @EACH_API
-@WAYS
 def test_a_provider_that_fails_after_the_first_event_is_replaced_unseen(
     made: Fleet, api: Kind, way: str
 ) -> None:
@@ -187,7 +188,6 @@ def test_a_provider_that_fails_after_the_first_event_is_replaced_unseen(
 
 
 @EACH_API
-@WAYS
 def test_a_refusal_after_the_first_event_is_the_last_event(made: Fleet, api: Kind, way: str) -> None:
     spoken = SPOKEN[api]
     with made.ask(api, way, "x" * 5000) as answer:
@@ -198,7 +198,6 @@ def test_a_refusal_after_the_first_event_is_the_last_event(made: Fleet, api: Kin
 
 
 @EACH_API
-@WAYS
 @pytest.mark.parametrize("made", [0.5], indirect=True)
 def test_a_wait_that_ends_without_a_provider_ends_the_stream_with_an_error(
     made: Fleet, api: Kind, way: str
@@ -210,7 +209,6 @@ def test_a_wait_that_ends_without_a_provider_ends_the_stream_with_an_error(
 
 
 @EACH_API
-@WAYS
 def test_an_answer_that_breaks_ends_with_the_error_of_its_api(made: Fleet, api: Kind, way: str) -> None:
     made.add()
     engine = made.engine

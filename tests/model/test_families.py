@@ -36,9 +36,11 @@ KINDS = [
     "deepseek_v3 flat",
     "deepseek_v4",
 ]
-# Variants of a family, which the comparison with the library runs too.
+# Variants of a family, which are compared in `make test-long`.
 VARIANTS = ("phi4", "qwen3_5 nested", "gemma3 capped", "gemma3 nested", "deepseek_v3 flat")
 DISTINCT = cases(KINDS, lambda kind: kind not in VARIANTS)
+# One of each kind of attention. `make test-verify` cuts each family in every allowed way.
+ATTENTIONS = cases(KINDS, ("phi3", "qwen3_5", "gpt_oss", "gemma4 e", "deepseek_v3").__contains__)
 AS_THEY_ARE = sorted(kind for kind in FAMILIES if FAMILIES[kind].counted)
 
 
@@ -67,7 +69,7 @@ def in_chunks(chain: Chain, sequence: int, tokens: list[int], sizes: list[int]) 
 
 # Plain linears are compared with the library below too, split and in chunks.
 @pytest.mark.parametrize("kernel", cases(["exact-f32", "plain-f32"], "exact-f32".__eq__))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DISTINCT)
 def test_an_unsplit_stage_gives_the_librarys_logits(
     models: Models, prompt: Prompt, kind: str, kernel: str
 ) -> None:
@@ -78,11 +80,10 @@ def test_an_unsplit_stage_gives_the_librarys_logits(
     assert models.distance(kind, tokens, found, allowed=TOLERANCE) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_no_cut_chunk_or_neighbour_changes_a_bit(models: Models, prompt: Prompt, kind: str) -> None:
     prompts = {0: prompt(130), 1: prompt(7, seed=1), 2: prompt(61, seed=2)}
     whole = {s: models.chain(kind).run((s, tokens))[0] for s, tokens in prompts.items()}
-    # `make test-verify` cuts each family in every allowed way.
     for cut in [(), two_cuts(models, kind)]:
         chain = models.chain(kind, *cut)
         first = chain.run((0, prompts[0][:50]), (1, prompts[1]), (2, prompts[2][:60]))

@@ -97,6 +97,7 @@ def test_turns_behind_a_cached_prefix_have_the_bits_of_turns_run_cold(
 
 
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_turns_at_once_with_guesses_and_few_blocks_say_what_each_says_alone(
     kind: str, sources: Sources
 ) -> None:

@@ -86,7 +86,7 @@ def in_pieces(chain: Chain, tokens: Sequence[int]) -> torch.Tensor:
 
 
 # Both numbers of ranks, and each way to share a layer. `make test-verify` shares out every family.
-QUICK = [("odd", 4), *((kind, 2) for kind in ("gpt_oss", "gemma4", "biased", "phi3", "deepseek_v3"))]
+QUICK = [("odd", 4), ("gpt_oss", 2), ("gemma4", 2)]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_a_computation_that_goes_with_no_kernel_is_refused_before_a_process_star
     assert children() == []
 
 
+@pytest.mark.long
 def test_8_bit_products_answer_over_two_members() -> None:
     with convoy.serve("demo-mini", members=2, kernel="exact-q8", compute="int8", device="cpu") as server:
         assert server.chat("What is 2+3?", max_tokens=8).text == "5"

@@ -249,6 +249,7 @@ def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("lacks", [{"kernels": ["none"]}, {"memory_bytes": 1}])
+@pytest.mark.long
 def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) -> None:
     with scene("beta", "gamma") as s:
         s.join("beta")
@@ -326,6 +327,7 @@ def test_a_member_whose_hidden_states_fit_nothing_is_left_out_and_not_the_one_th
         assert stages(cluster) == ["alpha", other]
 
 
+@pytest.mark.long
 def test_a_request_that_no_member_can_run_costs_one_of_them_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

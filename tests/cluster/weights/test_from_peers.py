@@ -320,6 +320,7 @@ def test_a_member_that_answers_nothing_is_passed_over(
         over.set()
 
 
+@pytest.mark.long
 def test_a_member_that_stalls_in_the_midst_is_passed_over(
     model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
@@ -373,6 +374,7 @@ LAST = "model.layers.4.self_attn.v_proj.weight"  # of the layer that gamma gets,
 
 
 @pytest.mark.parametrize("others", [1, 0])
+@pytest.mark.long
 def test_a_file_that_was_cut_short_at_a_member_is_named_and_another_one_is_asked(
     model: Path, manifest: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture, others: int
 ) -> None:
@@ -409,6 +411,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_none_of_the_manifests(model: Path
         assert manifest.tensors[name].digest not in tensor_places(changed, manifest)
 
 
+@pytest.mark.long
 def test_a_members_disk_that_fills_up_keeps_what_came_and_goes_on_with_it(
     model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

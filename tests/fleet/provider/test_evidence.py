@@ -276,6 +276,7 @@ def refusal(url: str) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_proxy_judges_by_its_own_rules_and_fails_closed(
     lenient: FleetUnderTest, engine_url: str, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_members_of_one_host_share_its_memory_and_their_link_is_short(tmp_path: 
     assert any("a round trip of 0.15 ms" in text for text in found["assumed"])
 
 
+@pytest.mark.long
 def test_the_assumed_round_trip_of_two_machines_is_said(tmp_path: Path) -> None:
     done = run_here([*roster_of_two(tmp_path, ("192.0.2.1", "192.0.2.2")), "--json"], tmp_path)
     assert "share the machine" not in done.stderr

@@ -133,7 +133,7 @@ class LoadedModules:
             one.round_inputs()
         forms = {form for one in stored for form in one.exact_forms}
         forms |= {"F32" for one in linears if type(one) is PackedLinear}
-        _tell_exact(tuple(sorted(forms)))
+        warn_of_exact_forms(tuple(sorted(forms)))
 
     @property
     def linears(self) -> list[PackedLinear]:
@@ -183,7 +183,7 @@ def _rounding_linears(module: nn.Module) -> Iterator[PackedLinear]:
 
 # Kept, so that a warning appears once and not for each stage.
 @functools.cache
-def _tell_exact(forms: tuple[str, ...]) -> None:
+def warn_of_exact_forms(forms: tuple[str, ...]) -> None:
     """Warn of forms without products of whole numbers."""
     if forms:
         _log.warning(

@@ -122,7 +122,10 @@ def library_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
 
 
 # Of these, another case has the same format, width and layout, and more besides.
-SLOW = ("mlx 4-bit", "fp8 squares", "fp8 matrix", "compressed int4", "gptq 4-bit", "nvfp4 compressed", "nf4")
+SLOW = (
+    *("mlx 4-bit", "mlx mixed", "fp8 squares", "fp8 squares moe", "fp8 matrix", "compressed int4"),
+    *("compressed int8 rows", "compressed fp8", "gptq 4-bit", "gptq 8-bit v2", "nvfp4 compressed", "nf4"),
+)
 
 
 @pytest.mark.parametrize("case", cases(CASES, lambda one: one not in SLOW))

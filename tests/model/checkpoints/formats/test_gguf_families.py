@@ -59,7 +59,7 @@ def expected_logits(written: Written, tokens: list[int]) -> torch.Tensor:
 
 
 # Of these, another case has all that their form has, and more besides.
-SLOW = ("arcee", "seed_oss", "gemma", "qwen3_moe", "qwen3_5_text")
+SLOW = ("arcee", "seed_oss", "gemma", "gemma3_text", "gemma4_text", "qwen3_moe", "qwen3_5_text")
 
 
 # Q8_0 holds the values of these models without rounding.

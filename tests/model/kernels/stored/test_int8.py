@@ -26,6 +26,7 @@ from convoy.model.kernels.stored.linear import StoredLinear
 from convoy.model.kernels.stored.matrix import StoredMatrix
 from convoy.model.kernels.stored.sample import sample_range, usual_shape
 from convoy.model.layers.compiled import describe_linear
+from convoy.model.loading.loaded import warn_of_exact_forms
 from convoy.model.stage import StageOptions
 from convoy.wire.messages.control import StageAssignment
 from support.cases import cases
@@ -248,6 +249,8 @@ def last_layers_rounded(writer: Writer) -> None:
 def test_a_cut_between_plain_and_rounded_layers_changes_no_value(
     tmp_path: Path, prompt: Prompt, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # Another test of this process may have read the warning.
+    warn_of_exact_forms.cache_clear()
     source = ModelSource.resolve(str(write(tmp_path, "llama", last_layers_rounded).quantised))
     options = StageOptions(kernel="int8-stored", require_tags=False)
     found = []
