@@ -15,15 +15,8 @@ command -v setpriv >/dev/null 2>&1 || missing="$missing util-linux"
 command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
 cmp -s "$here/package-lock.json" "$folder/installed" || command -v npm >/dev/null 2>&1 || missing="$missing npm"
 if [ -n "$missing" ]; then
-  command -v apt-get >/dev/null 2>&1 || skip "no apt-get, and not installed:$missing"
-  log=$(mktemp)
   # shellcheck disable=SC2086 # a list of packages
-  if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } >"$log" 2>&1; then
-    tail -n 5 "$log" >&2
-    rm -f "$log"
-    skip "apt-get could not install$missing"
-  fi
-  rm -f "$log"
+  sh "$here/../support/apt_install.sh" test-agents "$missing" --no-install-recommends $missing || exit 3
 fi
 unshare --net --mount mount -t tmpfs agents /tmp 2>/dev/null || skip "this machine permits no network and mount namespaces"
 cmp -s "$here/package-lock.json" "$folder/installed" && exit 0

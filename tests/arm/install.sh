@@ -12,20 +12,5 @@ for tool in cc aarch64-linux-gnu-gcc qemu-aarch64; do
 done
 [ -f /usr/aarch64-linux-gnu/lib/libc.a ] || missing="$missing libc.a"
 [ -z "$missing" ] && exit 0
-command -v apt-get >/dev/null 2>&1 || { echo "test-arm: skipped: no apt-get, and not installed:$missing" >&2; exit 3; }
-sudo=
-if [ "$(id -u)" -ne 0 ]; then
-  sudo="sudo -n"
-  $sudo true 2>/dev/null || { echo "test-arm: skipped: not root, and not installed:$missing" >&2; exit 3; }
-fi
-log=$(mktemp)
-if $sudo apt-get update -qq >"$log" 2>&1 &&
-  $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-    gcc libc6-dev gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >>"$log" 2>&1; then
-  rm -f "$log"
-  exit 0
-fi
-tail -n 5 "$log" >&2
-rm -f "$log"
-echo "test-arm: skipped: apt-get could not install$missing" >&2
-exit 3
+exec sh "$(dirname "$0")/../support/apt_install.sh" test-arm "$missing" \
+  --no-install-recommends gcc libc6-dev gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user

@@ -4,20 +4,7 @@
 set -u
 find_tool() { command -v "$1" 2>/dev/null || ls /usr/lib/postgresql/*/bin/"$1" 2>/dev/null | tail -n 1; }
 if [ -z "$(find_tool initdb)" ]; then
-  command -v apt-get >/dev/null 2>&1 || { echo "test-postgres: skipped: no apt-get, and no initdb" >&2; exit 3; }
-  sudo=
-  if [ "$(id -u)" -ne 0 ]; then
-    sudo="sudo -n"
-    $sudo true 2>/dev/null || { echo "test-postgres: skipped: not root, and no initdb" >&2; exit 3; }
-  fi
-  log=$(mktemp)
-  if ! { $sudo apt-get update -qq && $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } >"$log" 2>&1; then
-    tail -n 5 "$log" >&2
-    rm -f "$log"
-    echo "test-postgres: skipped: apt-get could not install postgresql" >&2
-    exit 3
-  fi
-  rm -f "$log"
+  sh "$(dirname "$0")/../support/apt_install.sh" test-postgres " postgresql" postgresql || exit 3
 fi
 initdb=$(find_tool initdb)
 control=$(find_tool pg_ctl)
