@@ -289,6 +289,8 @@ def test_a_member_has_only_so_many_links_and_the_most_silent_gives_way(
 
     other = call(members[2])
     first, second = call(members[0]), call(members[0])
+    # A link whose receiver does not wait yet counts as heard now.
+    wait_until(lambda: second[1].link.heard_s == second[1].link.heard_s)
     first[0].link.send(STEP)
     first[1].next()
     third = call(members[0])
