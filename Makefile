@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-mlx test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
+.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-mlx test-page test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-agents     install four coding agents (npm, in .agents), and run each on a split model"
 	@echo "make test-postgres   install PostgreSQL (apt-get), then run the coordinator's tests on it too"
 	@echo "make test-sdk        install the AI SDK (npm), then ask a split model through its three providers"
+	@echo "make test-page       install Chromium (apt-get) and playwright, then open the page in it"
 	@echo "make test-mlx        install MLX (pip), then test its stages, and a route of hosts and MLX that loses members"
 	@echo "make test-chaos      kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make test-wheel      install the wheel in an empty environment and run the demo from it"
@@ -141,6 +142,12 @@ test-postgres: setup
 test-sdk: setup
 	@sh tests/sdk/ai/install.sh; code=$$?; \
 	if [ $$code -eq 0 ]; then $(BIN)/python -m pytest -o 'python_files=npm_*.py' tests/sdk; else exit $$((code == 3 ? 0 : code)); fi
+
+# Named like those above: files are page_*. Exit 3 of the script: no browser can be installed here, and it has said why.
+test-page: setup
+	@sh tests/page/install.sh; code=$$?; \
+	if [ $$code -eq 0 ]; then $(PIP) -q --require-hashes -r tests/page/page.lock; $(BIN)/python -m pytest -o 'python_files=page_*.py' tests/page; \
+	else exit $$((code == 3 ? 0 : code)); fi
 
 # The route's file is named mlx_*, as those above. Exit 3 of the script: MLX has no wheel here, and it has said why.
 test-mlx: setup

@@ -22,7 +22,7 @@ from convoy.cli import main
 from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE
 from convoy.errors import RequestError
 
-SCREEN = (80, 36)
+SCREEN = (80, 37)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
 GROUPS = ["attest", "audit", "bench", "coordinator", "identity", "keys", "manifest", "roster"]
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")

@@ -224,9 +224,23 @@ def serving(
         health=lambda: health[0],
         status=lambda: {"model": "fake", "ready": health[0][0], "stages": []},
     )
+    stop = Stop()
+    with serving_of(service, options, stop, engine.close) as (url, thread):
+        yield Running(url, engine, stop, thread, health)
+
+
+@contextmanager
+def serving_of(
+    service: Service,
+    options: ServeOptions | None = None,
+    stop: Stop | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[str, threading.Thread]]:
+    """Run a real server of ``service`` until the block ends. Yield its address and its thread."""
+    stop = stop or Stop()
     urls: list[str] = []
     failed: list[BaseException] = []
-    up, stop = threading.Event(), Stop()
+    up = threading.Event()
 
     def ready(url: str) -> None:
         urls.append(url)
@@ -247,11 +261,10 @@ def serving(
     if failed:
         raise failed[0]
     try:
-        yield Running(urls[0], engine, stop, thread, health)
+        yield urls[0], thread
     finally:
-        stop.request()
-        stop.request()
-        engine.close()
+        stop.request_now()
+        on_stop()
         thread.join(20.0)
         assert not thread.is_alive(), "the server did not end"
 

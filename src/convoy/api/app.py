@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import partial
 
 import anyio.to_thread
@@ -10,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from convoy.api.anthropic.answer import MessageAnswer
 from convoy.api.anthropic.bodies import decode_messages
@@ -37,6 +38,10 @@ from convoy.api.openai.completion_answer import CompletionAnswer
 from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, read_embeddings
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import detokenize, tokenize
+from convoy.api.page.endpoints import PageEndpoints
+from convoy.api.page.files import PageFiles
+from convoy.api.page.rights import PageRights
+from convoy.api.page.status_stream import StatusFeed, wants_events
 from convoy.api.problem import Problem
 from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
@@ -75,8 +80,9 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     stored = StoredResponses(store)
     read_prompt = partial(PromptEndpoint, service, options, life, intake)
     count = read_prompt(partial(count_tokens, dropped=dropped))
-    about = _About(service, life)
     counts, failed = HttpCounts(), FailedKeys()
+    rights = PageRights(options)
+    about = _About(service, life, rights)
     sources = (*service.metrics, counts.families, failed.families, dropped.families)
     metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [
@@ -88,7 +94,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         *_ollama_routes(shared, dropped),
-        Route("/", about.root, methods=["HEAD"]),
+        *_page_routes(rights, options),
         Route("/tokenize", read_prompt(partial(tokenize, dropped=dropped)), methods=["POST"]),
         Route("/detokenize", read_prompt(detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
@@ -97,7 +103,20 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/status", about.status),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed, _problem_for), routes)
+    guard = Guard(Router(routes, redirect_slashes=False), options, failed, _problem_for, rights)
+    return counts.around(guard, routes)
+
+
+def _page_routes(rights: PageRights, options: ServeOptions) -> list[Route]:
+    files, page = PageFiles(rights), PageEndpoints(rights, needs_key=options.keys is not None)
+    return [
+        Route("/", files.root),
+        Route("/page/static/{name:path}", files.static),
+        Route("/page/session", page.about),
+        Route("/page/session", page.begin, methods=["POST"]),
+        Route("/page/session", page.end, methods=["DELETE"]),
+        Route("/page/sessions", page.end_all, methods=["DELETE"]),
+    ]
 
 
 def _ollama_routes(shared: _Shared, dropped: DroppedHistory) -> list[Route]:
@@ -125,13 +144,11 @@ def _problem_for(scope: Scope) -> Problem:
 class _About:
     """Answer questions about the server itself: models, health and status."""
 
-    def __init__(self, service: Service, lifecycle: Lifecycle) -> None:
+    def __init__(self, service: Service, lifecycle: Lifecycle, rights: PageRights) -> None:
         self._service = service
+        self._rights = rights
         self._lifecycle = lifecycle
-
-    async def root(self, request: Request) -> Response:  # noqa: ARG002
-        """Answer HEAD /, by which Anthropic's clients see whether a server is there."""
-        return Response()
+        self._feed = StatusFeed(service.status, lifecycle)
 
     async def models(self, request: Request) -> Response:
         if VERSION_HEADER in request.headers:
@@ -149,8 +166,23 @@ class _About:
         level = None if self._service.level is None else self._service.level()
         return _json(Health("ready" if ready else "not ready", reason, level), 200 if ready else 503)
 
-    async def status(self, request: Request) -> Response:  # noqa: ARG002
+    async def status(self, request: Request) -> Response:
+        if wants_events(request.headers.get("accept", "")):
+            return _Streamed(self._feed, partial(self._rights.is_valid, request.scope))
         return _json(await anyio.to_thread.run_sync(self._service.status))
+
+
+class _Streamed(Response):
+    """Answer with the events of a feed."""
+
+    def __init__(self, feed: StatusFeed, is_allowed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._feed = feed
+        self._is_allowed = is_allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        # The exchange bounds how long a page may leave its events unread.
+        await self._feed.answer(scope["convoy.exchange"], self._is_allowed)
 
 
 def _card(model: ServedModel) -> ModelCard:

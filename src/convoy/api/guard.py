@@ -15,6 +15,7 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.keys import Caller, anyone, key_of
 from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.origins import Origins, preflight
+from convoy.api.page.rights import SESSION, PageRights
 from convoy.api.problem import Problem, answer_for, body_for, headers_for, log_internal_error
 from convoy.api.refusals import ClientGone, Unauthenticated, UnknownPath, WrongMethod
 from convoy.errors import ConvoyError
@@ -23,8 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Wrap the application in host, origin and key checks. Only /health and HEAD / are open to callers
-    without a key.
+    """Wrap the application in host, origin and key checks.
+
+    Open to callers without a key are /health, HEAD /, and the paths that `PageRights` names.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Guard:
         options: ServeOptions,
         failed: FailedKeys | None = None,
         problem_of: Callable[[Scope], Problem] = lambda _: body_for,
+        rights: PageRights | None = None,
     ) -> None:
         """Set up the checks of ``options``. ``failed`` counts wrong keys; by default it is a new counter.
 
@@ -44,6 +47,7 @@ class Guard:
         self._origins = Origins(options)
         self._failed = failed or FailedKeys()
         self._anyone = anyone()
+        self._rights = rights or PageRights(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,15 +92,19 @@ class Guard:
         headers = Headers(scope=scope)
         self._origins.check_host(headers)
         scope["convoy.caller"] = self._anyone
+        self._rights.note_session(scope)
         if scope["path"] == "/health" or (scope["path"], scope["method"]) == ("/", "HEAD"):
             return False
         exchange.headers = self._origins.check_origin(headers)
+        if exchange.headers:
+            # Another site's page may call the API with a key, and never act with its reader's session.
+            scope[SESSION] = None
         permitted = preflight(headers, exchange.headers) if scope["method"] == "OPTIONS" else None
         if permitted is not None:
             exchange.headers = permitted
             await exchange.send_empty(204)
             return True
-        if self._options.keys is not None:
+        if self._options.keys is not None and not self._rights.needs_no_key(scope):
             caller: Caller = self._options.keys.find(key_of(headers))
             scope["convoy.caller"] = caller
             exchange.caller = caller.name

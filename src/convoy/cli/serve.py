@@ -325,6 +325,8 @@ def _say_ready(cluster: RunningCluster, url: str, settings: Config, show: Shown)
         sys.stdout.flush()
         if show.note is not None:
             print_note(show.note)
+    from convoy.api.listen.options import is_loopback
+
     active = cluster.head.active_plan
     assert active is not None
     ready = ReadyServer(
@@ -336,6 +338,7 @@ def _say_ready(cluster: RunningCluster, url: str, settings: Config, show: Shown)
         DEFAULT_URL,
         settings.serve.api_key_file,
         settings.serve.tls_certificate,
+        has_page=settings.serve.tls_certificate is not None or is_loopback(settings.serve.host),
     )
     for line in ready.lines():
         print_note(line)

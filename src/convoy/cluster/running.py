@@ -129,7 +129,7 @@ class RunningCluster:
         active = self.head.active_plan
         assert active is not None
         ready, reason = self.health()
-        stats = self.engine.stats()
+        stats, roster = self.engine.stats(), self.head.roster
         return ClusterStatus(
             model=active.plan.model,
             ready=ready,
@@ -162,6 +162,12 @@ class RunningCluster:
             parallel=ParallelStatus(active.placement.mode, active.placement.reason),
             absent=self.head.peers.missing(),
             idle=self.head.peers.idle.report(self.head.hellos(), active.members),
+            cluster=roster.cluster_id,
+            roster_epoch=roster.epoch,
+            roster_expires_unix_s=roster.expires.timestamp(),
+            queried_tokens=stats.queried_tokens,
+            hit_tokens=stats.hit_tokens,
+            max_context=active.max_context,
         )
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -42,6 +42,14 @@ class StageStatus(msgspec.Struct, frozen=True):
     weights_from: dict[str, int] = {}
     # Whether it takes more than in the form of the file, because it has no compiled code.
     unpacks: bool = False
+    # The SHA-256 of the identity key in the roster, in hex; empty for a removed member.
+    fingerprint: str = ""
+    # What the plan's K/V blocks take here, and the memory that the member offers for weights and K/V.
+    kv_bytes: int = 0
+    memory_bytes: int = 0
+    platform: str = ""
+    # When the link's present keys were agreed, in Unix time.
+    keyed_unix_s: float | None = None
 
 
 class ParallelStatus(msgspec.Struct, frozen=True):
@@ -127,3 +135,11 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     absent: list[str] = []
     # Members that are connected, hold no layers and are no standbys.
     idle: list[IdleStatus] = []
+    # The roster that counts now, and the Unix time at which it expires.
+    cluster: str = ""
+    roster_epoch: int = 0
+    roster_expires_unix_s: float = 0.0
+    # Tokens looked up in the prefix cache at first admissions, and those that it had.
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    max_context: int = 0

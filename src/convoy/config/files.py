@@ -74,3 +74,8 @@ def default_cache() -> Path:
     # The specification demands to ignore a relative path.
     home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
     return home / "convoy"
+
+
+def token_folder() -> Path:
+    """Return the folder in which ``convoy open`` leaves tokens for the heads of this user."""
+    return default_cache() / "open"

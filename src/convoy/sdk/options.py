@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.files import MAX_PEM_BYTES, WHENCE_ROSTER, default_cache, read_bytes
+from convoy.config.files import MAX_PEM_BYTES, WHENCE_ROSTER, default_cache, read_bytes, token_folder
 from convoy.config.settings import Config
 from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConfigError, RosterError
@@ -167,7 +167,7 @@ def head_options(config: Config) -> HeadOptions:
 def serve_options(config: Config) -> ServeOptions:
     """Return the options of the HTTP server. Raises `ConfigError` for a wrong file."""
     from convoy.api.keys.keys import KeyRing
-    from convoy.api.listen.options import ServeOptions
+    from convoy.api.listen.options import PageOptions, ServeOptions
 
     serve, tls = config.serve, _tls_files(config)
     return ServeOptions(
@@ -180,6 +180,7 @@ def serve_options(config: Config) -> ServeOptions:
         tls=tls,
         drain_s=serve.drain_s,
         store_responses=serve.store_responses,
+        page=PageOptions(tokens=token_folder()),
     )
 
 

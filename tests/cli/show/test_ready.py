@@ -16,8 +16,13 @@ def test_the_lines_tell_model_context_room_address_and_a_command() -> None:
     assert HERE.lines() == [
         "demo on this machine alone: context 2048 tokens, room for 65536 tokens in all",
         "serving demo at http://127.0.0.1:8765/v1",
+        "page: http://127.0.0.1:8765/ (`convoy open` on this machine signs in to operate)",
         "try: convoy chat",
     ]
+
+
+def test_a_server_without_a_page_names_none() -> None:
+    assert not any("page" in line for line in replace(HERE, has_page=False).lines())
 
 
 def test_members_are_named_and_a_room_without_limit_is_left_out() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from convoy.api.keys.keys import KeyRing
@@ -32,6 +34,18 @@ class ResumeOptions:
     max_bytes: int = 64 * 1024 * 1024
     max_bytes_each: int = 16 * 1024 * 1024
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """Hold the options of the page. ``tokens`` is the folder in which ``convoy open`` leaves its tokens.
+
+    ``clock`` measures the life of sessions, and ``now`` is the time of files, both in seconds.
+    """
+
+    tokens: Path | None = None
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,8 @@ class ServeOptions:
     # For connections without an admitted request.
     limits: HttpLimits = field(default_factory=HttpLimits)
     traces: Traces = NO_TRACES
+    # None: the server has no page.
+    page: PageOptions | None = None
 
     def check(self) -> None:
         """Raise `ConfigError` for options that cannot be served or should not be."""

@@ -33,6 +33,7 @@ class ReadyServer:
     usual_url: str
     key_file: Path | None = None
     certificate: Path | None = None
+    has_page: bool = True
 
     def lines(self) -> list[str]:
         """Return the model with its room, the address, and one command to try."""
@@ -41,8 +42,18 @@ class ReadyServer:
         return [
             f"{self.model} on {where}: context {counted(self.max_context, 'token')}{room}",
             f"serving {self.model} at {self.url}/v1",
+            *self._page(),
             f"try: {self.command()}",
         ]
+
+    def _page(self) -> list[str]:
+        """Return the line on the page; none if the server has no page, because it has no TLS."""
+        if not self.has_page:
+            return []
+        words = ["convoy", "open"]
+        if self.url != self.usual_url:
+            words += ["--url", self.url]
+        return [f"page: {self.url}/ (`{shlex.join(words)}` on this machine signs in to operate)"]
 
     def command(self) -> str:
         """Return a command that talks to the server, with its key and its certificate."""

@@ -262,10 +262,9 @@ class Head:
         active = self.active_plan
         assert active is not None, "stages() before bring_up()"
         levels = {name: self.verifier.level(name).text for name in active.members}
-        devices = {name: hello.device for name, hello in self.hellos().items()}
         origins, links = self._weights.origins, self.links
         return describe_stages(
-            active, self.name, self._me.roster, links, levels, devices=devices, origins=origins
+            active, self.name, self._me.roster, links, levels, hellos=self.hellos(), origins=origins
         )
 
     def sealed_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -12,6 +13,7 @@ from convoy.errors import LinkClosed, PeerError
 from convoy.plan.spec.sharding import share_of
 from convoy.transport.link.link import Link
 from convoy.transport.member import Roster
+from convoy.wire.messages.control import Hello, StageAssignment
 
 
 def describe_stages(
@@ -21,12 +23,12 @@ def describe_stages(
     links: Mapping[str, Link],
     levels: Mapping[str, str],
     *,
-    devices: Mapping[str, str],
+    hellos: Mapping[str, Hello],
     origins: Callable[[str], dict[str, int]] = lambda _member: {},
 ) -> list[StageStatus]:
     """Return the stages in the ring's order, with a fresh round trip to each member in ``links``.
 
-    ``levels`` has the proved level of each member, and ``devices`` the device of each connected one.
+    ``levels`` has the proved level of each member, and ``hellos`` the offer of each connected one.
     ``origins`` returns how many bytes of weights a member got from each source.
     """
     shown = []
@@ -40,6 +42,7 @@ def describe_stages(
         num_bytes = active.weight_bytes[name]
         form = active.placement.forms[name]
         share = share_of(num_bytes, active.placement.spec, stage, form) if stage.world_size > 1 else 1.0
+        hello = hellos.get(name)
         status = StageStatus(
             member=name,
             head=name == head,
@@ -52,7 +55,11 @@ def describe_stages(
             weight_share=round(share, 4),
             can_read_prompts=active.placement.route.reads_prompts(name),
             address=_address(roster, name),
-            device=devices.get(name, ""),
+            device="" if hello is None else hello.device,
+            platform="" if hello is None else hello.platform,
+            memory_bytes=0 if hello is None else hello.memory_bytes,
+            kv_bytes=_kv_bytes(active, stage, kernel),
+            fingerprint=_fingerprint(roster, name),
             kernel=kernel,
             unpacks=active.placement.unpacks(stage, name),
             weights_from=origins(name),
@@ -68,10 +75,27 @@ def _with_link(status: StageStatus, link: Link) -> StageStatus:
         status,
         round_trip_s=_round_trip(link),
         cipher=link.cipher,
+        keyed_unix_s=link.keyed_unix_s,
         link_id=None if link.is_over else link.link_id.hex(),
         sealed_bytes_sent=link.sent_sealed_bytes,
         sealed_bytes_received=link.received_sealed_bytes,
     )
+
+
+def _kv_bytes(active: ActivePlan, stage: StageAssignment, kernel: str) -> int:
+    """Return the bytes of the plan's K/V blocks at one rank of ``stage``. Ranks share the K/V heads."""
+    sizes = (
+        group.block_bytes(stage.start, stage.end, active.plan.block_size, kernel)
+        for group in active.placement.spec.cache_groups
+    )
+    total = sum(size * count for size, count in zip(sizes, active.num_blocks, strict=True))
+    return total // stage.world_size
+
+
+def _fingerprint(roster: Roster, name: str) -> str:
+    """Return the SHA-256 of a member's identity key; empty if a newer roster removed it."""
+    keys = [member.identity_key for member in roster.members if member.name == name]
+    return hashlib.sha256(keys[0]).hexdigest() if keys else ""
 
 
 def _address(roster: Roster, name: str) -> str:

@@ -69,6 +69,8 @@ class Link:
         self.binding = facts.binding
         self.replaces = facts.replaces
         self.cipher = facts.cipher
+        # Unix time of the handshake that gave the present keys.
+        self.keyed_unix_s = time.time()
         self.on_roster: Callable[[Link, bytes], None] = lambda _link, _signed: None
         self.on_over: Callable[[], None] = lambda: None
         self._options = options
@@ -350,6 +352,7 @@ class Link:
         with self._lock:
             self._incoming = fresh.incoming
             self.cipher = fresh.cipher
+            self.keyed_unix_s = time.time()
         if self._replacement.redial is None:
             try:
                 # ``fresh`` is read from already, so the end of the link must close it even if SWITCH fails.

@@ -1,0 +1,116 @@
+// A conversation. It lives in this page's memory, and goes with it.
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { streamChat } from "./server.js";
+import { toHtml } from "./markdown.js";
+import { count } from "./words.js";
+
+const EMPTY = { role: "assistant", content: "", reasoning: "", calls: [], rate: null, tokens: 0, problem: "" };
+const SHOWN_EVERY_MS = 60;
+
+function addDelta(answer, delta) {
+  answer.content += delta.content ?? "";
+  answer.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+  for (const part of delta.tool_calls ?? []) {
+    const call = (answer.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= part.id ?? "";
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+  }
+}
+
+// The messages that the model gets: complete turns, without what the page alone shows.
+const sent = (turns) => turns.filter((turn) => turn.content).map(({ role, content }) => ({ role, content }));
+
+function Turn({ turn, running }) {
+  if (turn.role === "user") return html`<li class="turn user"><h3 class="hidden">You</h3><p>${turn.content}</p></li>`;
+  return html`<li class="turn" aria-busy=${running}>
+    <h3 class="hidden">Answer</h3>
+    ${turn.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${turn.reasoning}</p></details>`}
+    <div class="prose" dangerouslySetInnerHTML=${{ __html: toHtml(turn.content) }}></div>
+    ${turn.calls.filter(Boolean).map((call) => html`<div class="call card" key=${call.id}><strong>Calls ${call.name}</strong><pre tabindex="0" aria-label="Arguments"><code>${call.arguments}</code></pre></div>`)}
+    ${turn.problem && html`<p class="notice bad" role="alert">${turn.problem}</p>`}
+    ${running && !turn.content && !turn.reasoning && html`<p class="quiet-text">Reading the prompt …</p>`}
+    ${turn.tokens > 0 && html`<p class="quiet-text">${count(turn.tokens, "token")}${turn.rate ? `, ${turn.rate.toFixed(1)} a second` : ""}</p>`}
+  </li>`;
+}
+
+function Settings({ settings, set, models }) {
+  const field = (name, label, rest) => html`<label>${label}<input value=${settings[name]} onInput=${(e) => set({ ...settings, [name]: e.target.value })} ...${rest} /></label>`;
+  return html`<details class="settings-of-chat"><summary>Settings</summary><div class="card">
+    ${models.length > 1 && html`<label>Model<select value=${settings.model} onChange=${(e) => set({ ...settings, model: e.target.value })}>${models.map((m) => html`<option key=${m.id}>${m.id}</option>`)}</select></label>`}
+    ${field("temperature", "Temperature", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's own" })}
+    ${field("max_tokens", "Most tokens", { type: "number", min: 1, step: 1, placeholder: "as many as fit" })}
+    ${field("seed", "Seed", { type: "number", step: 1, placeholder: "a new one each time" })}
+    <label class="wide">System message<textarea rows="2" value=${settings.system} onInput=${(e) => set({ ...settings, system: e.target.value })}></textarea></label>
+  </div></details>`;
+}
+
+export function Chat({ apiKey, needsKey, onKey, models }) {
+  const [turns, setTurns] = useState([]);
+  const [draft, setDraft] = useState("");
+  const [settings, setSettings] = useState({ model: "", temperature: "", max_tokens: "", seed: "", system: "" });
+  const [aborting, setAborting] = useState(null);
+  const [key, setKey] = useState("");
+  const end = useRef(null);
+  useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns]);
+
+  const answer = async (asked) => {
+    const stopping = new AbortController();
+    const reply = { ...EMPTY, calls: [] };
+    let began = 0;
+    let shown = 0;
+    const show = () => { shown = performance.now(); setTurns([...asked, { ...reply }]); };
+    setAborting(stopping);
+    show();
+    const numbers = Object.fromEntries(["temperature", "max_tokens", "seed"].filter((name) => settings[name] !== "").map((name) => [name, Number(settings[name])]));
+    const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+    const body = { model: settings.model || models[0]?.id, messages: [...system, ...sent(asked)], ...numbers };
+    try {
+      for await (const chunk of streamChat(apiKey, body, stopping.signal)) {
+        const delta = chunk.choices[0]?.delta;
+        if (delta) { began ||= performance.now(); addDelta(reply, delta); }
+        if (chunk.usage) {
+          reply.tokens = chunk.usage.completion_tokens;
+          // The first token comes with the prefill, so the rate is of the others.
+          const took = (performance.now() - began) / 1000;
+          if (reply.tokens > 2 && took > 0.2) reply.rate = (reply.tokens - 1) / took;
+        }
+        if (performance.now() - shown > SHOWN_EVERY_MS) show();
+      }
+    } catch (error) {
+      reply.problem = error.name === "AbortError" ? "Stopped." : error.message;
+    }
+    show();
+    setAborting(null);
+  };
+  const send = (event) => {
+    event.preventDefault();
+    if (!draft.trim() || aborting) return;
+    setDraft("");
+    answer([...turns, { role: "user", content: draft.trim() }]);
+  };
+  const again = () => answer(turns.slice(0, -1));
+  const typed = (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); };
+
+  if (needsKey && !apiKey) {
+    return html`<h1>Chat</h1><form class="card" onSubmit=${(e) => { e.preventDefault(); onKey(key.trim()); }}>
+      <p>This head asks for an API key, which stays in this page's memory.</p>
+      <label>API key for chat <input type="password" autocomplete="off" value=${key} onInput=${(e) => setKey(e.target.value)} /></label> <button disabled=${!key.trim()}>Use it</button></form>`;
+  }
+  return html`<div class="chat">
+    <div class="row"><h1>Chat</h1><span class="quiet-text">${settings.model || models[0]?.id}</span>
+      ${turns.length > 0 && !aborting && html`<button class="quiet" onClick=${() => setTurns([])}>New conversation</button>`}</div>
+    ${turns.length === 0 && html`<p class="quiet-text">The conversation is in this page's memory alone, and ends with it.</p>`}
+    <ol class="turns" aria-label="Conversation">${turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} running=${Boolean(aborting) && index === turns.length - 1} />`)}</ol>
+    <div ref=${end}></div>
+    <form class="ask" onSubmit=${send}>
+      <label class="hidden" for="draft">Message</label>
+      <textarea id="draft" rows="2" placeholder="Ask the model" value=${draft} onInput=${(e) => setDraft(e.target.value)} onKeyDown=${typed}></textarea>
+      <div class="row">
+        ${aborting ? html`<button type="button" onClick=${() => aborting.abort()}>Stop</button>` : html`<button disabled=${!draft.trim()}>Send</button>`}
+        ${!aborting && turns.at(-1)?.role === "assistant" && html`<button type="button" class="quiet" onClick=${again}>Ask again</button>`}
+      </div>
+    </form>
+    <${Settings} settings=${settings} set=${setSettings} models=${models} />
+  </div>`;
+}

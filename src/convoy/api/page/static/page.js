@@ -1,0 +1,119 @@
+// The frame of the page: sign-in, the four views, and the state that they share.
+import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
+import { RETRY_MS, about, beginSession, endAllSessions, endSession, readModels, watchStatus } from "./server.js";
+import { Cluster } from "./cluster.js";
+import { Requests, History } from "./requests.js";
+import { Connect } from "./connect.js";
+import { Chat } from "./chat.js";
+
+const VIEWS = { cluster: ["Cluster", Cluster], requests: ["Requests", Requests], chat: ["Chat", Chat], connect: ["Connect", Connect] };
+const history = new History();
+
+function viewOf(hash) {
+  const name = hash.slice(1);
+  return name in VIEWS ? name : "cluster";
+}
+
+// The token stands in the fragment, which no request carries. It leaves the address at once.
+async function takeToken() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!token) return null;
+  window.history.replaceState(null, "", "/");
+  try {
+    await beginSession(token);
+  } catch (error) {
+    return error.message;
+  }
+  return null;
+}
+
+function SignIn({ problem, onKey }) {
+  const [key, setKey] = useState("");
+  const submit = (event) => { event.preventDefault(); onKey(key.trim()); };
+  return html`<main class="signin card">
+    <h1>Sign in</h1>
+    ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
+    <p>On the machine of the head, run</p>
+    <pre><code>convoy open${location.port === "8000" && location.protocol === "http:" ? "" : ` --url ${location.origin}`}</code></pre>
+    <p>and open the address that it prints. Or look with an API key, which stays in this page's memory:</p>
+    <form onSubmit=${submit}>
+      <label>API key <input type="password" autocomplete="off" value=${key} onInput=${(e) => setKey(e.target.value)} /></label>
+      <button disabled=${!key.trim()}>Look</button>
+    </form>
+  </main>`;
+}
+
+function Rights({ rights, onEnd }) {
+  const words = { use: "Looking with an API key", view: "May look", operate: "May operate" };
+  const open = rights.scope === "use" && !rights.needs_key;
+  return html`<details class="rights">
+    <summary><span class=${`dot ${rights.scope === "operate" ? "good" : ""}`}></span>${open ? "Open without a key" : words[rights.scope]}</summary>
+    <div class="menu card">
+      ${rights.scope === "use"
+        ? html`<p>To operate, open the address that <code>convoy open</code> prints.</p>`
+        : html`<button class="quiet" onClick=${() => onEnd(endSession)}>Sign out</button>`}
+      ${rights.scope === "operate" && html`<button class="quiet" onClick=${() => onEnd(endAllSessions)}>Sign everybody out</button>`}
+    </div>
+  </details>`;
+}
+
+function Page() {
+  const [view, setView] = useState(viewOf(location.hash));
+  const [rights, setRights] = useState(null);
+  const [apiKey, setApiKey] = useState("");
+  const [status, setStatus] = useState(null);
+  const [lost, setLost] = useState("");
+  const [problem, setProblem] = useState("");
+  const [models, setModels] = useState([]);
+
+  const start = async (key) => {
+    try {
+      setRights(await about(key));
+      setApiKey(key);
+      setProblem("");
+      setLost("");
+    } catch (error) {
+      setRights(null);
+      if (error.status !== 401) {
+        setLost(error.message);
+        setTimeout(() => start(key), RETRY_MS);
+        return;
+      }
+      setLost("");
+      if (key) setProblem(error.message);
+    }
+  };
+  useEffect(() => {
+    takeToken().then((failed) => { setProblem(failed ?? ""); return start("").then(() => failed && setProblem(failed)); });
+    const moved = () => setView(viewOf(location.hash));
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  useEffect(() => {
+    if (!rights) return undefined;
+    readModels(apiKey).then(setModels, () => setModels([]));
+    return watchStatus(apiKey, (told) => { history.add(told); setStatus(told); setLost(""); }, setLost, () => { setRights(null); setStatus(null); setLost(""); });
+  }, [rights, apiKey]);
+
+  if (!rights && !lost) return html`<${SignIn} problem=${problem} onKey=${start} />`;
+  const end = (how) => how().then(() => { setStatus(null); return start(apiKey); }, (error) => setProblem(error.message));
+  const Shown = VIEWS[view][1];
+  return html`
+    <a class="skip" href="#main" onClick=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
+    <header>
+      <a class="brand" href="#cluster"><img src="/page/static/icon.svg" alt="" width="26" height="26" />Convoy</a>
+      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, [label]]) =>
+        html`<a key=${name} href=${`#${name}`} aria-current=${name === view ? "page" : null}>${label}</a>`)}</nav>
+      ${rights && html`<${Rights} rights=${rights} onEnd=${end} />`}
+    </header>
+    <main id="main" tabindex="-1">
+      ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
+      ${lost && html`<p class="notice bad" role="alert">${lost}</p>`}
+      ${view !== "chat" && (status
+        ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
+        : !lost && html`<p class="quiet-text">Asking the head …</p>`)}
+      <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} models=${models} /></div>
+    </main>`;
+}
+
+render(html`<${Page} />`, document.getElementById("page"));

@@ -1,0 +1,76 @@
+// Requests over time, from the statuses that this page has seen.
+import { html, useEffect, useRef } from "./vendor/preact-htm.js";
+
+const MAX_POINTS = 1200;
+
+export class History {
+  constructor() {
+    this.columns = [[], [], [], [], [], []];
+    this.last = null;
+  }
+
+  add(status) {
+    const now = Date.now() / 1000;
+    const used = status.num_blocks ? (100 * (status.num_blocks - status.free_blocks)) / status.num_blocks : 0;
+    const rate = (name) => {
+      const grown = this.last ? status[name] - this.last.status[name] : 0;
+      // A head that was started again counts from 0.
+      return grown < 0 || !this.last ? 0 : grown / Math.max(now - this.last.now, 0.05);
+    };
+    const row = [now, status.running, status.waiting, rate("generated_tokens"), rate("prompt_tokens"), used];
+    row.forEach((value, index) => this.columns[index].push(value));
+    if (this.columns[0].length > MAX_POINTS) this.columns.forEach((column) => column.shift());
+    this.last = { now, status };
+  }
+}
+
+const timeOf = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function Chart({ title, history, lines, now, least }) {
+  const place = useRef(null);
+  const chart = useRef(null);
+  const data = [history.columns[0], ...lines.map((line) => history.columns[line.column])];
+  useEffect(() => {
+    const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, space: 90, font: "12px system-ui" };
+    const make = () => {
+      chart.current?.destroy();
+      chart.current = new window.uPlot({
+        width: Math.max(place.current.clientWidth, 200), height: 170, legend: { show: false }, cursor: { show: false },
+        scales: { x: { range: (_, low, high) => [Math.min(low, high - 30), high] }, y: { range: (_, _low, high) => [0, Math.max(least, high * 1.1)] } },
+        axes: [{ ...axis, values: (_, times) => times.map(timeOf) }, { ...axis, size: 44, space: 40 }],
+        series: [{}, ...lines.map((line) => ({ label: line.label, stroke: colour(line.colour), width: 2, points: { show: false } }))],
+      }, data, place.current);
+    };
+    const resized = new ResizeObserver(make);
+    resized.observe(place.current);
+    return () => { resized.disconnect(); chart.current?.destroy(); };
+  }, []);
+  useEffect(() => { chart.current?.setData(data); }, [now]);
+  const told = lines.map((line) => `${line.label} ${Math.round(history.columns[line.column].at(-1) ?? 0)}`).join(", ");
+  return html`<figure class="card chart"><figcaption>${title}
+    <span class="legend">${lines.map((line) => html`<span key=${line.label}><i class=${line.colour.slice(2)}></i>${line.label}</span>`)}</span></figcaption>
+    <div ref=${place} role="img" aria-label=${`${title} now: ${told}`}></div></figure>`;
+}
+
+export function Requests({ status, history }) {
+  const now = history.last.now;
+  const rate = history.columns[3].at(-1);
+  const asked = status.queried_tokens;
+  const facts = [
+    ["Running", status.running], ["Waiting", status.waiting], ["Tokens a second", rate >= 10 ? Math.round(rate) : rate.toFixed(1)],
+    ["K/V in use", `${Math.round(history.columns[5].at(-1))} %`],
+    ["Prefix hits", asked ? `${Math.round((100 * status.hit_tokens) / asked)} %` : "none yet"],
+    ["Right guesses", status.drafted_tokens ? `${Math.round((100 * status.accepted_tokens) / status.drafted_tokens)} %` : "none yet"],
+    ["Losses survived", status.recoveries],
+    ["Generated", status.generated_tokens.toLocaleString("en")], ["Read in prompts", status.prompt_tokens.toLocaleString("en")],
+  ];
+  return html`<h1>Requests</h1>
+    <dl class="tiles">${facts.map(([name, value]) => html`<div class="card" key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <div class="charts">
+      <${Chart} title="Tokens a second" history=${history} now=${now} least=${5} lines=${[{ label: "generated", column: 3, colour: "--one" }, { label: "prompts", column: 4, colour: "--two" }]} />
+      <${Chart} title="Requests" history=${history} now=${now} least=${4} lines=${[{ label: "running", column: 1, colour: "--one" }, { label: "waiting", column: 2, colour: "--two" }]} />
+      <${Chart} title="K/V in use, %" history=${history} now=${now} least=${100} lines=${[{ label: "in use", column: 5, colour: "--one" }]} />
+    </div>
+    <p class="quiet-text">Counts are of the whole head, since it began. The curves begin when this page was opened; no text of a request is here.</p>`;
+}

@@ -1,0 +1,44 @@
+"""``convoy open``: sign a browser in to the page of a head that the same user runs on this machine.
+
+It starts no browser: the address would stand on that program's command line, where other users see it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from convoy.cli.running.endpoint import CaFlag, UrlFlag
+from convoy.cli.show.output import print_note
+from convoy.config.files import token_folder
+from convoy.errors import UsageError
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+
+
+def open_page(
+    url: UrlFlag = DEFAULT_URL,
+    ca: CaFlag = None,
+    view: Annotated[bool, typer.Option("--view", help="Sign in to look only, not to operate.")] = False,
+) -> None:
+    """Show an address that signs a browser in to the head's page. It works once, for 5 minutes."""
+    from convoy.api.listen.options import is_loopback
+    from convoy.api.page.tokens import OpenTokens
+
+    endpoint = Endpoint.of(url, None, ca)
+    parts = urlsplit(endpoint.url)
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+        raise UsageError(
+            f"the page at {endpoint.url} would carry a token without TLS",
+            hint="start the head with --tls-certificate and --tls-key, and name https with --url",
+        )
+    # A page without its server would keep a token that nobody can use.
+    endpoint.get("/health", accept=frozenset({200, 503}))
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    token = OpenTokens(token_folder()).make(port, "view" if view else "operate")
+    what = "look" if view else "look and operate"
+    # The part behind # stays in the browser: no request and no log of a proxy has it.
+    address = f"{endpoint.url}/#token={token}"
+    print(address)
+    print_note(f"open it in a browser: it works once, for 5 minutes, and lets its holder {what}")

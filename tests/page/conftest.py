@@ -1,0 +1,66 @@
+"""A browser, and pages that fail a test if a script of theirs fails or another host is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+# `make test` imports this file too, and only `make test-page` installs the library.
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize
+
+Open = Callable[..., "Page"]
+WIDE: ViewportSize = {"width": 1280, "height": 860}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", action="store_true", help="write the pictures of docs/page.md anew")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # Chromium's own sandbox needs rights that a container's root lacks. It loads our page alone here.
+        started = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Return a function that opens an address in a new profile. At the end, no page may have failed."""
+    failed: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def opened(address: str, *, scheme: str = "light", size: ViewportSize = WIDE) -> Page:
+        context = browser.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport=size)
+        contexts.append(context)
+        page = context.new_page()
+        own = urlsplit(address).netloc
+
+        def note(request: Request) -> None:
+            if urlsplit(request.url).netloc != own:
+                asked.append(request.url)
+
+        def said(message: ConsoleMessage) -> None:
+            # A refused request is said on the console too, and may be the subject of a test.
+            if message.type == "error" and "Failed to load resource" not in message.text:
+                failed.append(message.text)
+
+        page.on("request", note)
+        page.on("console", said)
+        page.on("pageerror", lambda error: failed.append(str(error)))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not failed
+    assert not asked, "the page asked another host"

@@ -1,0 +1,227 @@
+"""The page in a real browser: over a fake engine, and over a real cluster that loses a member."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import axe_playwright_python
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.options import PageOptions, ServeOptions
+from convoy.api.page.tokens import OpenTokens, Scope
+from convoy.sdk.head import service_of
+from page.conftest import WIDE, Open
+from support.fake_service import FakeEngine, serving, serving_of
+from survival.losing import Survival, survival, wait_for
+
+KEY = "sk-test-0123456789"
+_AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
+PHONE = {"width": 390, "height": 844}
+HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 2">
+<svg onload="window.ran = 3"></svg><iframe src="https://evil.example/"></iframe>
+<style>body { display: none }</style>
+![pixel](https://evil.example/leak.png) [click](javascript:window.ran=4) <a href="data:text/html,x">data</a>
+<form action="https://evil.example/"><input name=a></form>
+
+[fine](https://example.org/page)
+
+```html
+<script>window.ran = 5</script>
+```
+"""
+
+
+@dataclass
+class Head:
+    """Hold a head's address, its tokens, and the real cluster behind it if there is one."""
+
+    url: str
+    tokens: OpenTokens
+
+    def signed_in(self, scope: Scope = "operate") -> str:
+        """Return an address that begins a session."""
+        return f"{self.url}/#token={self.tokens.make(int(self.url.rpartition(':')[2]), scope)}"
+
+
+@contextmanager
+def head_of(real: Survival, folder: Path) -> Iterator[Head]:
+    """Serve ``real`` with a key."""
+    tokens = OpenTokens(folder)
+    options = ServeOptions(port=0, keys=KeyRing.of(KEY), page=PageOptions(tokens=folder))
+    with serving_of(service_of(real.cluster), options) as (url, _):
+        yield Head(url, tokens)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """Serve three real members, which no test loses."""
+    with survival(3) as real, head_of(real, tmp_path_factory.mktemp("cache") / "open") as head:
+        yield head
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[tuple[Head, FakeEngine]]:
+    """Serve a fake engine without a key."""
+    tokens = OpenTokens(tmp_path / "open")
+    engine = FakeEngine()
+    with serving(engine, ServeOptions(port=0, page=PageOptions(tokens=tokens.folder))) as running:
+        yield Head(running.url, tokens), engine
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def serious(page: Page) -> list[str]:
+    """Return axe-core's findings that are serious or critical, each with its first element."""
+    page.evaluate(_AXE)
+    found = page.evaluate("axe.run()")["violations"]
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:200]} {one['nodes'][0].get('failureSummary')}"
+        for one in found
+        if one["impact"] in {"serious", "critical"}
+    ]
+
+
+def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: Head, open_page: Open) -> None:
+    with httpx.Client(headers={"authorization": f"Bearer {KEY}"}) as http:
+        assert http.delete(f"{cluster.url}/page/sessions").status_code == 403
+    looking = open_page(cluster.url)
+    looking.get_by_label("API key").fill(KEY)
+    looking.get_by_role("button", name="Look").click()
+    looking.get_by_text("Looking with an API key").click()
+    expect(looking.get_by_role("button", name=re.compile("Sign"))).to_have_count(0)
+    looking.reload()
+    # The key was in memory alone.
+    expect(looking.get_by_role("heading", name="Sign in")).to_be_visible()
+    assert looking.evaluate("localStorage.length + sessionStorage.length") == 0
+    viewer, operator = open_page(cluster.signed_in("view")), open_page(cluster.signed_in())
+    expect(viewer.get_by_role("heading", name="beta")).to_be_visible()
+    viewer.get_by_text("May look").click()
+    expect(viewer.get_by_role("button", name="Sign everybody out")).to_have_count(0)
+    operator.get_by_text("May operate").click()
+    operator.get_by_role("button", name="Sign everybody out").click()
+    expect(operator.get_by_role("heading", name="Sign in")).to_be_visible()
+    expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible(timeout=10_000)
+
+
+def test_a_used_token_says_what_to_do(cluster: Head, open_page: Open) -> None:
+    address = cluster.signed_in()
+    expect(open_page(address).get_by_role("heading", name="alpha")).to_be_visible()
+    expect(open_page(address).get_by_role("alert")).to_contain_text("run `convoy open` again")
+
+
+def test_hostile_text_of_a_model_runs_nothing_and_loads_nothing(
+    fake: tuple[Head, FakeEngine], open_page: Open
+) -> None:
+    head, engine = fake
+    engine.reply = HOSTILE
+    page = open_page(f"{head.url}/#chat")
+    ask(page, "Attack me")
+    expect(page.get_by_role("link", name="fine")).to_be_visible(timeout=20_000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert page.evaluate("window.ran") is None
+    prose = page.locator(".prose")
+    assert prose.locator("script, img, svg, iframe, style, form, input").count() == 0
+    assert [link.get_attribute("href") for link in prose.locator("a").all()] == ["https://example.org/page"]
+    assert prose.locator("a").get_attribute("rel") == "noopener noreferrer nofollow"
+    # HTML is shown as its letters.
+    expect(prose).to_contain_text("<script>window.ran = 1</script>")
+    # `open_page` fails the test if any other host was asked.
+
+
+def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
+    fake: tuple[Head, FakeEngine], open_page: Open
+) -> None:
+    head, engine = fake
+    engine.reply = "<think>Two and three.</think>It is **five**."
+    engine.pause_after = 40
+    page = open_page(f"{head.url}/#chat")
+    ask(page, "What is 2+3?")
+    assert engine.paused.wait(10.0)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("alert")).to_have_text("Stopped.")
+    assert engine.handles[-1].aborted.wait(10.0)
+    engine.pause_after = None
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator(".prose strong")).to_have_text("five", timeout=10_000)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert not page.get_by_text("Two and three.").is_visible()
+    page.get_by_text("Reasoning").click()
+    expect(page.get_by_text("Two and three.")).to_be_visible()
+
+
+def test_a_head_that_stops_is_said_in_a_sentence(tmp_path: Path, open_page: Open) -> None:
+    with serving(options=ServeOptions(port=0, page=PageOptions(tokens=tmp_path))) as running:
+        page = open_page(f"{running.url}/#connect")
+        page.wait_for_load_state()
+        expect(page.get_by_role("heading", name="Connect")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("tries again by itself", timeout=10_000)
+
+
+def test_no_view_has_a_serious_finding_of_axe_or_is_wider_than_a_phone(
+    cluster: Head, open_page: Open
+) -> None:
+    for scheme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE)):
+        page = open_page(cluster.url, scheme=scheme, size=size)
+        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+        assert serious(page) == []
+        page.goto(cluster.signed_in())
+        page.reload()
+        expect(page.get_by_role("heading", name="alpha")).to_be_visible()
+        for name in ("Cluster", "Requests", "Connect", "Chat"):
+            page.get_by_role("link", name=name, exact=True).click()
+            expect(page.locator("nav a[aria-current]")).to_have_text(name)
+            assert serious(page) == [], (name, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
+
+
+def test_pictures_of_the_page(cluster: Head, open_page: Open, pytestconfig: pytest.Config) -> None:
+    folder = pytestconfig.rootpath / "docs" / "pictures"
+    for scheme in ("light", "dark"):
+        page = open_page(cluster.signed_in(), scheme=scheme, size={"width": 1120, "height": 700})
+        expect(page.get_by_role("heading", name="gamma")).to_be_visible()
+        expect(page.get_by_text("May operate")).to_be_visible()
+        picture = page.screenshot()
+        assert len(picture) > 10_000
+        # Each run has other ports and times, so pictures change only if somebody asks for it.
+        if pytestconfig.getoption("--pictures"):
+            (folder / f"page-{scheme}.png").write_bytes(picture)
+
+
+def test_a_lost_member_is_seen_within_a_second_and_a_chat_streams_over_it(
+    tmp_path: Path, open_page: Open
+) -> None:
+    with survival(3) as real, head_of(real, tmp_path / "open") as cluster:
+        page, watching = open_page(cluster.signed_in()), open_page(cluster.signed_in("view"))
+        expect(page.get_by_role("heading", name="gamma")).to_be_visible()
+        assert "token" not in page.url
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_label("API key for chat").fill(KEY)
+        page.get_by_role("button", name="Use it").click()
+        page.get_by_text("Settings").click()
+        page.get_by_label("Most tokens").fill("300")
+        ask(page, "Tell me a story about a dog.")
+        answer = page.locator(".prose").last
+        expect(answer).not_to_be_empty(timeout=30_000)
+        real.kill("gamma")
+        wait_for(lambda: "gamma" in real.cluster.status().absent)
+        known_s = time.monotonic()
+        expect(watching.locator(".others, .tag.bad").first).to_contain_text(
+            re.compile("gamma|lost"), timeout=10_000
+        )
+        seen_s = time.monotonic() - known_s
+        print(f"a lost member is on the page {seen_s:.2f} s after the head knew it")
+        assert seen_s < 1.0, seen_s
+        expect(page.locator(".turn p.quiet-text").last).to_have_text(re.compile("tokens"), timeout=60_000)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(watching.locator(".machine h3")).to_have_text(["alpha", "beta"], timeout=30_000)
