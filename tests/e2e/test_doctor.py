@@ -45,7 +45,7 @@ def test_an_examination_disturbs_no_running_cluster() -> None:
                 assert len(reached) == (2 if examiner == "alpha" else 1)
                 after = generate(cluster.engine, request, None)
                 assert after.token_ids == before.token_ids
-            assert "beta itself, which runs" in about(found, "port")[0]
+            assert "beta runs and listens" in about(found, "port")[0]
             assert cluster.head.links == links
             assert cluster.health()[0]
         finally:
