@@ -94,7 +94,7 @@ def test_the_definition_is_near_the_exact_product(form: str) -> None:
     assert 1e-4 < (found - exact).norm() / exact.norm() < 0.02
 
 
-@pytest.mark.parametrize("form", cases(SAMPLES, {"gguf:Q4_K", "centred8"}.__contains__))
+@pytest.mark.parametrize("form", cases(SAMPLES, {"gguf:Q4_K", "gguf:Q5_K", "MXFP4", "centred8"}.__contains__))
 def test_compiled_code_has_the_bits_of_the_definition(form: str) -> None:
     for library in native_libraries():
         assert int8_holds(library, usual_shape(form, INPUTS)), library.instruction_set.name
@@ -103,11 +103,11 @@ def test_compiled_code_has_the_bits_of_the_definition(form: str) -> None:
 def test_a_row_has_its_bits_beside_any_others_on_any_threads(threads: Threads) -> None:
     bias = numbers(3 * OUTPUTS, seed=1)
     # The last form has no products of whole numbers: its outputs are exact.
-    linear, x = linear_of("gguf:Q4_K", "gguf:Q8_0", "gguf:IQ4_NL", bias=bias), numbers(130, INPUTS, seed=2)
-    assert linear.exact_forms == {"gguf:IQ4_NL"}
+    linear, x = linear_of("gguf:Q4_K", "gguf:Q8_0", "gguf:IQ4_XS", bias=bias), numbers(130, INPUTS, seed=2)
+    assert linear.exact_forms == {"gguf:IQ4_XS"}
     threads(1)
     whole = linear(x)
-    plain = StoredMatrix((sample_range(usual_shape("gguf:IQ4_NL", INPUTS), OUTPUTS),))
+    plain = StoredMatrix((sample_range(usual_shape("gguf:IQ4_XS", INPUTS), OUTPUTS),))
     assert torch.equal(whole[:, 2 * OUTPUTS :], StoredLinear(plain, bias[2 * OUTPUTS :])(x))
     for count in (1, 2):
         threads(count)

@@ -72,14 +72,24 @@ int convoy_round_rows(const float *x, int64_t stride, int64_t inputs, int64_t ro
 
 /* ---- forms ---- */
 
-INLINE int is_pairs(const int kind) { return code_bytes(kind) < PANEL || kind == Q4_K; }
+INLINE int is_pairs(const int kind) { return code_bytes(kind) < PANEL || is_super(kind); }
+/* Return whether codes lie in bytes, and whether they are signed bytes once they are unpacked. */
 INLINE int is_bytes(const int kind) { return kind == SIGNED || kind == BYTES_ADD; }
-INLINE int has_shift(const int kind) { return has_second(kind) || kind == Q4_K; }
+INLINE int is_signed(const int kind) { return is_bytes(kind) || kind == NIBBLES; }
+INLINE int has_shift(const int kind) { return has_second(kind) || is_super(kind); }
 /* Return what is added to the code of each weight before it is multiplied, as a whole number times the sum of x. */
 INLINE int32_t centre(const int kind) {
-  if (kind == SIGNED) return -BYTES_FROM;
+  if (kind == SIGNED || kind == NIBBLES) return -BYTES_FROM;
   if (kind == BYTES_ADD) return 128 - BYTES_FROM;
-  return kind == CENTRED ? -8 : kind == Q6_K ? -32 : 0;
+  return kind == CENTRED ? -8 : kind == FIVES ? -16 : kind == Q6_K ? -32 : 0;
+}
+
+/* Return the values of the codes of NIBBLES, which are whole numbers, as `i_dot_bytes` takes them. */
+INLINE I values_of(const int kind, const StoredRange *of) {
+  if (kind != NIBBLES) return i_set(0);
+  uint8_t values[16];
+  for (int code = 0; code < 16; code++) values[code] = (uint8_t)((int)of->table[code] + BYTES_FROM);
+  return i_table(values);
 }
 
 /* Return how far ahead memory is asked for where codes are unpacked in registers: one or two rows of bytes take less
@@ -101,11 +111,12 @@ INLINE Group group_at(const int kind, const StoredRange *of, const uint8_t *pane
                       const int vectors) {
   Group g;
   int64_t k = number * ROUNDED_GROUP;
-  if (kind == Q4_K) {
+  if (is_super(kind)) {
     const uint8_t *block = panel + k / SUPER * super_bytes(kind);
     const uint8_t *planes = block + 4 * PANEL + k % SUPER / 64 * half_bytes(kind);
-    int64_t half = k % 64 / 32;
-    g.codes = planes + PLANES + half * 16 * PANEL + 4 * lane;
+    int64_t half = k % 64 / 32, fifths = kind == Q5_K ? FIFTHS : 0;
+    g.high = planes + PLANES + half * (16 * PANEL + fifths) + 4 * lane;
+    g.codes = g.high + fifths;
     UNROLL for (int v = 0; v < vectors; v++) {
       const uint8_t *own = planes + lane + LANES * v, *halves = block + 2 * (lane + LANES * v);
       I b = i_bytes(own + PANEL), c = i_bytes(own + 2 * PANEL), low = i_set(63), scale, least;
@@ -136,6 +147,7 @@ INLINE Group group_at(const int kind, const StoredRange *of, const uint8_t *pane
   int64_t of_group = (uint32_t)k / (uint32_t)of->group, head = head_bytes(of), bytes = code_bytes(kind);
   const uint8_t *block = panel + of_group * (head + of->group * bytes);
   g.codes = block + head + (k - of_group * of->group) * bytes + lane * (bytes < PANEL ? 4 : 1);
+  g.high = block + head - FIFTHS + 4 * lane;
   UNROLL for (int v = 0; v < vectors; v++) {
     g.factor[0][v] = widened(of->scale, block, lane + LANES * v);
     if (!has_second(kind)) continue;
@@ -152,8 +164,8 @@ INLINE void fetch(const uint8_t *p, const int v, const int far) {
 
 /* Unpack the codes of eight inputs, `unit` of four in a group, to four bytes in each lane. Outputs of bytes are then in
    an order that `i_in_order` undoes. */
-INLINE void eight_codes(const int kind, const int far, const Group *g, const int unit, const int vectors, I *first,
-                        I *second) {
+INLINE void eight_codes(const int kind, const int far, const Group *g, I values, const int unit, const int vectors,
+                        I *first, I *second) {
   if (is_bytes(kind)) {
     const uint8_t *p = g->codes + unit * 8 * PANEL;
     UNROLL for (int k = 0; k < 8 && far; k++) prefetch(p + k * PANEL + far);
@@ -186,6 +198,14 @@ INLINE void eight_codes(const int kind, const int far, const Group *g, const int
     I codes = i_load(p + 4 * LANES * v);
     first[v] = i_and(codes, low);
     second[v] = i_and(i_right(codes, 4), low);
+    if (kind == NIBBLES) first[v] = i_look(values, first[v]), second[v] = i_look(values, second[v]);
+    if (!has_fifths(kind)) continue;
+    if (unit == 0) fetch(g->high, v, far);
+    /* Of eight bits, those of even and of odd inputs go to bit 4 of four bytes. The product has each of them there:
+       no other sum of places is one of these, and what two bits add up to ends one place higher. */
+    I fifths = i_right(i_load(g->high + 4 * LANES * v), 8 * unit), place = i_set(0x10101010);
+    first[v] = i_or(first[v], i_and(i_mul(i_and(fifths, i_set(0x55)), i_set(0x41041 << 4)), place));
+    second[v] = i_or(second[v], i_and(i_mul(i_and(fifths, i_set(0xaa)), i_set(0x41041 << 3)), place));
   }
 }
 
@@ -208,6 +228,7 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
   int64_t count = x->inputs / ROUNDED_GROUP;
   const int8_t *codes = (is_pairs(kind) ? x->paired : x->codes) + row * x->inputs;
   const RoundedGroup *groups = x->groups + row * count;
+  const I values = values_of(kind, of);
   V sums[DOT_ROWS][FOUR];
   UNROLL for (int r = 0; r < rows; r++)
     UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_set(0);
@@ -222,13 +243,13 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
       UNROLL for (int at = 0; at < 4 / steps; at++) {
         const int unit = step * 4 / steps + at;
         I first[FOUR], second[FOUR];
-        eight_codes(kind, far_ahead(kind, rows), &g, unit, FOUR, first, second);
+        eight_codes(kind, far_ahead(kind, rows), &g, values, unit, FOUR, first, second);
         UNROLL for (int r = 0; r < rows; r++) {
           const int8_t *own = codes + r * x->inputs + number * ROUNDED_GROUP + unit * 8;
           I a = i_set(four_at(own)), b = i_set(four_at(own + 4));
           UNROLL for (int v = 0; v < FOUR; v++) {
-            s[r][v] = is_bytes(kind) ? i_dot_bytes(s[r][v], first[v], a) : i_dot(s[r][v], first[v], a);
-            s[r][v] = is_bytes(kind) ? i_dot_bytes(s[r][v], second[v], b) : i_dot(s[r][v], second[v], b);
+            s[r][v] = is_signed(kind) ? i_dot_bytes(s[r][v], first[v], a) : i_dot(s[r][v], first[v], a);
+            s[r][v] = is_signed(kind) ? i_dot_bytes(s[r][v], second[v], b) : i_dot(s[r][v], second[v], b);
           }
         }
       }
@@ -257,12 +278,13 @@ typedef struct {
 
 INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *panel, int64_t first, int64_t count,
                           Tile *tile) {
+  const I values = values_of(kind, of);
   for (int64_t i = 0; i < count; i++)
     for (int64_t lane = 0; lane < PANEL; lane += FOUR * LANES) {
       Group g = group_at(kind, of, panel, first + i, lane, FOUR);
       UNROLL for (int unit = 0; unit < 4; unit++) {
         I one[FOUR], two[FOUR];
-        eight_codes(kind, 0, &g, unit, FOUR, one, two);
+        eight_codes(kind, 0, &g, values, unit, FOUR, one, two);
         if (is_bytes(kind)) i_in_order(one), i_in_order(two);
         uint8_t *to = tile->codes + (i * 4 + unit) * 8 * PANEL + 4 * lane;
         UNROLL for (int v = 0; v < FOUR; v++) {
@@ -280,7 +302,7 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
 
 /* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first row. The
    `ahead` bytes from `next` on are asked for meanwhile. */
-INLINE void dot_tile(const int rows, const int bytes, const int steps, const int shifts, int32_t from, const Tile *tile,
+INLINE void dot_tile(const int rows, const int is_signed_code, const int steps, const int shifts, int32_t from, const Tile *tile,
                      int64_t count, const int8_t *codes, int64_t inputs, const RoundedGroup *groups, float *total,
                      const uint8_t *next, int64_t ahead) {
   const int vectors = DOT_VECTORS;
@@ -305,7 +327,7 @@ INLINE void dot_tile(const int rows, const int bytes, const int steps, const int
           UNROLL for (int r = 0; r < rows; r++) {
             I a = i_set(four_at(own + r * inputs));
             UNROLL for (int v = 0; v < vectors; v++)
-              s[r][v] = bytes ? i_dot_bytes(s[r][v], w[v], a) : i_dot(s[r][v], w[v], a);
+              s[r][v] = is_signed_code ? i_dot_bytes(s[r][v], w[v], a) : i_dot(s[r][v], w[v], a);
           }
         }
         const float *factors = tile->factors + (i * steps + step) * PANEL + lane;
@@ -342,7 +364,7 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
 #define DOTS(KIND, ROWS)                                                                                          \
   static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t inputs,          \
                                    const RoundedGroup *groups, float *total, const uint8_t *next, int64_t ahead) { \
-    dot_tile(ROWS, is_bytes(KIND), STEPS(KIND), has_shift(KIND), centre(KIND), tile, count, codes, inputs, groups, \
+    dot_tile(ROWS, is_signed(KIND), STEPS(KIND), has_shift(KIND), centre(KIND), tile, count, codes, inputs, groups, \
              total, next, ahead);                                                                                 \
   }
 #define UNPACK(KIND)                                                                                           \
@@ -366,7 +388,7 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
 #define INT8_KIND(KIND) ALL_FUSE(KIND) ALL_DOTS(KIND) UNPACK(KIND)
 
 INT8_KIND(CENTRED) INT8_KIND(NIBBLES_ADD) INT8_KIND(NIBBLES_LESS) INT8_KIND(SIGNED) INT8_KIND(BYTES_ADD)
-INT8_KIND(Q4_K) INT8_KIND(Q6_K)
+INT8_KIND(Q4_K) INT8_KIND(Q6_K) INT8_KIND(NIBBLES) INT8_KIND(FIVES) INT8_KIND(FIVES_ADD) INT8_KIND(Q5_K)
 
 static const struct {
   fuse_fn fuse[FUSED_DOTS];
@@ -381,6 +403,10 @@ static const struct {
     [BYTES_ADD] = {FUSES(BYTES_ADD), groups_BYTES_ADD, TILES(BYTES_ADD), 0},
     [Q4_K] = {FUSES(Q4_K), groups_Q4_K, TILES(Q4_K), 1},
     [Q6_K] = {FUSES(Q6_K), groups_Q6_K, TILES(Q6_K), 0},
+    [NIBBLES] = {FUSES(NIBBLES), groups_NIBBLES, TILES(NIBBLES), 1},
+    [FIVES] = {FUSES(FIVES), groups_FIVES, TILES(FIVES), 1},
+    [FIVES_ADD] = {FUSES(FIVES_ADD), groups_FIVES_ADD, TILES(FIVES_ADD), 1},
+    [Q5_K] = {FUSES(Q5_K), groups_Q5_K, TILES(Q5_K), 1},
 };
 
 /* ---- linears ---- */

@@ -165,6 +165,11 @@ INLINE V v_scale(V a, V q) {
 #define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
 
 INLINE I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+INLINE I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+
+/* Take 16 bytes as a table, and look up each byte from 0 to 15. */
+INLINE I i_table(const uint8_t *values) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)values)); }
+INLINE I i_look(I table, I bytes) { return _mm256_shuffle_epi8(table, bytes); }
 
 /* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. Two of
    them fit 16 bits. */

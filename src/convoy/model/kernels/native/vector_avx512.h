@@ -153,6 +153,11 @@ INLINE V v_scale(V a, V q) { return _mm512_scalef_ps(a, q); }
 #define BYTES_FROM 128 /* added to signed bytes of weights before `i_dot_bytes` */
 
 INLINE I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+INLINE I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+
+/* Take 16 bytes as a table, and look up each byte from 0 to 15. */
+INLINE I i_table(const uint8_t *values) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)values)); }
+INLINE I i_look(I table, I bytes) { return _mm512_shuffle_epi8(table, bytes); }
 
 /* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. */
 INLINE I i_dot(I sum, I codes, I x) { return _mm512_dpbusd_epi32(sum, codes, x); }

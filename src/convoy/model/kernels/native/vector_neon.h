@@ -169,6 +169,13 @@ INLINE Eight e_mul(Eight a, Eight b) { return (Eight){v_mul(a.low, b.low), v_mul
 #define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
 
 INLINE I i_xor(I a, I b) { return veorq_u32(a, b); }
+INLINE I i_mul(I a, I b) { return vmulq_u32(a, b); }
+
+/* Take 16 bytes as a table, and look up each byte from 0 to 15. */
+INLINE I i_table(const uint8_t *values) { return vreinterpretq_u32_u8(vld1q_u8(values)); }
+INLINE I i_look(I table, I bytes) {
+  return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(bytes)));
+}
 
 /* Add the products of four bytes of each lane: signed ones from -127 to 127. */
 INLINE I i_dot_bytes(I sum, I bytes, I x) {

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import torch
 
+# The values of codes of 4 bits: of E2M1 twice, and of IQ4_NL.
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+TWICE_E2M1 = (*_E2M1, *(-one for one in _E2M1))
+IQ4_NL = (
+    *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
+    *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
+)
+
 
 def stream_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack numbers of ``bits`` bits that follow each other from the lowest bit on, along the last

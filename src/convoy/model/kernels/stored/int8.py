@@ -16,11 +16,17 @@ from convoy.model.kernels.stored.packed import NativeStored, PackedRange, fused_
 from convoy.model.kernels.stored.sample import Shape, sample_range, usual_shape
 
 # The kinds of `ranges.h` with products of whole numbers in `int8.c`.
-_KINDS = frozenset({"CENTRED", "NIBBLES_ADD", "NIBBLES_LESS", "SIGNED", "BYTES_ADD", "Q4_K", "Q6_K"})
+_KINDS = frozenset(
+    {
+        *("NIBBLES", "CENTRED", "NIBBLES_ADD", "NIBBLES_LESS", "FIVES", "FIVES_ADD"),
+        *("SIGNED", "BYTES_ADD", "Q4_K", "Q5_K", "Q6_K"),
+    }
+)
 # Usual forms of each kind: all are compared when a machine is examined.
 SAMPLES = (
-    *("affine4", "affine8", "centred4", "centred4 zeros", "centred8", "I8"),
-    *(f"{GGUF}{name}" for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")),
+    *("affine4", "affine8", "centred4", "centred4 zeros", "centred8", "I8", "MXFP4"),
+    *(f"{GGUF}{name}" for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")),
+    *(f"{GGUF}{name}" for name in ("IQ4_NL", "MXFP4")),
 )
 # Inputs of a check: some groups, and more than the tiles of a panel hold, with a rest.
 _SAMPLE_INPUTS = (512, 4096 + 256)

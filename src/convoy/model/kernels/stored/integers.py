@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.model.kernels.stored.bits import stream_codes
+from convoy.model.kernels.stored.bits import IQ4_NL, TWICE_E2M1, stream_codes
 from convoy.model.kernels.stored.matrix import GGUF, StoredRange
 
 # Inputs of a row that share a scale.
 ROUNDED_GROUP = 32
 _GREATEST = 127.0
+# The values of codes.
+_VALUES_E2M1, _VALUES_IQ4_NL = torch.tensor(TWICE_E2M1), torch.tensor(IQ4_NL)
 # Below it, all numbers of a group are 0: 127 over it is finite.
 _LEAST_TOP = 2.0**-100
 
@@ -90,6 +92,9 @@ def integers_of(one: StoredRange) -> IntegerRange:
     """Return a range as whole numbers, for the forms that `stored.int8.rounds_inputs` names."""
     if one.form.startswith(GGUF):
         return _GGUF[one.form.removeprefix(GGUF)](one)
+    if one.form == "MXFP4":
+        codes = _VALUES_E2M1[stream_codes(one.parts["codes"], 4)[:, : one.inputs].long()]
+        return IntegerRange(codes, _half_power(one.parts["scales"].view(torch.uint8)))
     if one.form == "I8":
         codes = one.parts["values"].to(torch.float32)
     else:
@@ -136,6 +141,39 @@ def _q4_1(one: StoredRange) -> IntegerRange:
     return IntegerRange(_two_runs(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2))
 
 
+def _five_bits(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return codes of 5 bits [outputs, blocks, 32]: the low four, and 32 highest bits in four bytes."""
+    fifths = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return _two_runs(low) + 16.0 * fifths.flatten(-2)
+
+
+def _q5_0(one: StoredRange) -> IntegerRange:
+    blocks = _blocks(one, 22)
+    return IntegerRange((_five_bits(blocks[..., 6:], blocks[..., 2:6]) - 16).flatten(1), _half(blocks, 0))
+
+
+def _q5_1(one: StoredRange) -> IntegerRange:
+    blocks = _blocks(one, 24)
+    codes = _five_bits(blocks[..., 8:], blocks[..., 4:8])
+    return IntegerRange(codes.flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _iq4_nl(one: StoredRange) -> IntegerRange:
+    blocks = _blocks(one, 18)
+    return IntegerRange(_VALUES_IQ4_NL[_two_runs(blocks[..., 2:]).long()].flatten(1), _half(blocks, 0))
+
+
+def _mxfp4(one: StoredRange) -> IntegerRange:
+    blocks = _blocks(one, 17)
+    codes = _VALUES_E2M1[_two_runs(blocks[..., 1:]).long()]
+    return IntegerRange(codes.flatten(1), _half_power(blocks[..., 0]))
+
+
+def _half_power(exponents: torch.Tensor) -> torch.Tensor:
+    """Return half of each power of two of an exponent byte, E8M0, in float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
+
+
 def _q8_0(one: StoredRange) -> IntegerRange:
     blocks = _blocks(one, 34)
     codes = blocks[..., 2:].contiguous().view(torch.int8).to(torch.float32)
@@ -145,11 +183,24 @@ def _q8_0(one: StoredRange) -> IntegerRange:
 def _q4_k(one: StoredRange) -> IntegerRange:
     """Return 32 inputs at a time, with scales and minima of 6 bits under two halves."""
     blocks = _blocks(one, 144)
+    codes = _two_runs(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    return _of_super_blocks(blocks, codes)
+
+
+def _q5_k(one: StoredRange) -> IntegerRange:
+    """Return the same with codes of 5 bits: a byte has the highest ones of eight inputs, 32 apart."""
+    blocks = _blocks(one, 176)
+    codes = _two_runs(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32))
+    fifths = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return _of_super_blocks(blocks, codes + 16.0 * fifths.reshape(codes.shape))
+
+
+def _of_super_blocks(blocks: torch.Tensor, codes: torch.Tensor) -> IntegerRange:
+    """Return codes [outputs, blocks, 4, 64] with the scales and minima of their blocks."""
     packed = blocks[..., 4:16].to(torch.int32)
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1)
     least = torch.cat((second & 63, third >> 4 | (second >> 6) << 4), -1)
-    codes = _two_runs(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     factors = _half(blocks, 0).unsqueeze(-1) * scales
     shifts = 0 - _half(blocks, 2).unsqueeze(-1) * least
     return IntegerRange(codes.flatten(1), factors.flatten(1), shifts.flatten(1))
@@ -167,4 +218,15 @@ def _q6_k(one: StoredRange) -> IntegerRange:
     return IntegerRange(codes.flatten(1), (_half(blocks, 208).unsqueeze(-1) * scales).flatten(1))
 
 
-_GGUF = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+_GGUF = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
+}

@@ -27,6 +27,7 @@ from convoy.model.kernels.native.library import (
 )
 from convoy.model.kernels.native.linears import run_length
 from convoy.model.kernels.pages import empty_on_huge_pages
+from convoy.model.kernels.stored.bits import IQ4_NL, TWICE_E2M1
 from convoy.model.kernels.stored.matrix import GGUF, PLACES, DeferredRange, StoredRange, is_shared
 from convoy.model.kernels.stored.sample import Shape, sample_range, usual_shape
 from convoy.model.kernels.stored.tiled import Tiled, tiled_form
@@ -88,10 +89,8 @@ class _Packing:
 
 _UNSIGNED, _CENTRED = tuple(map(float, range(16))), tuple(map(float, range(-8, 8)))
 _FIVE_BITS = tuple(map(float, range(32)))
-_TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 # ggml reads the negative zero of E2M1 as zero.
-_GGML_E2M1 = (*_TWICE_E2M1, 0.0, *(-one for one in _TWICE_E2M1[1:]))
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_GGML_E2M1 = (*TWICE_E2M1[:8], 0.0, *TWICE_E2M1[9:])
 
 # The forms with kernels that unpack in registers.
 _PACKINGS: dict[str, _Packing] = {
@@ -104,15 +103,13 @@ _PACKINGS: dict[str, _Packing] = {
     "affine8": _Packing("BYTES_ADD", second="biases"),
     "centred4": _Packing("CENTRED", table=_CENTRED),
     "centred8": _Packing("SIGNED", flip=128),
-    "MXFP4": _Packing("NIBBLES", table=(*_TWICE_E2M1, *(-one for one in _TWICE_E2M1)), scale=_HALF_POWERS),
+    "MXFP4": _Packing("NIBBLES", table=TWICE_E2M1, scale=_HALF_POWERS),
     f"{GGUF}Q8_0": _Packing("SIGNED", blocks=_Blocks(32, 34, codes=2)),
     f"{GGUF}Q4_0": _Packing("CENTRED", table=_CENTRED, blocks=_Blocks(32, 18, codes=2), span=16),
     f"{GGUF}Q4_1": _Packing(
         "NIBBLES_ADD", table=_UNSIGNED, blocks=_Blocks(32, 20, codes=4, second=2), span=16
     ),
-    f"{GGUF}IQ4_NL": _Packing(
-        "NIBBLES", table=tuple(map(float, _IQ4_NL)), blocks=_Blocks(32, 18, codes=2), span=16
-    ),
+    f"{GGUF}IQ4_NL": _Packing("NIBBLES", table=IQ4_NL, blocks=_Blocks(32, 18, codes=2), span=16),
     f"{GGUF}Q5_0": _Packing(
         "FIVES", table=tuple(map(float, range(-16, 16))), blocks=_Blocks(32, 22, codes=6, fifths=2), span=16
     ),
