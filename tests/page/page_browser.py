@@ -64,6 +64,11 @@ def head_of(real: Survival, folder: Path) -> Iterator[Head]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """Serve three real members, which no test loses."""
     with survival(3) as real, head_of(real, tmp_path_factory.mktemp("cache") / "open") as head:
+        body = {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True}
+        auth = {"authorization": f"Bearer {KEY}"}
+        assert (
+            httpx.post(f"{head.url}/v1/completions", json=body, headers=auth, timeout=60).status_code == 200
+        )
         yield head
 
 
@@ -112,6 +117,15 @@ def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: He
     operator.get_by_role("button", name="Sign everybody out").click()
     expect(operator.get_by_role("heading", name="Sign in")).to_be_visible()
     expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible(timeout=10_000)
+
+
+def test_the_time_of_a_token_is_split_by_member(cluster: Head, open_page: Open) -> None:
+    page = open_page(cluster.signed_in("view"))
+    table = page.get_by_role("region", name="Times of the last step")
+    expect(table.locator("tbody th")).to_have_text(["alpha", "beta", "gamma", "alpha"])
+    told = page.evaluate("fetch('/status').then((answer) => answer.json())")["step_path"]
+    total_s = sum(value for part in told["parts"] for value in part.values() if isinstance(value, float))
+    assert total_s == pytest.approx(told["step_s"], rel=0.05)
 
 
 def test_a_used_token_says_what_to_do(cluster: Head, open_page: Open) -> None:
