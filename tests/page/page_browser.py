@@ -174,6 +174,33 @@ def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
     expect(page.get_by_text("Two and three.")).to_be_visible()
 
 
+def test_a_conversation_is_kept_in_the_browser_alone_and_only_if_wanted(
+    fake: tuple[Head, FakeEngine], open_page: Open
+) -> None:
+    head, engine = fake
+    engine.reply = "It is **five**."
+    page = open_page(f"{head.url}/#chat")
+    ask(page, "What is 2+3?")
+    expect(page.get_by_role("button", name="Ask again")).to_be_visible(timeout=10_000)
+    page.reload()
+    expect(page.get_by_text("What is 2+3?")).to_be_visible()
+    expect(page.locator(".prose strong")).to_have_text("five")
+    expect(open_page(f"{head.url}/#chat").get_by_text("What is 2+3?")).to_have_count(0)
+    # Text that somebody put into the storage is as harmless as a model's.
+    page.evaluate(
+        "text => localStorage.setItem('convoy-conversation', JSON.stringify([{role: 'x', content: text}]))",
+        HOSTILE,
+    )
+    page.reload()
+    expect(page.get_by_role("link", name="fine")).to_be_visible()
+    assert page.evaluate("window.ran") is None
+    page.get_by_text("Settings").click()
+    page.get_by_label("Keep the conversation in this browser").uncheck()
+    assert page.evaluate("localStorage.getItem('convoy-conversation')") is None
+    page.reload()
+    expect(page.get_by_text("ends with it")).to_be_visible()
+
+
 def test_a_head_that_stops_is_said_in_a_sentence(tmp_path: Path, open_page: Open) -> None:
     with serving(options=ServeOptions(port=0, page=PageOptions(tokens=tmp_path))) as running:
         page = open_page(f"{running.url}/#connect")
