@@ -237,6 +237,8 @@ def test_pictures_of_the_page(cluster: Head, open_page: Open, pytestconfig: pyte
         # Each run has other ports and times, so pictures change only if somebody asks for it.
         if pytestconfig.getoption("--pictures"):
             (folder / f"page-{scheme}.png").write_bytes(picture)
+            if scheme == "light":
+                (folder / "step-light.png").write_bytes(page.locator(".step").screenshot())
 
 
 def test_a_lost_member_is_seen_within_a_second_and_a_chat_streams_over_it(

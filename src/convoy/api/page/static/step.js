@@ -12,7 +12,7 @@ export function Step({ path }) {
   const share = (took) => `${Math.round((100 * took) / total)} %`;
   return html`<section aria-labelledby="step"><h2 id="step">The time of a token</h2>
     <div class="card step">
-      <p>The last step took <strong>${seconds(path.step_s)}</strong>. Most of it was ${most.told}: ${share(most.took)}.</p>
+      <p>The last step took <strong>${seconds(path.step_s)}</strong>. The largest part was ${most.told}: ${share(most.took)}.</p>
       <div class="bar" aria-hidden="true">${pieces.filter((piece) => piece.took > 0).map((piece) =>
         html`<span class=${piece.kind} title=${`${piece.told}: ${seconds(piece.took)}`} style=${{ width: `${(100 * piece.took) / total}%` }}></span>`)}</div>
       <div class="scrolled" tabindex="0" role="region" aria-label="Times of the last step"><table>
