@@ -64,6 +64,11 @@ def head_of(real: Survival, folder: Path) -> Iterator[Head]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """Serve three real members, which no test loses."""
     with survival(3) as real, head_of(real, tmp_path_factory.mktemp("cache") / "open") as head:
+        body = {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True}
+        auth = {"authorization": f"Bearer {KEY}"}
+        assert (
+            httpx.post(f"{head.url}/v1/completions", json=body, headers=auth, timeout=60).status_code == 200
+        )
         yield head
 
 
@@ -114,6 +119,15 @@ def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: He
     expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible(timeout=10_000)
 
 
+def test_the_time_of_a_token_is_split_by_member(cluster: Head, open_page: Open) -> None:
+    page = open_page(cluster.signed_in("view"))
+    table = page.get_by_role("region", name="Times of the last step")
+    expect(table.locator("tbody th")).to_have_text(["alpha", "beta", "gamma", "alpha"])
+    told = page.evaluate("fetch('/status').then((answer) => answer.json())")["step_path"]
+    total_s = sum(value for part in told["parts"] for value in part.values() if isinstance(value, float))
+    assert total_s == pytest.approx(told["step_s"], rel=0.05)
+
+
 def test_a_used_token_says_what_to_do(cluster: Head, open_page: Open) -> None:
     address = cluster.signed_in()
     expect(open_page(address).get_by_role("heading", name="alpha")).to_be_visible()
@@ -160,6 +174,33 @@ def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
     expect(page.get_by_text("Two and three.")).to_be_visible()
 
 
+def test_a_conversation_is_kept_in_the_browser_alone_and_only_if_wanted(
+    fake: tuple[Head, FakeEngine], open_page: Open
+) -> None:
+    head, engine = fake
+    engine.reply = "It is **five**."
+    page = open_page(f"{head.url}/#chat")
+    ask(page, "What is 2+3?")
+    expect(page.get_by_role("button", name="Ask again")).to_be_visible(timeout=10_000)
+    page.reload()
+    expect(page.get_by_text("What is 2+3?")).to_be_visible()
+    expect(page.locator(".prose strong")).to_have_text("five")
+    expect(open_page(f"{head.url}/#chat").get_by_text("What is 2+3?")).to_have_count(0)
+    # Text that somebody put into the storage is as harmless as a model's.
+    page.evaluate(
+        "text => localStorage.setItem('convoy-conversation', JSON.stringify([{role: 'x', content: text}]))",
+        HOSTILE,
+    )
+    page.reload()
+    expect(page.get_by_role("link", name="fine")).to_be_visible()
+    assert page.evaluate("window.ran") is None
+    page.get_by_text("Settings").click()
+    page.get_by_label("Keep the conversation in this browser").uncheck()
+    assert page.evaluate("localStorage.getItem('convoy-conversation')") is None
+    page.reload()
+    expect(page.get_by_text("ends with it")).to_be_visible()
+
+
 def test_a_head_that_stops_is_said_in_a_sentence(tmp_path: Path, open_page: Open) -> None:
     with serving(options=ServeOptions(port=0, page=PageOptions(tokens=tmp_path))) as running:
         page = open_page(f"{running.url}/#connect")
@@ -196,6 +237,8 @@ def test_pictures_of_the_page(cluster: Head, open_page: Open, pytestconfig: pyte
         # Each run has other ports and times, so pictures change only if somebody asks for it.
         if pytestconfig.getoption("--pictures"):
             (folder / f"page-{scheme}.png").write_bytes(picture)
+            if scheme == "light":
+                (folder / "step-light.png").write_bytes(page.locator(".step").screenshot())
 
 
 def test_a_lost_member_is_seen_within_a_second_and_a_chat_streams_over_it(

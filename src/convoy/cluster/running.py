@@ -168,6 +168,7 @@ class RunningCluster:
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
             max_context=active.max_context,
+            step_path=self.head.step_path(),
         )
 
     def close(self, drain_s: float = 0.0) -> None:

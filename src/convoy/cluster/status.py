@@ -52,6 +52,28 @@ class StageStatus(msgspec.Struct, frozen=True):
     keyed_unix_s: float | None = None
 
 
+class StepPart(msgspec.Struct, frozen=True):
+    """Hold the seconds that one step spent at a member, and on its way there from the member before it.
+
+    ``wire_s`` has the opening of the frame and the network. ``wait_s`` is spent behind other steps. The head
+    has two parts if it begins and ends the step.
+    """
+
+    member: str
+    wire_s: float
+    wait_s: float
+    compute_s: float
+    seal_s: float
+
+
+class StepPath(msgspec.Struct, frozen=True):
+    """Hold where one step spent its time, in the order of its way. The head measured ``step_s``."""
+
+    number: int
+    step_s: float
+    parts: list[StepPart]
+
+
 class ParallelStatus(msgspec.Struct, frozen=True):
     """Describe how members share the model now.
 
@@ -143,3 +165,5 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     queried_tokens: int = 0
     hit_tokens: int = 0
     max_context: int = 0
+    # Where the last step with rows spent its time. None before the first, and if one member or ranks run it.
+    step_path: StepPath | None = None

@@ -13,6 +13,7 @@ from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Executor
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.run.pipeline import PipelineExecutor, PipelineOptions
+from convoy.engine.run.stage_worker import StepLog
 from convoy.model.stage import Stage
 from convoy.transport.link.link import Link
 
@@ -26,10 +27,12 @@ def make_executor(
     links: dict[str, Link],
     options: HeadOptions,
     clock: StepClock,
+    log: StepLog,
 ) -> Executor:
     """Return the executor of a plan.
 
-    ``stage`` is the head's own. ``leader`` is set if other ranks hold that stage too.
+    ``stage`` is the head's own. ``leader`` is set if other ranks hold that stage too. ``log`` takes the times
+    of steps over several stages.
     """
     plan, depth = active.plan, options.depth(active.num_places)
     options = options.for_kernels(active.kernels)
@@ -44,5 +47,5 @@ def make_executor(
         overlaps=leader is None and stage.overlaps,
     )
     if leader is None:
-        return PipelineExecutor(stage, plan.stages, head, links, chosen, clock=clock)
+        return PipelineExecutor(stage, plan.stages, head, links, chosen, clock=clock, log=log)
     return RanksPipeline(leader, plan.stages, head, links, chosen, clock=clock)

@@ -21,18 +21,20 @@ from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
 from convoy.cluster.head.stage_report import describe_stages
 from convoy.cluster.head.standbys import Standbys
+from convoy.cluster.head.step_path import find_step_path
 from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.peer.loaded_plan import ranks_of, stage_options
 from convoy.cluster.peer.ranks import RankHandlers, RankPeers
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.peers import Peers
-from convoy.cluster.status import StageStatus, StandbyStatus
+from convoy.cluster.status import StageStatus, StandbyStatus, StepPath
 from convoy.cluster.weights.head_server import HeadWeightServer, doing
 from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.engine.ranks.load import load_member_stage
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Executor
+from convoy.engine.run.stage_worker import StepLog
 from convoy.errors import (
     ConvoyError,
     LinkClosed,
@@ -111,6 +113,7 @@ class Head:
         self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
         self.handlers = self._make_handlers()
         self.clock = StepClock(options.step_timeout_s)
+        self._steps = StepLog()
         self._standbys = Standbys()
         # The head's own stage.
         self._stage: LoadedStage | None = None
@@ -267,6 +270,12 @@ class Head:
             active, self.name, self._me.roster, links, levels, hellos=self.hellos(), origins=origins
         )
 
+    def step_path(self) -> StepPath | None:
+        """Return where the last step over several members spent its time; None if that is not known."""
+        active = self.active_plan
+        assert active is not None, "step_path() before bring_up()"
+        return find_step_path(active.plan, self.name, self._steps.ended(), self.peers.marks)
+
     def sealed_bytes(self) -> int:
         """Return the bytes that the head sent and received in sealed frames."""
         return self.peers.sealed_bytes()
@@ -376,8 +385,17 @@ class Head:
         leader = None if self._ranks is None else self._ranks.leader
         assert self._stage is not None
         self.clock.settle()
+        # Steps of another plan took another way.
+        self._steps = StepLog()
         self.executor = executor = make_executor(
-            active, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
+            active,
+            self._stage,
+            leader,
+            head=self.name,
+            links=links,
+            options=self._options,
+            clock=self.clock,
+            log=self._steps,
         )
         self._receiver = executor
         if self.active_plan is not None:

@@ -24,7 +24,7 @@ from convoy.model.device import stage_device
 from convoy.model.stage import LoadedStage, Stage, StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.transport.link.link import Link
-from convoy.wire.messages.control import Activate, Hello, Plan, StageAssignment, StepFailed
+from convoy.wire.messages.control import Activate, Hello, Plan, StageAssignment, StageMarks, StepFailed
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,10 @@ class LoadedPlan:
         """Return the last step that was run and sent on; -1 for none."""
         loop = self.loop or self.follower
         return -1 if loop is None else loop.finished_step
+
+    def marks(self) -> list[StageMarks]:
+        """Return the times of the last steps here; none at a rank that follows another."""
+        return [] if self.loop is None else self.loop.log.answer()
 
     def begin(self, activate: Activate, head: Link, reach: Reach, failed: Failed) -> None:
         """Connect to the other ranks and to the successor, then activate the plan as `activate` does.

@@ -257,10 +257,13 @@ class Peer:
 
     def _handle_inquire(self, link: Link, inquire: Inquire) -> None:
         loaded, plan_id = self._loaded, inquire.plan_id
-        running = loaded is not None and loaded.plan.plan_id == plan_id
+        if loaded is not None and loaded.plan.plan_id == plan_id:
+            reached = Reached(plan_id, loaded.finished_step, loaded.marks())
+        else:
+            reached = Reached(plan_id, -1)
         # If this post fails, the link is over and its end is reported separately.
         with contextlib.suppress(ConvoyError):
-            link.post(Reached(plan_id, loaded.finished_step if loaded is not None and running else -1))
+            link.post(reached)
 
     def _end_ring(self) -> None:
         """End waits of the old plan: no thread has to finish a send to an old neighbour, or a sum."""

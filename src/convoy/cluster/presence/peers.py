@@ -24,6 +24,7 @@ from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.status import IdleStatus
 from convoy.cluster.traffic import Traffic
+from convoy.engine.run.stage_worker import StepMarks, marks_of
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.link import Link, Received
 from convoy.transport.member import Member, Roster
@@ -110,7 +111,9 @@ class Peers:
         self._closed = threading.Event()
         self._unsubscribe: Callable[[], None] = lambda: None
         # The last answer of each member.
-        self._reached: dict[str, Reached] = {}
+        self._reached: dict[str, tuple[Reached, float]] = {}
+        # One thread asks at a time. The status is asked for on any thread.
+        self._asking = threading.Lock()
         self._answered = threading.Condition()
         self._past_bytes = 0
         # The error that ended the last link to each member.
@@ -280,22 +283,39 @@ class Peers:
 
     def positions(self, plan_id: int, names: set[str], timeout_s: float) -> dict[str, int]:
         """Return the last step that each member has run and sent on, for the members that answer in time."""
-        with self._answered:
-            self._reached.clear()
-        for name, (link, _) in self.present().items():
-            if name in names:
-                try:
-                    link.post(Inquire(plan_id))
-                except ConvoyError as error:
-                    _log.debug("%s cannot be asked: %s", name, error.message)
+        answers = self._inquire(plan_id, names, timeout_s)
+        return {name: reached.step for name, (reached, _) in answers.items()}
 
-        def found() -> dict[str, int]:
-            answers = self._reached.items()
-            return {n: one.step for n, one in answers if n in names and one.plan_id == plan_id}
+    def marks(self, plan_id: int, names: set[str], timeout_s: float) -> dict[str, list[StepMarks]]:
+        """Return the times of the last steps at each member that answers in time, by this machine's clock.
 
-        with self._answered:
-            self._answered.wait_for(lambda: len(found()) == len(names), timeout_s)
-            return found()
+        The answer is taken to be made halfway between question and arrival, so times may be wrong by half a
+        round trip.
+        """
+        answers = self._inquire(plan_id, names, timeout_s)
+        return {name: marks_of(reached.marks, at_s) for name, (reached, at_s) in answers.items()}
+
+    def _inquire(self, plan_id: int, names: set[str], timeout_s: float) -> dict[str, tuple[Reached, float]]:
+        """Return the answers that come in time, each with the monotonic time at which it was made."""
+        asked_s: dict[str, float] = {}
+        with self._asking:
+            with self._answered:
+                self._reached.clear()
+            for name, (link, _) in self.present().items():
+                if name in names:
+                    asked_s[name] = time.monotonic()
+                    try:
+                        link.post(Inquire(plan_id))
+                    except ConvoyError as error:
+                        _log.debug("%s cannot be asked: %s", name, error.message)
+
+            def found() -> dict[str, tuple[Reached, float]]:
+                answers = self._reached.items()
+                return {n: one for n, one in answers if n in asked_s and one[0].plan_id == plan_id}
+
+            with self._answered:
+                self._answered.wait_for(lambda: len(found()) == len(names), timeout_s)
+                return {n: (one, (asked_s[n] + at_s) / 2) for n, (one, at_s) in found().items()}
 
     def close(self, reason: str) -> None:
         """Say goodbye on every link. A second call does nothing."""
@@ -345,7 +365,7 @@ class Peers:
     def handle_reached(self, link: Link, reached: Reached) -> None:
         """Note how far a peer is, for `positions`."""
         with self._answered:
-            self._reached[link.peer] = reached
+            self._reached[link.peer] = reached, time.monotonic()
             self._answered.notify_all()
 
     def after_greeting(self, handle: Handler) -> Handler:

@@ -29,7 +29,7 @@ from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.own_stage import own_stage
 from convoy.engine.run.sampling import outcome_of, request_of
 from convoy.engine.run.send_guard import SendGuard
-from convoy.engine.run.stage_worker import DeviceSender
+from convoy.engine.run.stage_worker import DeviceSender, StepLog, StepMarks
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.stage import PendingSamples, Stage
@@ -51,6 +51,7 @@ def _not_its_turn(step: int) -> StepFailed:
 class _Running:
     step: Step
     jobs: Sequence[SampleJob]
+    marks: StepMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,9 @@ class PipelineExecutor:
         options: PipelineOptions,
         *,
         clock: StepClock | None = None,
+        log: StepLog | None = None,
     ) -> None:
+        self.log = log or StepLog()
         self.depth = options.depth
         self.clock = clock or StepClock(options.step_timeout_s)
         self._stage = stage
@@ -100,6 +103,8 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | SampleReplies] = {}
+        # When each of them came, by the receiver's thread.
+        self._returned_s: dict[int, float] = {}
         # Sampling begun before `collect` asks for it.
         self._samples: dict[int, PendingSamples] = {}
         # The members that failed first, or sent invalid data; two if it may have been either.
@@ -156,13 +161,17 @@ class PipelineExecutor:
 
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self._sample_arrived()
-        self._in_flight.append(_Running(step, jobs))
+        now_s = time.monotonic()
+        running = _Running(step, jobs, StepMarks(step.number, now_s, now_s))
+        self._in_flight.append(running)
         self.clock.sent(step)
         try:
             with own_stage(step.number, self._suspect_head):
                 self._announce(step, jobs)
+                marks = running.marks
+                marks.began_s = marks.computed_s = marks.sent_s = time.monotonic()
                 if self._head_first:
-                    self._start(step)
+                    self._start(step, marks)
         except (LinkBroken, LinkClosed) as error:
             public = "a stage could not be reached"
             raise StageLost(f"{public}: {error.message}", public=public) from error
@@ -172,8 +181,18 @@ class PipelineExecutor:
     def collect(self) -> StepResult:
         running = self._in_flight[0]
         returned = self._await_return(running.step)
+        running.marks.taken_s = time.monotonic()
+        running.marks.returned_s = self._returned_s.pop(running.step.number, running.marks.taken_s)
         self._in_flight.popleft()
         self.clock.returned()
+        result = self._finish(running, returned)
+        running.marks.ended_s = time.monotonic()
+        if running.step.rows:
+            self.log.add(running.marks)
+        return result
+
+    def _finish(self, running: _Running, returned: torch.Tensor | SampleReplies) -> StepResult:
+        """Return the samples of a step that came back, after the head's own part of it."""
         if isinstance(returned, SampleReplies):
             return self._read(returned, running)
         with own_stage(running.step.number, self._suspect_head):
@@ -254,13 +273,13 @@ class PipelineExecutor:
         own = range(assignment.start, assignment.end)
         return assignment.embed or not self._stage.token_id_layers.isdisjoint(own)
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: Step, marks: StepMarks) -> None:
         tokens = tokens_from_bytes(step.tokens)
         if self._leaves is None:
-            self._send_hidden(step, self._stage.run(step, hidden=None, tokens=tokens), self._guard)
+            self._send_hidden(step, self._stage.run(step, hidden=None, tokens=tokens), marks, self._guard)
             return
         pending = self._stage.start(step, None, tokens)
-        self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
+        self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait(), marks))
 
     def _sample_arrived(self) -> None:
         """Start sampling on the device for all steps that are back, while the next step is scheduled."""
@@ -276,14 +295,15 @@ class PipelineExecutor:
                 with own_stage(number, self._suspect_head):
                     self._samples[number] = self._stage.sample(hidden, running.jobs)
 
-    def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
+    def _send_waited(self, step: Step, hidden: torch.Tensor, marks: StepMarks) -> None:
         """Send the hidden state on, on the thread that waited for the device."""
         try:
-            self._send_hidden(step, hidden, self._leaving_guard)
+            self._send_hidden(step, hidden, marks, self._leaving_guard)
         finally:
             self._leaving_guard.end()
 
-    def _send_hidden(self, step: Step, hidden: torch.Tensor, guard: SendGuard) -> None:
+    def _send_hidden(self, step: Step, hidden: torch.Tensor, marks: StepMarks, guard: SendGuard) -> None:
+        marks.computed_s = time.monotonic()
         first_peer = self._stages[1]
         link = self._links[first_peer.member]
         guard.begin(link)
@@ -293,6 +313,7 @@ class PipelineExecutor:
             step=step.number,
             boundary=first_peer.start,
         )
+        marks.sent_s = time.monotonic()
 
     def _could_not_leave(self, step: int, error: ConvoyError) -> None:
         """Report a step that could not be sent, on the sending thread.
@@ -333,6 +354,7 @@ class PipelineExecutor:
             if isinstance(item.message, SampleReplies):
                 self._expect(item.message.number, self._owner != self._head)
                 self._returned[item.message.number] = item.message
+                self._returned_s[item.message.number] = time.monotonic()
             return
         self._accept_hidden(item)
 
@@ -383,6 +405,7 @@ class PipelineExecutor:
                 f"step {item.step} came back with {hidden.shape[0]} rows, expected {expected}"
             ) from StepError("row count")
         self._returned[item.step] = hidden
+        self._returned_s[item.step] = item.at_s or time.monotonic()
 
     def _malformed(self, text: str) -> StageLost:
         self._suspect(self._predecessor)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,76 @@ from convoy.errors import ConvoyError, HiddenError, StepError
 from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.link import Link, ReceivedTensor
-from convoy.wire.messages.control import MAX_IN_FLIGHT, StageAssignment, Step
+from convoy.wire.messages.control import (
+    MAX_IN_FLIGHT,
+    MAX_MARKED_STEPS,
+    StageAssignment,
+    StageMarks,
+    Step,
+)
 
 Failed = Callable[[int, ConvoyError], None]
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepMarks:
+    """Hold the monotonic times of one step at one stage.
+
+    The stage that starts a step has its ``arrived_s`` when the step was submitted, and its ``began_s`` once
+    all peers know the step. The last two are the head's alone: when the step came back, and when its turn
+    came.
+    """
+
+    number: int
+    arrived_s: float
+    began_s: float
+    computed_s: float = 0.0
+    sent_s: float = 0.0
+    returned_s: float = 0.0
+    taken_s: float = 0.0
+    ended_s: float = 0.0
+
+
+class StepLog:
+    """Keep the marks of the last steps that ended here. One thread adds, and any thread reads."""
+
+    def __init__(self) -> None:
+        self._ended: deque[StepMarks] = deque(maxlen=MAX_MARKED_STEPS)
+
+    def add(self, marks: StepMarks) -> None:
+        """Keep a step that has left this stage for good."""
+        self._ended.append(marks)
+
+    def ended(self) -> tuple[StepMarks, ...]:
+        """Return the marks of the last steps, the oldest first."""
+        return tuple(self._ended.copy())
+
+    def answer(self) -> list[StageMarks]:
+        """Return the marks as a peer sends them: in microseconds before now."""
+        now_s = time.monotonic()
+
+        def ago(at_s: float) -> int:
+            return max(0, round((now_s - at_s) * 1e6))
+
+        return [
+            StageMarks(one.number, ago(one.arrived_s), ago(one.began_s), ago(one.computed_s), ago(one.sent_s))
+            for one in self.ended()
+        ]
+
+
+def marks_of(marks: Sequence[StageMarks], at_s: float) -> list[StepMarks]:
+    """Return the marks that a peer sent, as times of this machine's clock. The peer sent them at ``at_s``."""
+    return [
+        StepMarks(
+            one.number,
+            at_s - one.arrived_us / 1e6,
+            at_s - one.began_us / 1e6,
+            at_s - one.computed_us / 1e6,
+            at_s - one.sent_us / 1e6,
+        )
+        for one in marks
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +137,10 @@ class StageWorker:
         self._hidden_bytes = 0
         self._steps_bytes = 0
         self._next_step = 0
-        self._began_s: dict[int, float] = {}
+        # Of each step that is known or runs here: when its last input came, and its marks from then on.
+        self._arrived_s: dict[int, float] = {}
+        self._marks: dict[int, StepMarks] = {}
+        self.log = StepLog()
         # The last step that ran and was sent on; read from other threads.
         self.finished_step = -1
         self._hand_over = DeviceSender(f"leave {route.assignment.member}", failed) if route.overlaps else None
@@ -98,6 +167,7 @@ class StageWorker:
         if self._steps and self._steps_bytes + weight > self._route.max_waiting_bytes:
             raise StepError(f"{len(self._steps)} steps wait here, and another would take too much memory")
         self._steps.append(step)
+        self._arrived_s[step.number] = max(time.monotonic(), self._arrived_s.get(step.number, 0.0))
         self._steps_bytes += weight
         self._run_ready()
 
@@ -132,6 +202,7 @@ class StageWorker:
         except StepError as error:
             raise HiddenError(error.message) from error
         self._hidden[received.step] = hidden
+        self._arrived_s[received.step] = received.at_s or time.monotonic()
         self._hidden_bytes += hidden.nbytes
         self._run_ready()
 
@@ -149,7 +220,9 @@ class StageWorker:
             # an empty step.
             ids = hidden is None or step.tokens or not step.rows
             tokens = tokens_from_bytes(step.tokens) if ids else None
-            self._began_s[step.number] = time.monotonic()
+            began_s = time.monotonic()
+            arrived_s = self._arrived_s.pop(step.number, began_s)
+            self._marks[step.number] = StepMarks(step.number, arrived_s, began_s)
             if self._hand_over is None:
                 self._run(step, hidden, tokens)
             else:
@@ -176,6 +249,7 @@ class StageWorker:
             leaves.put(step.number, lambda: self._send(step, pending.wait()))
 
     def _send(self, step: Step, out: torch.Tensor) -> None:
+        self._marks[step.number].computed_s = time.monotonic()
         self.successor.send_tensor(
             to_wire(out, self._route.activation_dtype),
             plan_id=self._route.plan_id,
@@ -186,13 +260,16 @@ class StageWorker:
 
     def _send_samples(self, step: Step, samples: PendingSamples) -> None:
         replies = replies_of(step, samples.outcomes())
+        self._marks[step.number].computed_s = time.monotonic()
         self.successor.send(replies, plan_id=self._route.plan_id, step=step.number)
         self._finished(step)
 
     def _finished(self, step: Step) -> None:
-        began_s = self._began_s.pop(step.number)
+        marks = self._marks.pop(step.number)
+        marks.sent_s = time.monotonic()
         if step.rows:
-            self._observe_s(time.monotonic() - began_s)
+            self._observe_s(marks.sent_s - marks.began_s)
+            self.log.add(marks)
         self.finished_step = step.number
 
 

@@ -59,6 +59,8 @@ class ReceivedTensor(NamedTuple):
     boundary: int
     tensor: WireTensor
     kind: FrameType = FrameType.HIDDEN
+    # When it was opened here (``time.monotonic``).
+    at_s: float = 0.0
 
 
 Received = ReceivedMessage | ReceivedTensor
@@ -148,7 +150,9 @@ class Incoming:
         header = self._next_header(allowed)
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
-            return ReceivedTensor(header.plan_id, header.step, header.boundary, tensor, header.type)
+            return ReceivedTensor(
+                header.plan_id, header.step, header.boundary, tensor, header.type, time.monotonic()
+            )
         # Without the last mark it is the first frame of a message in records, so its type must allow those.
         is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
         if not is_whole or header.record != 0 or header.boundary != 0:

@@ -89,6 +89,9 @@ MAX_STEP_BIASES = 320 * 1024
 # In all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16.
 MAX_STEP_BLOCKS = 1024 * 1024
 # One number for each cache group.
+# Steps of which a stage remembers the times.
+MAX_MARKED_STEPS = 16
+MicrosecondsAgo = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
@@ -548,7 +551,7 @@ class StepFailed(Message, frozen=True):
 
 
 class Inquire(Message, frozen=True):
-    """Ask a peer how far it is when a step is late (head to peer).
+    """Ask a peer how far it is, when a step is late or the status is asked for (head to peer).
 
     It answers at once, even while a step runs there.
     """
@@ -558,10 +561,30 @@ class Inquire(Message, frozen=True):
     plan_id: int
 
 
-class Reached(Message, frozen=True):
-    """Answer `Inquire` with the last step of this plan that was run here and sent on, -1 for none."""
+class StageMarks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Say when one step arrived, began, was computed and was sent on at a stage.
 
-    frame = FrameRow(FrameType.REACHED, 64, Sender.PEER)
+    Each is in microseconds before the answer that carries it, so that no two clocks have to agree.
+    """
+
+    number: int
+    arrived_us: MicrosecondsAgo
+    began_us: MicrosecondsAgo
+    computed_us: MicrosecondsAgo
+    sent_us: MicrosecondsAgo
+
+
+class Reached(Message, frozen=True):
+    """Answer `Inquire` with the last step of this plan that was run here and sent on, -1 for none.
+
+    ``marks`` are those of the last steps with rows, the oldest first.
+    """
+
+    frame = FrameRow(FrameType.REACHED, 1024, Sender.PEER)
 
     plan_id: int
     step: int
+    marks: Annotated[list[StageMarks], msgspec.Meta(max_length=MAX_MARKED_STEPS)] = []
+
+    def weight(self) -> int:
+        return 16 * OBJECT_BYTES + len(self.marks) * 5 * NUMBER_BYTES

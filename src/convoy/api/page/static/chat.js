@@ -1,7 +1,8 @@
-// A conversation. It lives in this page's memory, and goes with it.
+// A conversation. It lives in this page's memory, and in this browser's storage if the person wants that.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { streamChat } from "./server.js";
 import { toHtml } from "./markdown.js";
+import { choose, keepTurns, keepsNow, readTurns } from "./kept.js";
 import { count } from "./words.js";
 
 const EMPTY = { role: "assistant", content: "", reasoning: "", calls: [], rate: null, tokens: 0, problem: "" };
@@ -34,7 +35,7 @@ function Turn({ turn, running }) {
   </li>`;
 }
 
-function Settings({ settings, set, models }) {
+function Settings({ settings, set, models, keeps, onKeep }) {
   const field = (name, label, rest) => html`<label>${label}<input value=${settings[name]} onInput=${(e) => set({ ...settings, [name]: e.target.value })} ...${rest} /></label>`;
   return html`<details class="settings-of-chat"><summary>Settings</summary><div class="card">
     ${models.length > 1 && html`<label>Model<select value=${settings.model} onChange=${(e) => set({ ...settings, model: e.target.value })}>${models.map((m) => html`<option key=${m.id}>${m.id}</option>`)}</select></label>`}
@@ -42,11 +43,14 @@ function Settings({ settings, set, models }) {
     ${field("max_tokens", "Most tokens", { type: "number", min: 1, step: 1, placeholder: "as many as fit" })}
     ${field("seed", "Seed", { type: "number", step: 1, placeholder: "a new one each time" })}
     <label class="wide">System message<textarea rows="2" value=${settings.system} onInput=${(e) => set({ ...settings, system: e.target.value })}></textarea></label>
+    <label class="wide check"><input type="checkbox" checked=${keeps} onChange=${(e) => onKeep(e.target.checked)} /> Keep the conversation in this browser</label>
   </div></details>`;
 }
 
 export function Chat({ apiKey, needsKey, onKey, models }) {
-  const [turns, setTurns] = useState([]);
+  const [turns, setTurns] = useState(readTurns);
+  const [keeps, setKeeps] = useState(keepsNow);
+  const [unkept, setUnkept] = useState("");
   const [draft, setDraft] = useState("");
   const [settings, setSettings] = useState({ model: "", temperature: "", max_tokens: "", seed: "", system: "" });
   const [aborting, setAborting] = useState(null);
@@ -81,8 +85,11 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
       reply.problem = error.name === "AbortError" ? "Stopped." : error.message;
     }
     show();
+    setUnkept(keepTurns([...asked, reply]));
     setAborting(null);
   };
+  const forget = () => { setTurns([]); setUnkept(keepTurns([])); };
+  const onKeep = (wanted) => { setKeeps(wanted); setUnkept(choose(wanted, turns)); };
   const send = (event) => {
     event.preventDefault();
     if (!draft.trim() || aborting) return;
@@ -99,8 +106,9 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
   }
   return html`<div class="chat">
     <div class="row"><h1>Chat</h1><span class="quiet-text">${settings.model || models[0]?.id}</span>
-      ${turns.length > 0 && !aborting && html`<button class="quiet" onClick=${() => setTurns([])}>New conversation</button>`}</div>
-    ${turns.length === 0 && html`<p class="quiet-text">The conversation is in this page's memory alone, and ends with it.</p>`}
+      ${turns.length > 0 && !aborting && html`<button class="quiet" onClick=${forget}>New conversation</button>`}</div>
+    ${turns.length === 0 && html`<p class="quiet-text">${keeps ? "The conversation is kept in this browser alone, until you begin a new one." : "The conversation is in this page's memory alone, and ends with it."}</p>`}
+    ${unkept && html`<p class="notice bad" role="alert">${unkept}</p>`}
     <ol class="turns" aria-label="Conversation">${turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} running=${Boolean(aborting) && index === turns.length - 1} />`)}</ol>
     <div ref=${end}></div>
     <form class="ask" onSubmit=${send}>
@@ -111,6 +119,6 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
         ${!aborting && turns.at(-1)?.role === "assistant" && html`<button type="button" class="quiet" onClick=${again}>Ask again</button>`}
       </div>
     </form>
-    <${Settings} settings=${settings} set=${setSettings} models=${models} />
+    <${Settings} settings=${settings} set=${setSettings} models=${models} keeps=${keeps} onKeep=${onKeep} />
   </div>`;
 }
