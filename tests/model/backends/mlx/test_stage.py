@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.config.kernels import KERNELS
 from convoy.errors import ModelError, PlanError
+from convoy.evaluate.verify import VerifyOptions, verify
 from convoy.model import mlx_device
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
@@ -95,6 +97,14 @@ def test_experts_stored_one_by_one_beside_mlps_keep_their_bits_over_every_cut(
     # Rounded to bfloat16, a router of this size chooses other experts at near ties.
     if kernel == "mlx-f32":
         assert models.distance("qwen3_moe", PROMPT, whole, allowed=5e-5) <= 5e-5
+
+
+def test_a_certificate_of_stacked_experts_in_codes_has_the_limits_of_experts(tmp_path: Path) -> None:
+    source = quantised(tmp_path, "qwen3_moe", mlx(4, 32))
+    options = VerifyOptions(kernel="mlx-bf16", device="mlx", max_cuts=1, num_tokens=2)
+    certificate = verify(source, [PROMPT], options)
+    assert certificate.limits == KERNELS["mlx-bf16"].expert_bounds
+    assert certificate.passed
 
 
 def test_codes_stay_as_they_are_stored(load: Load, tmp_path: Path) -> None:
