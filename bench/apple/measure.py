@@ -57,7 +57,7 @@ def main() -> None:
     if not args.no_certificate:
         found = convoy.verify(str(args.model), device="mlx", max_cuts=3, prompts=2, num_tokens=4)
         report["certificate"] = {"passed": found.passed, "kernel": found.kernel}
-    report["mlx_lm"] = rates(run_mlx_lm(args.model, source))
+    report["mlx_lm"] = rates(make_mlx_lm_round(args.model, source))
     assignment = StageAssignment("here", 0, source.spec.num_layers, embed=True, output=True)
     stage = load_stage(
         source, assignment, StageOptions(kernel=MLX_BF16, device="mlx", block_size=_BLOCK, require_tags=False)
@@ -96,7 +96,7 @@ def prompt_of(source_size: int, number: int) -> list[int]:
     return [(7 * place + 13 * number) % (source_size - 8) + 4 for place in range(PROMPT_TOKENS)]
 
 
-def run_mlx_lm(path: Path, source: ModelSource) -> Callable[[], tuple[float, float, int]]:
+def make_mlx_lm_round(path: Path, source: ModelSource) -> Callable[[], tuple[float, float, int]]:
     """Return a round of mlx-lm's own model: a prefill, then greedy decodes, each waiting for its token."""
     model, _ = load_model(path)
     model.set_dtype(mx.bfloat16)

@@ -249,6 +249,7 @@ def _record_of(source: ModelSource, kernel: str, errors: ErrorSums) -> QuantizeR
 
 
 def _limits_of(source: ModelSource, options: VerifyOptions) -> ErrorBounds:
-    has_experts = any(".experts." in name for name in source.tensors)
+    # Stacks of mlx-lm and of GGUF have other names in the file than in the library.
+    has_experts = any(".experts." in name for name in (*source.tensors, *source.layout.made))
     ranks, kv_dtype = options.ranks, options.kv_dtype
     return limits_of(options.kernel, has_experts=has_experts, ranks=ranks, kv_dtype=kv_dtype)

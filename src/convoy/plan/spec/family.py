@@ -292,5 +292,8 @@ class Family:
     # Whether a layer is a norm, attention, a norm and a gated MLP, with a residual sum behind either, and
     # no more. `cuda.decoder` runs such layers.
     plain_layers: bool = False
+    # Whether a layer is as `plain_layers` says, or has experts alone in place of its MLP, with a router
+    # of the kind "softmax of all". `mlx.layer` runs such layers.
+    plain_experts: bool = False
     # The layers' form for compiled code of hosts; None: they run part by part.
     layer_form: LayerForm | None = None

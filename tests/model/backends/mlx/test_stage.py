@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.config.kernels import KERNELS
 from convoy.errors import ModelError, PlanError
+from convoy.evaluate.verify import VerifyOptions, verify
 from convoy.model import mlx_device
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
@@ -23,7 +25,6 @@ if mlx_device.why_no_mlx():
 
 import mlx.core as mx
 from mlx.nn import Embedding
-from mlx_lm.utils import load_model
 
 Load = Callable[..., list[LoadedStage]]
 PROMPT = list(range(3, 40))
@@ -63,7 +64,7 @@ def quantised(root: Path, kind: str, quantise: Quantise) -> ModelSource:
 
 
 @pytest.mark.parametrize("kernel", ["mlx-f32", "mlx-bf16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_every_cut_of_four_bits_as_stored_gives_the_bits_of_the_whole(
     kind: str, kernel: str, load: Load, tmp_path: Path
 ) -> None:
@@ -79,6 +80,33 @@ def test_every_cut_of_four_bits_as_stored_gives_the_bits_of_the_whole(
         assert torch.equal(logits(*cuts), whole), f"cut at {cuts}"
 
 
+@pytest.mark.parametrize("kernel", ["mlx-f32", "mlx-bf16"])
+def test_experts_stored_one_by_one_beside_mlps_keep_their_bits_over_every_cut(
+    kernel: str, load: Load, models: Models
+) -> None:
+    source = models.source("qwen3_moe")
+
+    def logits(*cuts: int) -> torch.Tensor:
+        chain = Chain(load(source, *cuts, kernel=kernel))
+        rows = [chain.run((0, PROMPT[:30]))[0], *(chain.run((0, [token]))[0] for token in PROMPT[30:])]
+        return torch.cat(rows)
+
+    whole = logits()
+    for cut in range(1, source.spec.num_layers):
+        assert torch.equal(logits(cut), whole), f"cut at {cut}"
+    # Rounded to bfloat16, a router of this size chooses other experts at near ties.
+    if kernel == "mlx-f32":
+        assert models.distance("qwen3_moe", PROMPT, whole, allowed=5e-5) <= 5e-5
+
+
+def test_a_certificate_of_stacked_experts_in_codes_has_the_limits_of_experts(tmp_path: Path) -> None:
+    source = quantised(tmp_path, "qwen3_moe", mlx(4, 32))
+    options = VerifyOptions(kernel="mlx-bf16", device="mlx", max_cuts=1, num_tokens=2)
+    certificate = verify(source, [PROMPT], options)
+    assert certificate.limits == KERNELS["mlx-bf16"].expert_bounds
+    assert certificate.passed
+
+
 def test_codes_stay_as_they_are_stored(load: Load, tmp_path: Path) -> None:
     source = quantised(tmp_path, "llama", mlx(4, 32))
     (stage,) = load(source, kernel="mlx-bf16")
@@ -88,14 +116,16 @@ def test_codes_stay_as_they_are_stored(load: Load, tmp_path: Path) -> None:
     assert 0.95 * stored <= stage.weight_bytes <= stored
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen3", "qwen3_moe"])
 def test_the_logits_are_those_of_mlx_lm_with_the_same_codes(kind: str, load: Load, tmp_path: Path) -> None:
+    load_model = pytest.importorskip("mlx_lm.utils", reason="`make test-mlx` installs mlx-lm").load_model
     source = quantised(tmp_path, kind, mlx(4, 32))
     (found,) = Chain(load(source)).run((0, PROMPT))
-    # mlx-lm reads rotations under their older names alone.
+    # mlx-lm reads rotations and the number of experts under their older names alone.
     rope = source.config["rope_parameters"]
     assert isinstance(rope, dict)
     older = {"rope_theta": rope["rope_theta"], "rope_scaling": rope if len(rope) > 2 else None}
+    older["num_experts"] = source.config.get("num_local_experts", 0)
     model, _ = load_model(source.path, model_config=older)
     looked_up = model.model.embed_tokens
     # Embeddings are rounded once to the dtype of their scales; the rest is float32.

@@ -1,4 +1,4 @@
-"""Compute a decoder layer: a norm, attention, a norm and a gated MLP, with a residual sum behind either.
+"""Compute a decoder layer: attention and then a gated MLP or experts, each with a norm and a residual sum.
 
 The layers are ours, over MLX's arrays, and not the classes of `mlx_lm`. Those take sequences of one length
 and own their caches. Here all rows of a step share each product, at positions of their own (docs/apple.md).
@@ -54,5 +54,4 @@ class MlxLayer(nn.Module):
         mixed = attend(rotate(q, rotation), pool.keys, pool.values, batch, self._head_dim**-0.5)
         x = x + own.out(mixed)
         normed = mx.fast.rms_norm(x, own.middle_norm, self._eps)
-        gate = own.gate(normed)
-        return x + own.down(gate * mx.sigmoid(gate) * own.up(normed))
+        return x + own.feed_forward(normed)

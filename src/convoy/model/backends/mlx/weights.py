@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import mlx.core as mx
 
 from convoy.errors import ModelError
 from convoy.model.backends.mlx.arrays import DTYPES, to_mlx
+from convoy.model.backends.mlx.matrices import CodedMatrix, Experts, GatedMlp, Linear, Matrix, PlainMatrix
 from convoy.model.backends.mlx.rotation import KINDS, rope_kind
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.formats.mlx import AffineRows
 from convoy.model.checkpoints.formats.mxfp4 import RowFloats
-from convoy.model.checkpoints.formats.unpacking import Unpacking
+from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
 from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.read_tensor import read_tensor
@@ -28,93 +29,15 @@ LoadProgress = Callable[[int, int], None]
 _ACTIVATIONS = frozenset({"silu", "swish"})
 # The groups that `quantized_matmul` takes.
 _GROUPS = (32, 64, 128)
+# As in `transformers`, where config.json does not say it.
+_DEFAULT_CHOSEN = 8
+_PARTS = ("gate", "up", "down")
 _ON_CPU = 'set device = "cpu" for this member: its exact mode runs this model'
 
 
 @dataclass(frozen=True)
-class CodedMatrix:
-    """Hold a quantised matrix of [outputs, inputs] as `mx.quantize` lays it out."""
-
-    codes: mx.array
-    scales: mx.array
-    # None in modes without a least value.
-    biases: mx.array | None
-    group_size: int
-    bits: int
-    mode: str
-
-    def multiply(self, x: mx.array) -> mx.array:
-        """Return ``x`` [rows, inputs] times the matrix, in the dtype of ``x``."""
-        found = mx.quantized_matmul(
-            x,
-            self.codes,
-            self.scales,
-            self.biases,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-        return found.astype(x.dtype)
-
-    def rows(self, tokens: mx.array) -> mx.array:
-        """Return the rows of ``tokens`` without codes."""
-        biases = None if self.biases is None else self.biases[tokens]
-        return mx.dequantize(
-            self.codes[tokens],
-            self.scales[tokens],
-            biases,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.codes, self.scales, *(() if self.biases is None else (self.biases,))]
-
-
-@dataclass(frozen=True)
-class PlainMatrix:
-    """Hold a matrix of [outputs, inputs] in the dtype of the activations."""
-
-    weight: mx.array
-
-    def multiply(self, x: mx.array) -> mx.array:
-        """Return ``x`` [rows, inputs] times the matrix."""
-        return x @ self.weight.T
-
-    def rows(self, tokens: mx.array) -> mx.array:
-        """Return the rows of ``tokens``."""
-        return self.weight[tokens]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.weight]
-
-
-Matrix = CodedMatrix | PlainMatrix
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Hold a matrix and its bias, if it has one."""
-
-    matrix: Matrix
-    bias: mx.array | None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        found = self.matrix.multiply(x)
-        return found if self.bias is None else found + self.bias
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.matrix.arrays + ([] if self.bias is None else [self.bias])
-
-
-@dataclass(frozen=True)
 class MlxLayerWeights:
-    """Hold one decoder layer: attention and a gated MLP, with a norm before either."""
+    """Hold one decoder layer: attention, and a gated MLP or experts, with a norm before either."""
 
     input_norm: mx.array
     q: Linear
@@ -125,16 +48,15 @@ class MlxLayerWeights:
     k_norm: mx.array | None
     out: Linear
     middle_norm: mx.array
-    gate: Linear
-    up: Linear
-    down: Linear
+    feed_forward: GatedMlp | Experts
 
     @property
     def arrays(self) -> list[mx.array]:
         found: list[mx.array] = []
         for field in fields(self):
             part = getattr(self, field.name)
-            found += part.arrays if isinstance(part, Linear) else [] if part is None else [part]
+            if part is not None:
+                found += [part] if isinstance(part, mx.array) else part.arrays
         return found
 
 
@@ -168,8 +90,9 @@ def check_supported(source: ModelSource) -> None:
 def why_not(source: ModelSource) -> str:
     """Return what no stage on MLX runs of this model, or ""."""
     spec = source.spec
-    if not FAMILIES[spec.family].plain_layers:
-        known = ", ".join(sorted(name for name, row in FAMILIES.items() if row.plain_layers))
+    runs = {name for name, row in FAMILIES.items() if row.plain_layers or row.plain_experts}
+    if spec.family not in runs:
+        known = ", ".join(sorted(runs))
         return f"model type {spec.family} has other layers than {known}"
     activation = ConfigReader(source.config, source.name).word("hidden_act") or "silu"
     if activation not in _ACTIVATIONS:
@@ -186,6 +109,9 @@ def _why_not_form(name: str, whole: Unpacking) -> str:
     """Return why `quantized_matmul` does not take a stored tensor, or ""."""
     if isinstance(whole, RowFloats):
         return ""
+    # mlx-lm's two stacks of experts, which are one in `transformers`.
+    if isinstance(whole, JoinedRows) and len(whole.shape) == 3:
+        return next((reason for one in whole.wholes if (reason := _why_not_form(name, one))), "")
     if not isinstance(whole, AffineRows):
         kind = type(whole).__name__
         return f"{name} is stored in a form ({kind}) that quantized_matmul does not take"
@@ -252,7 +178,7 @@ class _Loader:
 
     def layer(self, number: int) -> MlxLayerWeights:
         prefix = f"model.layers.{number}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         return MlxLayerWeights(
             input_norm=self.plain(f"{prefix}input_layernorm.weight"),
             q=self._linear(f"{attention}q_proj"),
@@ -262,10 +188,50 @@ class _Loader:
             k_norm=self._optional(f"{attention}k_norm.weight"),
             out=self._linear(f"{attention}o_proj"),
             middle_norm=self.plain(f"{prefix}post_attention_layernorm.weight"),
-            gate=self._linear(f"{mlp}gate_proj"),
-            up=self._linear(f"{mlp}up_proj"),
-            down=self._linear(f"{mlp}down_proj"),
+            feed_forward=self._feed_forward(f"{prefix}mlp."),
         )
+
+    def _feed_forward(self, prefix: str) -> GatedMlp | Experts:
+        """Return experts in the layers whose file has a router."""
+        if f"{prefix}gate.weight" not in self._names:
+            gate, up, down = (self._linear(f"{prefix}{part}_proj") for part in _PARTS)
+            return GatedMlp(gate, up, down)
+        reader = ConfigReader(self._source.config, self._source.name)
+        router = self._linear(f"{prefix}gate")
+        num_experts = router.matrix.arrays[0].shape[0]
+        num_chosen = reader.count("num_experts_per_tok", most=num_experts, default=_DEFAULT_CHOSEN)
+        gates, ups, downs = self._stacks(f"{prefix}experts.")
+        return Experts(router, gates, ups, downs, num_chosen, reader.flag("norm_topk_prob"))
+
+    def _stacks(self, prefix: str) -> tuple[Matrix, Matrix, Matrix]:
+        """Return the stacks of gates, ups and downs, whether the file has stacks or single experts."""
+        if f"{prefix}gate_up_proj" not in self._names:
+            gate, up, down = (self._stack(prefix, part) for part in _PARTS)
+            return gate, up, down
+        joined = self._source.layout.made.get(self._names[f"{prefix}gate_up_proj"])
+        if isinstance(joined, JoinedRows):
+            gate, up = (self._coded(whole) for whole in joined.wholes)
+        else:
+            gate, up = (PlainMatrix(half) for half in self.plain(f"{prefix}gate_up_proj").split(2, axis=1))
+        whole = self._source.layout.made.get(self._names.get(f"{prefix}down_proj", ""))
+        down = PlainMatrix(self.plain(f"{prefix}down_proj")) if whole is None else self._coded(whole)
+        return gate, up, down
+
+    def _stack(self, prefix: str, part: str) -> Matrix:
+        """Return the matrices ``part`` of all single experts. Raises ModelError if their forms differ."""
+        found: list[Matrix] = []
+        while not found or f"{prefix}{len(found)}.{part}_proj.weight" in self._names:
+            found.append(self.matrix(f"{prefix}{len(found)}.{part}_proj"))
+        if len({(type(one), *(array.shape for array in one.arrays)) for one in found}) > 1:
+            raise ModelError(f"{self._source.name}: {prefix}*.{part}_proj differ in form", hint=_ON_CPU)
+        arrays = [mx.stack(list(own)) for own in zip(*(one.arrays for one in found), strict=True)]
+        # One stack at a time exists twice.
+        mx.eval(*arrays)
+        first = found[0]
+        if isinstance(first, PlainMatrix):
+            return PlainMatrix(arrays[0])
+        codes, scales, *biases = arrays
+        return replace(first, codes=codes, scales=scales, biases=biases[0] if biases else None)
 
     def plain(self, name: str) -> mx.array:
         """Return a tensor in the dtype of the activations."""
@@ -288,6 +254,9 @@ class _Loader:
         # Embeddings are rounded to the dtype of their scales, so codes do not tell their float32 values.
         if whole is None or (self._dtype == mx.float32 and whole.dtype != "float32"):
             return PlainMatrix(self.plain(name))
+        return self._coded(whole)
+
+    def _coded(self, whole: Unpacking) -> CodedMatrix:
         parts = {role: to_mlx(map_tensor(part)) for role, part in whole.parts.items()}
         if isinstance(whole, AffineRows):
             scales, biases = (self._scale(parts[role]) for role in ("scales", "biases"))

@@ -66,6 +66,7 @@ ROWS = (
         qk_norm=True,
         window="if used",
         plain_attention=True,
+        plain_experts=True,
         router="softmax of all",
         layer_form=LayerForm(),
         gguf=GgufForm(
