@@ -8,9 +8,11 @@ import pytest
 
 from convoy.config.kernels import (
     AUTO,
+    CUDA_FP8,
     CUDA_KERNELS,
     EXACT,
     EXACT_KERNELS,
+    FORMS,
     HOST_KERNELS,
     INT8_KERNELS,
     KERNELS,
@@ -29,7 +31,7 @@ from convoy.errors import ModelError
 
 
 def test_the_settings_name_the_kernels_of_hosts() -> None:
-    assert get_args(RequestedKernel) == (AUTO, *HOST_KERNELS)
+    assert get_args(RequestedKernel) == (AUTO, *HOST_KERNELS, CUDA_FP8)
     assert (
         host_kernels_text()
         == "auto, exact-f32, plain-f32, exact-q8, exact-q4, int8-stored, int8-q8 or int8-q4"
@@ -39,14 +41,14 @@ def test_the_settings_name_the_kernels_of_hosts() -> None:
 def test_a_kernel_runs_on_hosts_on_cuda_or_on_mlx() -> None:
     assert {*HOST_KERNELS, *CUDA_KERNELS, *MLX_KERNELS} == set(KERNELS)
     names = (*HOST_KERNELS, *CUDA_KERNELS, *MLX_KERNELS)
-    assert [on_device(name) for name in names] == [False] * 7 + [True] * 5
+    assert [on_device(name) for name in names] == [False] * 7 + [True] * 6
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_that_a_row_names_have_rows_of_their_own(name: str) -> None:
     kernel = KERNELS[name]
     assert form_of(name) is kernel.form
-    assert {kernel.form.otherwise, kernel.cuda_name} - {""} <= set(KERNELS)
+    assert {kernel.form.otherwise, kernel.cuda_name} - {""} <= set(FORMS)
     assert not kernel.cuda_name or on_device(kernel.cuda_name)
 
 

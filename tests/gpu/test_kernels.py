@@ -23,9 +23,9 @@ from pathlib import Path
 
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
-from convoy.model.backends.cuda.kernels.rope import make_rotation
 from convoy.model.backends.cuda.kernels.single_row import TILES, lone_linear
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
+from convoy.model.backends.cuda.rope import make_rotation
 from support.slow_kernels import norm_slowly, rotate_slowly
 
 pytestmark = pytest.mark.gpu

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from comparisons.cuda.single import Findings, measure_machine, replayed_ms
 from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES, few_rows
+from convoy.model.backends.cuda.kernels.float8 import round_to_float8
 from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
 from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
 from convoy.model.backends.cuda.kernels.packing import pack_matrix
@@ -33,7 +34,9 @@ SHAPES = {
     "down": (4096, 14336),
     "head": (128256, 4096),
 }
-FORMS = ("bf16", "centred4", "affine4", "gguf:Q4_K", "centred8", "gguf:Q6_K", "F8_E4M3")
+# Weights and rows rounded to floats of 8 bits, as `--compute fp8` does.
+FLOAT8 = "fp8"
+FORMS = ("bf16", FLOAT8, "centred4", "affine4", "gguf:Q4_K", "centred8", "gguf:Q6_K", "F8_E4M3")
 ROWS = (1, 4, 16, 64, 128, 256, 2048)
 # Bytes of all copies of a matrix: several times the size of a cache.
 _LEAST_BYTES = 256 << 20
@@ -73,6 +76,10 @@ def _copies(form: str, outputs: int, inputs: int) -> list[Matrix]:
     if form == "bf16":
         dense = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         return [dense.clone() for _ in range(max(2, _LEAST_BYTES // dense.nbytes))]
+    if form == FLOAT8:
+        drawn = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        rounded = round_to_float8(drawn, form)
+        return [_copy(rounded) for _ in range(max(2, _LEAST_BYTES // rounded.nbytes))]
     one = replace(sample_range(usual_shape(form, inputs), _DRAWN), rounded="")
     whole = one.rows(torch.arange(outputs) % _DRAWN)
     matrix = pack_matrix(StoredMatrix((whole,)), torch.device("cuda"))
@@ -80,7 +87,8 @@ def _copies(form: str, outputs: int, inputs: int) -> list[Matrix]:
 
 
 def _copy(matrix: DeviceMatrix) -> DeviceMatrix:
-    return DeviceMatrix(tuple(replace(one, codes=one.codes.clone()) for one in matrix.ranges))
+    ranges = tuple(replace(one, codes=one.codes.clone()) for one in matrix.ranges)
+    return DeviceMatrix(ranges, matrix.rounds_rows)
 
 
 def _works(copies: Sequence[Matrix], name: str, num_rows: int, *, sweeps: bool) -> Iterator[tuple[str, Work]]:

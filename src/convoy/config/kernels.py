@@ -23,7 +23,8 @@ class KernelForm:
     out for the kernel, and cannot be looked up by row. ``bits`` counts those of a rounded weight; it is 0
     without rounding. With rounding there is a scale of ``scale_bytes`` for each ``group`` of weights that are
     multiplied into one output, or for all of them if ``group`` is 0. If a matrix's outputs are no multiple of
-    ``outputs``, or its inputs none of ``group``, it is rounded as ``otherwise`` says, and so is `lm_head`.
+    ``outputs``, or its inputs none of ``group`` (of ``outputs`` if that is 0), it is held as ``otherwise``
+    says, and so is `lm_head`.
     Where it ``keeps`` the file's form, a linear takes the bytes of its file. With both, a matrix is rounded
     if its inputs fill groups, and kept if they do not.
     """
@@ -37,13 +38,21 @@ class KernelForm:
     # The word of another form.
     otherwise: str = ""
     keeps: bool = False
+    # Whether codes are floats of 8 bits (E4M3), and rows are rounded to such floats too.
+    floats: bool = False
+    # Whether a CUDA device keeps the codes and scales of linears whose form is in `CARD_FORMS`.
+    keeps_on_card: bool = False
 
-    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False, kept_bytes: int = 0) -> int:
+    def linear_bytes(
+        self, outputs: int, inputs: int, *, head: bool = False, kept_bytes: int = 0, card_bytes: int = 0
+    ) -> int:
         """Return the bytes of a matrix of [outputs, inputs], without a bias.
 
-        ``head`` marks `lm_head`. ``kept_bytes`` are those of a form of the file that stays as it is; 0 for
-        none.
+        ``head`` marks `lm_head`. ``kept_bytes`` are those of a form of the file that stays as it is, and
+        ``card_bytes`` those of its codes and scales on a CUDA device; 0 for none.
         """
+        if self.keeps_on_card and card_bytes:
+            return card_bytes
         is_rounded = self.bits and not (self.keeps and inputs % self.group)
         # Outputs lie in panels.
         in_panels = -(-outputs // _PANEL) * _PANEL
@@ -51,7 +60,7 @@ class KernelForm:
             return kept_bytes * in_panels // outputs
         if not is_rounded:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
-        if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
+        if self.otherwise and (head or outputs % self.outputs or inputs % (self.group or self.outputs)):
             return form_of(self.otherwise).linear_bytes(outputs, inputs)
         groups = -(-inputs // self.group) if self.group else 1
         of_output = -(-inputs * self.bits // 8) + groups * self.scale_bytes
@@ -119,7 +128,8 @@ class Kernel:
     quantize: str = ""
     # The kernel that stages on CUDA run if this one is asked for.
     cuda_name: str = ""
-    # The word of --compute. With int8, rows are rounded to 8 bits where a form's products are whole numbers.
+    # The word of --compute. With int8, rows are rounded to 8 bits where a form's products are whole numbers;
+    # with fp8, weights and rows are rounded to floats of 8 bits.
     compute: str = "exact"
 
 
@@ -135,6 +145,8 @@ INT8, INT8_Q8, INT8_Q4 = "int8-stored", "int8-q8", "int8-q4"
 CUDA_KERNEL = "cuda-bf16"
 # The same with linears rounded as they are loaded, as `convoy quantize` rounds them.
 CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
+# Weights and rows as floats of 8 bits, multiplied by the tensor cores.
+CUDA_FP8 = "cuda-fp8"
 # Stages on MLX (`model.backends.mlx`): activations and K/V in either dtype, quantised matrices as stored.
 MLX_BF16, MLX_F32 = "mlx-bf16", "mlx-f32"
 # The setting that lets each member choose a kernel, and leaves K/V in the kernel's own dtype.
@@ -142,7 +154,7 @@ AUTO: Final = "auto"
 # The words of --quantize, and of the formats of `convoy quantize`.
 QuantizeFormat = Literal["q4", "q8"]
 # The words of --compute.
-RequestedCompute = Literal["exact", "int8"]
+RequestedCompute = Literal["exact", "int8", "fp8"]
 _CUDA_KV = ("bf16",)
 _EXACT_BOUNDS = ErrorBounds(0.0, 2e-5, 2e-5)
 # Codes of groups of 32, each with a scale in bfloat16.
@@ -162,8 +174,6 @@ KV_FORMS: dict[str, KvForm] = {
         KvForm("bf16", 2, error=0.3, median=0.2),
         KvForm("f16", 2, error=0.05, median=0.03),
         KvForm("q8", 34, num_values=32, error=0.5, median=0.5),
-        # No kernel holds it yet.
-        KvForm("fp8", 1),
     )
 }
 # The same in models with experts: a rounded value may route a row to another one.
@@ -227,7 +237,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             CUDA_KERNEL,
-            KernelForm("bfloat16"),
+            KernelForm("bfloat16", keeps_on_card=True),
             # The step of bfloat16 at 4 is 0.03.
             ErrorBounds(0.3, 0.3, 0.15),
             # If two experts score nearly the same, bfloat16 may choose another one than float32 does. One
@@ -249,6 +259,17 @@ KERNELS: dict[str, Kernel] = {
             ErrorBounds(0.3, 20.0, 5.0),
             kv_dtypes=_CUDA_KV,
             on_cuda=True,
+        ),
+        Kernel(
+            CUDA_FP8,
+            KernelForm(
+                "bfloat16", packed=True, bits=8, group=0, outputs=16, otherwise="bfloat16", floats=True
+            ),
+            # A lone row is not rounded, and the same row among others is. Seen: 0.35 between the two.
+            ErrorBounds(1.0, 2.0, 0.5),
+            kv_dtypes=_CUDA_KV,
+            on_cuda=True,
+            compute="fp8",
         ),
         Kernel(
             MLX_BF16,
@@ -285,6 +306,31 @@ KEPT_FORMS = frozenset(
         *(f"gguf:{name}" for name in ("IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")),
     )
 )
+# The forms of files that linears keep on a CUDA device: the bits that a weight takes there beyond those of
+# its file. Codes take 4 or 8 bits there, and scales whole bytes.
+CARD_FORMS: dict[str, float] = {
+    **dict.fromkeys(("I8", "F8_E4M3", "affine4", "affine8", "centred4", "centred8"), 0.0),
+    **dict.fromkeys(("gguf:Q4_0", "gguf:Q4_1", "gguf:Q8_0"), 0.0),
+    "affine2": 2.0,
+    "affine3": 1.0,
+    "affine5": 3.0,
+    "affine6": 2.0,
+    "centred2": 2.0,
+    "MXFP4": 4.25,
+    "NVFP4": 5.5,
+    "gguf:Q2_K": 6.5,
+    "gguf:Q3_K": 5.125,
+    "gguf:Q4_K": 0.125,
+    "gguf:Q5_0": 3.0,
+    "gguf:Q5_1": 3.0,
+    "gguf:Q5_K": 3.125,
+    "gguf:Q6_K": 2.0,
+    "gguf:IQ4_NL": 4.0,
+    "gguf:IQ4_XS": 4.0625,
+    "gguf:MXFP4": 4.25,
+}
+# Inputs of a matrix on a CUDA device come in whole units of codes.
+CARD_UNIT = 32
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
 MLX_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_mlx)
 HOST_KERNELS = tuple(name for name in KERNELS if name not in CUDA_KERNELS + MLX_KERNELS)
@@ -300,7 +346,7 @@ if TYPE_CHECKING:
     RequestedKernel = str
     RequestedKvDtype = str
 else:
-    RequestedKernel = Literal[(AUTO, *HOST_KERNELS)]
+    RequestedKernel = Literal[(AUTO, *HOST_KERNELS, CUDA_FP8)]
     RequestedKvDtype = Literal[(AUTO, *KV_FORMS)]
 # Behind the name of a kernel that keeps the forms of files, where a member has no compiled code for them.
 _UNPACKED = " unpacked"
@@ -314,6 +360,16 @@ FORMS: dict[str, KernelForm] = {
         if name in EXACT_KERNELS
     },
 }
+
+
+def card_bytes(form: str, elements: int, inputs: int, kept_bytes: int) -> int:
+    """Return the bytes of a matrix's codes and scales on a CUDA device, or 0 where it is unpacked there.
+
+    ``form`` is the name of its form in the file, in which it takes ``kept_bytes``; "" for none.
+    """
+    if form not in CARD_FORMS or inputs % CARD_UNIT:
+        return 0
+    return kept_bytes + round(elements * CARD_FORMS[form] / 8)
 
 
 def host_kernels_text() -> str:
@@ -346,16 +402,23 @@ def computing_kernel(
     """Return the kernel that ``compute`` asks for beside ``kernel``, or ``kernel`` where that is "exact".
 
     Errors name ``kernel_from`` and ``compute_from``, the flags or keys with the two words. Raises UsageError
-    for an unknown word, and for a kernel that "int8" does not go with.
+    for an unknown word, and for a kernel that the word does not go with.
     """
     words = get_args(RequestedCompute)
     if compute not in words:
-        expected = " or ".join(words)
+        expected = f"{', '.join(words[:-1])} or {words[-1]}"
         raise UsageError(
             f"{compute_from} is {compute!r}, expected {expected}", hint=f"give {compute_from} {expected}"
         )
-    if compute == "exact" or kernel in INT8_KERNELS:
+    if compute == "exact" or (compute == "int8" and kernel in INT8_KERNELS):
         return kernel
+    if compute == "fp8":
+        if kernel not in {AUTO, CUDA_KERNEL, CUDA_FP8}:
+            raise UsageError(
+                f"{compute_from} is fp8, and {kernel_from} is {kernel}: fp8 rounds the weights of the file",
+                hint=f"leave out {kernel_from}, or {compute_from}",
+            )
+        return CUDA_FP8
     quantize = (
         None
         if kernel not in {AUTO, *EXACT_KERNELS}

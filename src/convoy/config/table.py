@@ -231,9 +231,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     compute: Annotated[
         RequestedCompute,
         Setting(
-            "exact, or int8: faster, with rows rounded to 8 bits",
+            "exact; int8: faster, with rows rounded to 8 bits; or fp8: the same with floats, on CUDA",
             " ([its error](verify.md#8-bit-products)); the head's counts",
-            flag=Flag("exact, or int8: round rows to 8 bits for rounded weights. Faster, with an error."),
+            flag=Flag(
+                "exact; int8: round rows to 8 bits for rounded weights, faster, with an error; fp8: on CUDA."
+            ),
         ),
     ] = "exact"
     device: Annotated[

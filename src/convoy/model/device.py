@@ -10,6 +10,7 @@ import torch
 
 from convoy.config.kernels import (
     AUTO,
+    CUDA_FP8,
     CUDA_KERNEL,
     CUDA_KERNELS,
     KERNELS,
@@ -101,8 +102,16 @@ def choose_devices(wish: str, kernel: str = AUTO, asked_by: str = "[model] kerne
     not run on hosts alone. Raises UsageError for an invalid device, a device that this machine lacks, and a
     ``kernel`` that does not run there; its hint names ``asked_by``, the flag or key with the kernel.
     """
+    if kernel == CUDA_FP8:
+        asked_by = "--compute fp8"
     if wish == AUTO:
-        on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
+        reason = why_no_cuda()
+        if kernel == CUDA_FP8 and reason:
+            raise UsageError(
+                f"kernel {kernel} runs on CUDA, and {reason}",
+                hint=f"leave out {asked_by}; --compute int8 is for CPUs",
+            )
+        on_host = kernel not in _ON_CUDA or bool(reason)
         return (HOST,) if on_host else ("cuda:0",)
     names = _joined(wish) if RANKS in wish else split_devices(wish)
     if names == [HOST] or (RANKS in wish and HOST in names):

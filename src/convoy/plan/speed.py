@@ -35,6 +35,8 @@ class Speed:
     row_s: float = 0.0
     # Of each step of a stage beside its layers.
     step_s: float = 0.0
+    # Of each layer of a chunk: the host starts its operations while the device computes. 0: no device.
+    starts_s: float = 0.0
     assumed: str = ""
 
     @classmethod
@@ -67,4 +69,4 @@ class Speed:
         if num_rows <= MANY_ROWS:
             share = (num_rows - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)
             return reading, few + share * (many - few) - reading
-        return reading, num_rows / MANY_ROWS * many - reading
+        return reading, max(many, num_rows * flop / self.flop_per_s) - reading

@@ -110,8 +110,7 @@ def test_a_block_takes_the_bytes_that_the_plan_counts(models: Models, kind: str,
     ("kind", "kv_dtype", "message"),
     [
         ("odd", "q8", r"kv_dtype is q8, with a scale for each 32 values of a head, and .* has heads of 8"),
-        ("odd", "fp8", "kv_dtype is fp8, and exact-f32 holds K/V as f32 or bf16 or f16 or q8"),
-        ("odd", "int3", "kv_dtype is 'int3', expected auto, f32, bf16, f16, q8, fp8"),
+        ("odd", "int3", "kv_dtype is 'int3', expected auto, f32, bf16, f16, q8"),
         ("deepseek_v4", "bf16", "kv_dtype is bf16, and .* keeps compressed entries, which are float32"),
     ],
 )

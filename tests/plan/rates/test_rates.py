@@ -119,6 +119,19 @@ def test_what_every_layer_costs_limits_a_small_model() -> None:
     assert found.decode.limit.endswith("'s own time for each layer")
 
 
+def test_a_chunk_takes_the_hosts_time_for_its_starts_where_the_device_is_faster() -> None:
+    stage = two().stages[0]
+    layers = stage.end - stage.start
+
+    def chunk_s(speed: Speed) -> float:
+        return stage_time(SPEC, stage, "cuda-bf16", speed, StepLoad(64, 0, is_chunk=True)).total_s
+
+    waits = Speed(1e15, 1e18, layer_s=1e-5, row_s=1e-6, starts_s=1e-3)
+    assert chunk_s(waits) == pytest.approx(layers * 1e-3)
+    slow = Speed(1e15, 1e6, layer_s=1e-5, row_s=1e-6, starts_s=1e-3)
+    assert chunk_s(slow) == pytest.approx(chunk_s(Speed(1e15, 1e6)))
+
+
 def test_a_prompt_takes_longer_the_more_is_behind_its_chunks() -> None:
     placement = two()
     speeds = dict.fromkeys(names(placement), Speed(1e12, 1e12, attention_flop_per_s=1e9))

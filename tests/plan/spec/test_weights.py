@@ -82,5 +82,24 @@ def test_rounded_weights_take_their_bits_and_their_scales() -> None:
     assert kept.linear_bytes(64, 40, kept_bytes=5120) == 5120
     assert kept.linear_bytes(64, 40) == 4 * 64 * 40
     assert form_of("bfloat16").linear_bytes(30, 50) == form_of("cuda-bf16").linear_bytes(30, 50) == 3000
+    # On a card, codes and scales; a matrix without a form that stays there is bfloat16.
+    assert form_of("cuda-bf16").linear_bytes(30, 64, kept_bytes=1000, card_bytes=1100) == 1100
+    assert form_of("cuda-bf16").linear_bytes(30, 64, kept_bytes=1000) == 2 * 30 * 64
+    assert form_of("exact-f32").linear_bytes(64, 64, kept_bytes=1000, card_bytes=1100) == 1000
     with pytest.raises(ModelError, match="'float8' is no dtype and no kernel"):
         form_of("float8")
+
+
+def test_a_card_unpacks_all_matrices_of_a_join_if_it_unpacks_one() -> None:
+    names = [
+        *(f"self_attn.{one}_proj.weight" for one in "qkvo"),
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+    ]
+    tensors, kept = [(name, (HIDDEN, HIDDEN)) for name in names], dict.fromkeys(names, 1000)
+    every = dict.fromkeys(names, 1100)
+    assert layer_weights(tensors, HIDDEN, kept=kept, on_card=every).num_bytes("cuda-bf16") == 6 * 1100
+    without = {name: size for name, size in every.items() if "v_proj" not in name}
+    found = layer_weights(tensors, HIDDEN, kept=kept, on_card=without)
+    assert found.num_bytes("cuda-bf16") == 3 * 1100 + 3 * 2 * HIDDEN * HIDDEN
+    assert found.num_bytes("exact-f32") == 6 * 1000

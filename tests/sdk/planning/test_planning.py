@@ -45,16 +45,9 @@ def test_a_plan_counts_what_every_dtype_of_kv_takes() -> None:
     assert small.blocks.groups[0].block_bytes == plain.blocks.groups[0].block_bytes * 34 // 128
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "message"),
-    [
-        ("fp8", "kv_dtype is fp8, and plain-f32 holds K/V as f32 or bf16 or f16 or q8"),
-        ("f8", "kv_dtype is f8, expected auto, f32, bf16, f16, q8, fp8"),
-    ],
-)
-def test_a_dtype_of_kv_that_cannot_be_is_refused_with_those_that_can(kv_dtype: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        convoy.plan("demo", members=2, kernel="plain-f32", kv_dtype=kv_dtype, measure=False)
+def test_a_dtype_of_kv_that_cannot_be_is_refused_with_those_that_can() -> None:
+    with pytest.raises(InputError, match="kv_dtype is fp8, expected auto, f32, bf16, f16, q8"):
+        convoy.plan("demo", members=2, kernel="plain-f32", kv_dtype="fp8", measure=False)
 
 
 def test_members_that_cannot_hold_the_model_are_refused_with_both_numbers() -> None:
@@ -68,7 +61,7 @@ def test_a_plan_for_8_bit_products_holds_the_weights_of_their_kernel() -> None:
         for compute in ("exact", "int8")
     )
     assert [stage.kernel for plan in (exact, int8) for stage in plan.stages] == ["exact-q8", "int8-q8"]
-    with pytest.raises(UsageError, match="compute is 'fast', expected exact or int8"):
+    with pytest.raises(UsageError, match="compute is 'fast', expected exact, int8 or fp8"):
         convoy.plan("demo", members=1, compute="fast", measure=False)
 
 

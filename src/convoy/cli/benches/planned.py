@@ -83,12 +83,13 @@ def plan(
     round trip that their links measure.
     """
     from convoy.bench.throughput import TURN_TOKENS, DecodeOptions, PrefillOptions
-    from convoy.config.table import HOST_CHUNK
+    from convoy.config.table import DEVICE_CHUNK, HOST_CHUNK
 
     sizes, at_once = counts("--members", members, 2), counts("--concurrent", concurrent, _MAX_CONCURRENT)
-    decode = DecodeOptions(at_once, context, windows, tokens, HOST_CHUNK)
-    prefill = PrefillOptions(prompt_tokens, HOST_CHUNK, max(sizes), rounds)
     on_host = device == "cpu"
+    chunk = HOST_CHUNK if on_host else DEVICE_CHUNK
+    decode = DecodeOptions(at_once, context, windows, tokens, chunk)
+    prefill = PrefillOptions(prompt_tokens, chunk, max(sizes), rounds)
     if not on_host:
         from convoy.model.device import choose_devices
 

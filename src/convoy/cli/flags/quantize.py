@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from convoy.cli.flags.table import option
-from convoy.config.kernels import AUTO, INT8_KERNELS, QUANTIZED, computing_kernel
+from convoy.config.kernels import AUTO, CUDA_FP8, INT8_KERNELS, QUANTIZED, computing_kernel
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
@@ -33,7 +33,8 @@ def kernel_for(
     Raises UsageError, which names the flags and keys that were given.
     """
     wanted = _quantized(quantize, kernel, kernel_from)
-    if compute == "exact" and wanted in INT8_KERNELS:
+    kernel_from = kernel_from if quantize is None else f"--quantize {quantize}"
+    if compute == "exact" and wanted in (*INT8_KERNELS, CUDA_FP8):
         raise UsageError(
             f"--compute is exact, and {kernel_from} is {wanted}",
             hint=f"leave out --compute, or {kernel_from}",
@@ -47,9 +48,10 @@ def kernel_asked_by(kernel: str, quantize: str | None, compute: str | None, conf
 
     The other arguments are those of `kernel_for`.
     """
-    if kernel in INT8_KERNELS and compute is not None:
+    is_rounding = kernel in (*INT8_KERNELS, CUDA_FP8)
+    if is_rounding and compute is not None:
         return f"--compute {compute}"
-    if kernel in INT8_KERNELS and configured == "int8":
+    if is_rounding and configured != "exact":
         return _COMPUTE_KEY
     return _KERNEL_KEY if quantize is None else f"--quantize {quantize}"
 

@@ -101,7 +101,9 @@ class ModelSource:
     ) -> ModelSource:
         """Describe a model by its stored tensors, wherever these lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
-        spec = ModelSpec.from_config(config, name, layout.shapes(tensors), layout.kept(tensors))
+        spec = ModelSpec.from_config(
+            *(config, name, layout.shapes(tensors)), layout.kept(tensors), layout.kept_on_card()
+        )
         _check_tensors(config, spec.num_layers, tensors, layout)
         return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
 

@@ -82,8 +82,9 @@ def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers)
 def _form_text(spec: ModelSpec, word: str) -> str:
     """Return a kernel with the form of its weights, like ``exact-q8 (8-bit weights)``."""
     form = form_of(word)
-    kept = form.keeps and any(
-        matrix.kept_bytes for layer in spec.layers for matrix in (*layer.each.linears, *layer.experts.linears)
+    matrices = [m for layer in spec.layers for m in (*layer.each.linears, *layer.experts.linears)]
+    kept = (form.keeps and any(m.kept_bytes for m in matrices)) or (
+        form.keeps_on_card and any(m.card_bytes for m in matrices)
     )
     if kept and not form.bits:
         return f"{word} (weights as in the file)"

@@ -262,6 +262,9 @@ def stage_time(spec: ModelSpec, stage: StageAssignment, form: str, speed: Speed,
     reading += cache_bytes / (speed.cache_bytes_per_s or speed.read_bytes_per_s)
     multiplying += _attention_flop(spec, stage, load) / (speed.attention_flop_per_s or speed.flop_per_s)
     own = linears / REFERENCE_LINEARS * speed.layer_s + len(layers) * (load.num_rows - 1) * speed.row_s
+    if load.is_chunk and speed.starts_s:
+        # The device waits for the host only where that takes longer.
+        own = max(0.0, len(layers) * speed.starts_s - reading - multiplying)
     return StageTime(reading, multiplying, own + speed.step_s)
 
 

@@ -63,6 +63,8 @@ class ModelSpec:
     # Of the embedding and of `lm_head` in the form of the file, for kernels that keep it; 0 for float32.
     kept_embed_bytes: int = 0
     kept_output_bytes: int = 0
+    # Of the codes and scales of `lm_head` on a CUDA device; 0 where it is unpacked there.
+    card_output_bytes: int = 0
     # Ranks that share a stage; weights and heads are those of one of them (`plan.spec.sharding`).
     num_ranks: int = 1
 
@@ -73,12 +75,14 @@ class ModelSpec:
         name: str,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         kept: Mapping[str, int] | None = None,
+        on_card: Mapping[str, int] | None = None,
     ) -> ModelSpec:
         """Read a parsed `config.json`; errors call the model ``name``.
 
         ``shapes`` are those of the checkpoint's tensors, which some families need to know a layer's weight.
         ``kept`` has the bytes of matrices that stages may keep in the form of their file, by name in the
-        decoder; all others are held in the kernel's form.
+        decoder; all others are held in the kernel's form. ``on_card`` has those of codes and scales on a
+        CUDA device.
         Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
         """
         reader = ConfigReader(config, name)
@@ -91,7 +95,11 @@ class ModelSpec:
         streams = read_streams(reader, family, num_layers, hidden_size)
         check_rotary(reader)
         _check_scales(reader)
-        layers = _read_layers(reader, family, heads, hidden_size, shapes=shapes, kept=kept or {})
+        # A device keeps them in its own layers, and the library's layers take what is unpacked.
+        on_card = dict(on_card or {}) if family.plain_layers else {}
+        layers = _read_layers(
+            reader, family, heads, hidden_size, shapes=shapes, kept=kept or {}, on_card=on_card
+        )
         tied, embed_bytes = reader.flag("tie_word_embeddings"), (kept or {}).get(_EMBEDDING, 0)
         return cls(
             name=name,
@@ -114,6 +122,7 @@ class ModelSpec:
             kv_sources={i: layer.kv_source for i, layer in enumerate(heads) if layer.kv_source is not None},
             kept_embed_bytes=embed_bytes,
             kept_output_bytes=embed_bytes if tied else (kept or {}).get(_OUTPUT, 0),
+            card_output_bytes=0 if tied else on_card.get(_OUTPUT, 0),
         )
 
     @property
@@ -189,7 +198,10 @@ class ModelSpec:
             # The embedding is not rounded.
             form = replace(form, bits=0)
         return form.linear_bytes(
-            self.vocabulary_rows, self.hidden_size, head=True, kept_bytes=kept_bytes
+            *(self.vocabulary_rows, self.hidden_size),
+            head=True,
+            kept_bytes=kept_bytes,
+            card_bytes=self._rows_of(self.card_output_bytes),
         ) + beside * dtype_bytes(dtype)
 
     def _rows_of(self, num_bytes: int) -> int:
@@ -270,6 +282,7 @@ def _read_layers(
     *,
     shapes: Mapping[str, Shape] | None,
     kept: Mapping[str, int],
+    on_card: Mapping[str, int],
 ) -> tuple[LayerWeights, ...]:
     if family.counted:
         tensors = _counted_tensors(reader.model, family, len(heads), shapes)
@@ -280,20 +293,27 @@ def _read_layers(
     streams = read_streams(reader, family, len(heads), hidden_size)
     input_size, vocabulary = per_layer_input(reader, family)
     projection = [("per_layer_model_projection.weight", (input_size, hidden_size))] if input_size else []
-    kept_by_layer: list[dict[str, int]] = [{} for _ in heads]
-    for name, num_bytes in kept.items():
-        match = _LAYER_TENSOR.match(name)
-        if match and int(match[1]) < len(heads):
-            kept_by_layer[int(match[1])][name[match.end() :]] = num_bytes
+    kept_by_layer, card_by_layer = (_by_layer(found, len(heads)) for found in (kept, on_card))
     return tuple(
         layer_weights(
             [*own, *projection],
             hidden_size,
             looked_up=input_size * vocabulary + streams.table_of(i),
             kept=kept_by_layer[i],
+            on_card=card_by_layer[i],
         )
         for i, own in enumerate(tensors)
     )
+
+
+def _by_layer(sizes: Mapping[str, int], num_layers: int) -> list[dict[str, int]]:
+    """Return the sizes of each layer's tensors, by their names behind ``model.layers.N.``."""
+    found: list[dict[str, int]] = [{} for _ in range(num_layers)]
+    for name, num_bytes in sizes.items():
+        match = _LAYER_TENSOR.match(name)
+        if match and int(match[1]) < num_layers:
+            found[int(match[1])][name[match.end() :]] = num_bytes
+    return found
 
 
 def _counted_tensors(

@@ -223,7 +223,8 @@ def _own_experts(part: WeightPart, world_size: int) -> WeightPart:
 def _slice_of(matrix: Matrix, heads: tuple[int, int], world_size: int) -> Matrix:
     if matrix.split == "inputs":
         inputs, kept_bytes = matrix.inputs // world_size, matrix.kept_bytes // world_size
-        return replace(matrix, inputs=inputs, kept_bytes=kept_bytes)
+        card_bytes = matrix.card_bytes // world_size
+        return replace(matrix, inputs=inputs, kept_bytes=kept_bytes, card_bytes=card_bytes)
     if not matrix.split:
         return matrix
     queries, keys = heads
@@ -233,4 +234,7 @@ def _slice_of(matrix: Matrix, heads: tuple[int, int], world_size: int) -> Matrix
         "keys": matrix.outputs // keys * own[1],
         "joined": matrix.outputs // (queries + 2 * keys) * (own[0] + 2 * own[1]),
     }[matrix.split]
-    return replace(matrix, outputs=outputs, kept_bytes=matrix.kept_bytes * outputs // matrix.outputs)
+    kept_bytes, card_bytes = (
+        whole * outputs // matrix.outputs for whole in (matrix.kept_bytes, matrix.card_bytes)
+    )
+    return replace(matrix, outputs=outputs, kept_bytes=kept_bytes, card_bytes=card_bytes)

@@ -38,8 +38,8 @@ _SPLITS: dict[str, Split] = {
 }
 
 
-# Outputs, inputs, the split, and the bytes in the form of the file.
-_Key = tuple[int, int, Split, int]
+# Outputs, inputs, the split, and the bytes in the form of the file and on a CUDA device.
+_Key = tuple[int, int, Split, int, int]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Matrix:
     split: Split = ""
     # Of one matrix in the form of its file, for kernels that keep it; 0 for float32.
     kept_bytes: int = 0
+    # Of its codes and scales on a CUDA device; 0 where it is unpacked there.
+    card_bytes: int = 0
 
     @property
     def elements(self) -> int:
@@ -76,7 +78,8 @@ class WeightPart:
         """Return the bytes as a kernel (`config.kernels`) holds them."""
         form = form_of(word)
         linears = sum(
-            m.count * form.linear_bytes(m.outputs, m.inputs, kept_bytes=m.kept_bytes) for m in self.linears
+            m.count * form.linear_bytes(m.outputs, m.inputs, kept_bytes=m.kept_bytes, card_bytes=m.card_bytes)
+            for m in self.linears
         )
         return linears + self.others * DTYPE_BYTES[form.dtype]
 
@@ -120,12 +123,14 @@ def layer_weights(
     *,
     looked_up: int = 0,
     kept: Mapping[str, int] | None = None,
+    on_card: Mapping[str, int] | None = None,
 ) -> LayerWeights:
     """Return the sums over names and shapes behind ``model.layers.N.``; experts may be stacked or not.
 
     ``kept`` has the bytes of tensors in the form of their file, by the same names, for kernels that keep it.
+    ``on_card`` has those of codes and scales on a CUDA device.
     """
-    kept = kept or {}
+    kept, on_card = kept or {}, _whole_joins(on_card or {})
     linears: dict[Use, Counter[_Key]] = {"each": Counter(), "expert": Counter()}
     others: Counter[Use] = Counter()
     shared: Counter[tuple[Use, Split]] = Counter()
@@ -141,13 +146,17 @@ def layer_weights(
         if stacked and len(shape) == 3:
             linears[use].update(_of_stack(name, shape, hidden_size, kept))
         elif len(shape) == 2 and is_linear(name):
-            linears[use][shape[0], shape[1], split_of(name), kept.get(name, 0)] += 1
+            key = (*shape, split_of(name), kept.get(name, 0), on_card.get(name, 0))
+            linears[use][key] += 1
         else:
             others[use] += math.prod(shape)
             shared[use, split_of(name)] += math.prod(shape)
     each, experts = (
         WeightPart(
-            tuple(Matrix(*key[:2], count, *key[2:]) for key, count in sorted(linears[use].items())),
+            tuple(
+                Matrix(outputs, inputs, count, split, kept_bytes, card_bytes)
+                for (outputs, inputs, split, kept_bytes, card_bytes), count in sorted(linears[use].items())
+            ),
             others[use],
             *(shared[use, "outputs"], shared[use, "keys"]),
         )
@@ -186,8 +195,16 @@ def _of_stack(name: str, shape: Shape, hidden_size: int, kept: Mapping[str, int]
     count, between = shape[0], math.prod(shape[1:]) // hidden_size
     num_bytes, split = _stack_bytes(name, count, kept), split_of(name)
     if "gate_up" in name:
-        return Counter({(between // 2, hidden_size, split, num_bytes // (2 * count)): 2 * count})
-    return Counter({(hidden_size, between, split, num_bytes // count): count})
+        return Counter({(between // 2, hidden_size, split, num_bytes // (2 * count), 0): 2 * count})
+    return Counter({(hidden_size, between, split, num_bytes // count, 0): count})
+
+
+def _whole_joins(on_card: Mapping[str, int]) -> dict[str, int]:
+    """Return the matrices without those that a device unpacks because another one of the join is unpacked."""
+    joins = [[f"self_attn.{one}_proj.weight" for one in "qkv"]]
+    joins += [[f"mlp.{one}_proj.weight" for one in ("gate", "up")]]
+    parted = {name for join in joins if not all(one in on_card for one in join) for name in join}
+    return {name: num_bytes for name, num_bytes in on_card.items() if name not in parted}
 
 
 def _stack_bytes(name: str, count: int, kept: Mapping[str, int]) -> int:

@@ -217,10 +217,12 @@ def _weight_form(source: ModelSource, placement: Placement) -> str:
     """Return the forms in which the stages hold most weights: those of the file, or what they become."""
     from convoy.model.backends.host.form_speed import main_form
 
+    on_card = any(matrix.card_bytes for layer in source.spec.layers for matrix in layer.each.linears)
     words = dict.fromkeys(placement.forms[name] for name in placement.holders)
     told = []
     for form in map(form_of, words):
-        kept = main_form(source).removeprefix("gguf:") or "F32" if form.keeps else form.dtype
+        keeps = form.keeps or (form.keeps_on_card and on_card)
+        kept = main_form(source).removeprefix("gguf:") or "F32" if keeps else form.dtype
         told.append(f"{form.bits} bits" if form.bits else kept)
     return " and ".join(dict.fromkeys(told))
 

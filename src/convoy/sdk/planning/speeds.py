@@ -111,7 +111,7 @@ class Measurements:
             if offer.name in told:
                 continue
             if offer.kernel in CUDA_KERNELS and self.here.device == _HOST:
-                told[offer.name] = _of_card()
+                told[offer.name] = _of_card(measured_form(offer.kernel, form))
                 continue
             # A Mac that need not run yet is taken to be as fast as this machine in float32.
             far = on_device(offer.kernel) and self.here.device == _HOST
@@ -143,17 +143,22 @@ def measured_form(kernel: str, form: str) -> str:
 
     Kernels that round weights as they are loaded have a form of their own.
     """
-    if kernel in CUDA_KERNELS or not form_of(kernel).keeps:
+    own = form_of(kernel)
+    if kernel in CUDA_KERNELS:
+        return "float8" if own.floats else f"rounded{own.bits}" if own.bits else form
+    if not own.keeps:
         return ""
     bits = loaded_bits(kernel)
     return f"rounded{bits}" if bits else form
 
 
-def _of_card() -> Speed:
+def _of_card(form: str) -> Speed:
+    from convoy.plan.card_speed import on_card
     from convoy.plan.speed import Speed
 
     read, flop = _CARD
-    return Speed(read, flop, assumed=_AS_CARD.format(read / 1e9, flop / 1e9))
+    speed = on_card(Speed(read, flop), form)
+    return dataclasses.replace(speed, assumed=_AS_CARD.format(read / 1e9, flop / 1e9))
 
 
 def speeds_told(offers: Sequence[MemberOffer], flags: Sequence[str]) -> dict[str, Speed]:

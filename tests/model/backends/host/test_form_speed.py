@@ -44,7 +44,9 @@ def test_weights_rounded_at_load_have_the_bytes_of_their_form_beside_rounded_row
         assert found.read_bytes_per_s != plain.read_bytes_per_s
     assert measured_form("exact-q4", "BF16") == measured_form("int8-q4", "") == "rounded4"
     assert measured_form("exact-f32", "BF16") == measured_form("int8-stored", "BF16") == "BF16"
-    assert measured_form("plain-f32", "BF16") == measured_form("cuda-int8", "BF16") == ""
+    assert measured_form("plain-f32", "BF16") == ""
+    on_cuda = {"cuda-bf16": "gguf:Q4_K", "cuda-int8": "rounded8", "cuda-fp8": "float8"}
+    assert {kernel: measured_form(kernel, "gguf:Q4_K") for kernel in on_cuda} == on_cuda
 
 
 def test_a_probe_reads_more_than_the_last_cache_and_has_a_bound() -> None:

@@ -283,7 +283,7 @@ def test_compute_joins_a_kernel_of_exact_mode() -> None:
     assert computing_kernel("plain-f32", "exact") == "plain-f32"
     with pytest.raises(UsageError, match=r"compute is int8, and .model. kernel is plain-f32"):
         computing_kernel("plain-f32", "int8")
-    with pytest.raises(UsageError, match="compute is 'fast', expected exact or int8"):
+    with pytest.raises(UsageError, match="compute is 'fast', expected exact, int8 or fp8"):
         computing_kernel("auto", "fast")
 
 

@@ -14,8 +14,17 @@ from torch import nn
 
 from convoy.model.backends.cuda.batch import DeviceBatch
 from convoy.model.backends.cuda.kernels.attention import attend
-from convoy.model.backends.cuda.kernels.linears import multiply, multiply_in_parts
-from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
+from convoy.model.backends.cuda.kernels.float8 import RoundedRows
+from convoy.model.backends.cuda.kernels.forms import Matrix
+from convoy.model.backends.cuda.kernels.linears import multiply, multiply_in_parts, rounds_rows
+from convoy.model.backends.cuda.kernels.pointwise import (
+    Rotation,
+    add_norm,
+    add_norm_rounded,
+    gate,
+    gate_rounded,
+    rotate_and_store,
+)
 from convoy.model.backends.cuda.kernels.single_row import lone_linear
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.pools import LayerPool
@@ -52,10 +61,21 @@ class LlamaLayer(nn.Module):
             )
             lone_linear(between, own.down, bias=own.down_bias, out=x, adds=True)
             return None
-        qkv = multiply(add_norm(x, delta, own.input_norm, eps), own.qkv, own.qkv_bias)
+        qkv = multiply(self._normed(x, delta, own.input_norm, own.qkv), own.qkv, own.qkv_bias)
         delta = multiply(self._attend(qkv, pool, batch), own.out, own.out_bias)
-        both = multiply(add_norm(x, delta, own.middle_norm, eps), own.gate_up, own.gate_up_bias)
-        return multiply(gate(both), own.down, own.down_bias)
+        both = multiply(self._normed(x, delta, own.middle_norm, own.gate_up), own.gate_up, own.gate_up_bias)
+        return multiply(self._gated(both), own.down, own.down_bias)
+
+    def _normed(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor, weight: Matrix
+    ) -> torch.Tensor | RoundedRows:
+        """Add ``delta`` to ``x``, and return the norm for products with ``weight``."""
+        makes = add_norm_rounded if rounds_rows(weight) else add_norm
+        return makes(x, delta, norm, self._eps)
+
+    def _gated(self, both: torch.Tensor) -> torch.Tensor | RoundedRows:
+        """Return the gated rows of the MLP for products with its last matrix."""
+        return gate_rounded(both) if rounds_rows(self._own.down) else gate(both)
 
     def _share(self, x: torch.Tensor, pool: LayerPool, batch: DeviceBatch, sums: DeviceSums) -> None:
         """Run the layer on this rank's slices.
@@ -75,10 +95,10 @@ class LlamaLayer(nn.Module):
             )
             sums.add(lone_linear(between, own.down, bias=own.down_bias, dtype=part), x, adds=True)
             return
-        qkv = multiply(add_norm(x, None, own.input_norm, eps), own.qkv, own.qkv_bias)
+        qkv = multiply(self._normed(x, None, own.input_norm, own.qkv), own.qkv, own.qkv_bias)
         sums.add(multiply(self._attend(qkv, pool, batch), own.out, own.out_bias), x, adds=True)
-        both = multiply(add_norm(x, None, own.middle_norm, eps), own.gate_up, own.gate_up_bias)
-        sums.add(multiply(gate(both), own.down, own.down_bias), x, adds=True)
+        both = multiply(self._normed(x, None, own.middle_norm, own.gate_up), own.gate_up, own.gate_up_bias)
+        sums.add(multiply(self._gated(both), own.down, own.down_bias), x, adds=True)
 
     def _attend(self, qkv: torch.Tensor, pool: LayerPool, batch: DeviceBatch) -> torch.Tensor:
         group = batch.groups[pool.group]

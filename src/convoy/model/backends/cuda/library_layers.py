@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from convoy.config.kernels import KernelForm, form_of
 from convoy.errors import ModelError
 from convoy.model.backends.cuda.batch import DeviceBatch, DeviceGroupBatch
 from convoy.model.backends.cuda.kernels.attention import LOG2_E, attend
@@ -24,6 +25,7 @@ from convoy.model.backends.cuda.kernels.pointwise import store
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.pools import LayerPool
 from convoy.model.backends.cuda.memory.weights import LoadProgress
+from convoy.model.backends.cuda.options import BFLOAT16
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import RopeUse, Rotation, Rotations
@@ -83,7 +85,7 @@ class LibraryDecoder:
         modules: LoadedModules,
         device: torch.device,
         dtype: torch.dtype,
-        bits: int = 0,
+        form: KernelForm = BFLOAT16,
     ) -> None:
         self._modules = modules
         self._dtype = dtype
@@ -91,11 +93,12 @@ class LibraryDecoder:
         self._shares = takes_shared_kv(modules.layers.values())
         self.bytes_read = modules.bytes_read
         _move(modules, device, dtype)
-        if bits:
+        if form.bits:
             for layer in modules.layers.values():
-                round_linears(layer, bits, source.name)
+                round_linears(layer, form, source.name)
             if modules.output is not None:
-                modules.output = rounded_linear(modules.output, 8, source.name)
+                own = form_of(form.otherwise) if form.otherwise else form
+                modules.output = rounded_linear(modules.output, own, source.name)
         self.weight_bytes = modules.weight_bytes
         self._rotations = _rotations(modules, source.spec.max_context, device, dtype)
 
@@ -186,10 +189,10 @@ def load_library_decoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: LoadProgress | None,
-    bits: int = 0,
+    form: KernelForm = BFLOAT16,
     shard: Shard = WHOLE,
 ) -> LibraryDecoder:
-    """Load the library's layers for ``assignment``. ``bits`` is as in `memory.weights.load_weights`.
+    """Load the library's layers for ``assignment``. ``form`` is as in `memory.weights.load_weights`.
 
     Raises ModelError as `load_modules` does, for K/V that our kernels do not keep, and for experts that
     are to be rounded.
@@ -202,7 +205,7 @@ def load_library_decoder(
     modules = load_modules(source, assignment, packed=False, progress=progress, shard=shard)
     for number, layer in modules.layers.items():
         _configure(source, number, layer, dtype)
-    return LibraryDecoder(source, modules, device, dtype, bits)
+    return LibraryDecoder(source, modules, device, dtype, form)
 
 
 def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.dtype) -> None:

@@ -9,9 +9,10 @@ import torch
 from convoy.errors import PlanError
 from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.device_model import Model
-from convoy.model.backends.cuda.kernels.rope import make_rotation
+from convoy.model.backends.cuda.kernels.float8 import require_float8
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights, load_weights, why_not_ours
 from convoy.model.backends.cuda.options import CHECK_KERNEL, DeviceOptions
+from convoy.model.backends.cuda.rope import make_rotation
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import LIBRARY
 from convoy.plan.spec.sharding import Shard
@@ -30,11 +31,13 @@ def load_model(
     shard: Shard,
 ) -> Model:
     """Return the loaded model. Layers in ``kept`` are not read again. Raises as `CudaStage.load` does."""
+    if options.form.floats:
+        require_float8(options.device)
     try:
         with torch.cuda.device(options.device), torch.inference_mode():
             if options.kernel != CHECK_KERNEL and why_not_ours(source) is None:
                 weights = load_weights(
-                    *(source, assignment, options.device, progress, kept, options.bits),
+                    *(source, assignment, options.device, progress, kept, options.form),
                     slices=_slices(source, shard),
                 )
                 head_dim = source.spec.cache_groups[0].head_dim
@@ -44,7 +47,7 @@ def load_model(
                 from convoy.model.backends.cuda.library_layers import load_library_decoder
 
             return load_library_decoder(
-                *(source, assignment, options.device, options.dtype, progress), bits=options.bits, shard=shard
+                *(source, assignment, options.device, options.dtype, progress), form=options.form, shard=shard
             )
     except torch.cuda.OutOfMemoryError as error:
         layers = f"layers {assignment.start} to {assignment.end - 1}"

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, PLAIN, form_of, kv_form
+from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, PLAIN, KernelForm, form_of, kv_form
 from convoy.errors import ModelError
 
 KERNEL = CUDA_KERNEL
+# Weights and activations in bfloat16, and a file's codes as they are.
+BFLOAT16 = form_of(KERNEL)
 # For debugging: no rounding to bfloat16, and the library's layers for every family.
 CHECK_KERNEL = PLAIN
 DTYPES = dict.fromkeys(CUDA_KERNELS, torch.bfloat16) | {CHECK_KERNEL: torch.float32}
@@ -32,9 +34,9 @@ class DeviceOptions:
         return DTYPES[self.kernel]
 
     @property
-    def bits(self) -> int:
-        """Return the bits of a rounded weight, or 0 where weights are not rounded."""
-        return form_of(self.kernel).bits
+    def form(self) -> KernelForm:
+        """Return the form of weights."""
+        return form_of(self.kernel)
 
 
 def check_kv_dtype(kernel: str, asked: str) -> None:

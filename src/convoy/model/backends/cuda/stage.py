@@ -144,7 +144,7 @@ class CudaStage(CarriesKv):
         model = self._model
         self.give_up()
         same = (source.digest, source.path) == self._source
-        same &= (options.device, options.bits) == (self.device, self.options.bits) and shard == self.shard
+        same &= (options.device, options.form) == (self.device, self.options.form) and shard == self.shard
         return model.weights if same and isinstance(model, DeviceDecoder) else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:

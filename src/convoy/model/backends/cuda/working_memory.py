@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 # Tokens of the measured step. A step of more tokens needs more memory.
 REHEARSED_TOKENS = 2048
+# Tokens of further steps. Their linears are kernels of their own, which are compiled before requests come.
+OTHER_TOKENS = (1, 2, 24, 48)
 
 
 class Rehearsing(Protocol):
@@ -43,7 +45,8 @@ def measure_working(stage: Rehearsing) -> int:
     stage.make_pools(1)
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    stage.rehearse(REHEARSED_TOKENS)
+    for num_tokens in (*OTHER_TOKENS, REHEARSED_TOKENS):
+        stage.rehearse(num_tokens)
     torch.cuda.synchronize(device)
     running = torch.cuda.max_memory_reserved(device) - reserved
     torch.cuda.empty_cache()

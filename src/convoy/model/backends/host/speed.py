@@ -13,12 +13,14 @@ from convoy.config.kernels import EXACT, INT8_KERNELS
 from convoy.model.device import HOST, MLX, check_device
 from convoy.model.library import importing
 from convoy.model.mlx_device import measure_mlx
+from convoy.plan.card_speed import on_card
 from convoy.plan.speed import Speed
 
 # A matrix larger than a cache.
 _READ_SHAPE = (32768, 8192)
 _WIDTH, _ROWS = 8192, 2048
 _MEASURE_S = 0.12
+_STARTS, _START_ROUNDS = 200, 5
 
 
 def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST, form: str = "") -> Speed:
@@ -26,9 +28,10 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. With ``form``,
     a word as `form_speed.in_form` takes it, linears are those of ``kernel`` over weights in that form. On MLX
-    or CUDA it measures products alone, a lone row's and a prefill's: decodes are captured there, so launches
-    cost little. The threads are those that a stage would have. Raises ModelError for a missing
-    device, SelfCheckError for a kernel that does not run here.
+    or CUDA it measures products alone, a lone row's and a prefill's, in bfloat16. On CUDA the rates of
+    ``form`` and the overheads of steps follow from these (`plan.card_speed`). The threads are those that a
+    stage would have. Raises ModelError for a missing device, SelfCheckError for a kernel that does not run
+    here.
     """
     if device == HOST:
         with importing():
@@ -43,7 +46,7 @@ def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOS
             return in_form(measure_layers(EXACT, num_threads), form, rounds=kernel in INT8_KERNELS)
     if device == MLX:
         return measure_mlx()
-    return _measure_products(check_device(device))
+    return on_card(_measure_products(check_device(device)), form)
 
 
 @torch.inference_mode()
@@ -55,7 +58,20 @@ def _measure_products(device: torch.device) -> Speed:
     square = torch.full((_WIDTH, _WIDTH), 0.5, device=device, dtype=torch.bfloat16)
     x = torch.ones(_ROWS, _WIDTH, device=device, dtype=torch.bfloat16)
     product_s = _best_s(lambda: nn.functional.linear(x, square), device)
-    return Speed(num_bytes / read_s, 2 * _ROWS * _WIDTH * _WIDTH / product_s)
+    flop_per_s = 2 * _ROWS * _WIDTH * _WIDTH / product_s
+    return Speed(num_bytes / read_s, flop_per_s, starts_s=_start_s(device))
+
+
+def _start_s(device: torch.device) -> float:
+    """Return the seconds in which this host starts a small operation: a CUDA device runs it afterwards."""
+    one, found = torch.zeros(1, device=device), []
+    for _ in range(_START_ROUNDS):
+        torch.cuda.synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(_STARTS):
+            one.add_(1)
+        found.append((time.perf_counter() - began_s) / _STARTS)
+    return min(found)
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:

@@ -128,6 +128,12 @@ class Composed(Unpacking):
             return 0
         return sum(each) if how and all(each) else 0
 
+    @property
+    def kept_form(self) -> str:
+        """Return the one form of all tensors, if they have one."""
+        forms = {whole.kept_form for whole in self.wholes}
+        return forms.pop() if self.kept_bytes and len(forms) == 1 else ""
+
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix with rows or columns in the library's order, or the stack of all experts."""
         import torch

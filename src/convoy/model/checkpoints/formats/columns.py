@@ -83,6 +83,11 @@ class TurnedColumns(Unpacking):
         scales, places = self.parts["scales"], 4 * num_inputs * self.shuffled
         return num_outputs * num_inputs * self.bits // 8 + scales.num_bytes + math.prod(scales.shape) + places
 
+    @property
+    def kept_form(self) -> str:
+        """Return the form, if the settings say that groups are runs of inputs."""
+        return "" if self.shuffled else f"centred{self.bits}"
+
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix with codes along the inputs. Raises ModelError for an invalid group."""
         import torch

@@ -63,6 +63,18 @@ class GridScaled(Unpacking):
         return num_rows * of_row + (0 if places is None else 4 * width)
 
     @property
+    def kept_form(self) -> str:
+        """Return the form of numbers or codes, if groups are runs of inputs."""
+        if "places" in self.parts:
+            return ""
+        return self._form
+
+    @property
+    def kept_group(self) -> int:
+        """Return the inputs of a tile, or 0 where one spans them all."""
+        return 0 if self.tile[1] >= self.shape[-1] else self.tile[1]
+
+    @property
     def _form(self) -> str:
         return self.parts["weight"].dtype if self.bits is None else f"centred{self.bits}"
 
@@ -98,8 +110,7 @@ class GridScaled(Unpacking):
         places = self._places(parts, grid[1])
         if places is not None:
             found[PLACES] = places.to(torch.int32)
-        group = 0 if self.tile[1] >= width else self.tile[1]
-        return StoredMatrix((StoredRange(self._form, num_rows, width, found, group),))
+        return StoredMatrix((StoredRange(self._form, num_rows, width, found, self.kept_group),))
 
     def _numbers(self, weight: torch.Tensor) -> torch.Tensor:
         import torch

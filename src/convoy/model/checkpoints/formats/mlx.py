@@ -104,6 +104,11 @@ class AffineRows(Unpacking):
             return 0
         return sum(part.num_bytes for part in self.parts.values())
 
+    @property
+    def kept_form(self) -> str:
+        """Return the name of the form."""
+        return f"affine{self.bits}"
+
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix over the codes, with rounded values for embeddings, or a stack of one for each
         expert.
@@ -120,7 +125,7 @@ class AffineRows(Unpacking):
         rounded = "" if self.dtype == "float32" else self.dtype
         for lead in _leads(self.shape):
             own = {"codes": codes[lead], "scales": scales[lead], "biases": biases[lead]}
-            one = StoredRange(f"affine{self.bits}", num_rows, width, own, self.group_size, rounded)
+            one = StoredRange(self.kept_form, num_rows, width, own, self.group_size, rounded)
             found.append(StoredMatrix((one,)))
         return found[0] if len(self.shape) == 2 else StoredStack(tuple(found))
 

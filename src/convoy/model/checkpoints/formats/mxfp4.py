@@ -37,6 +37,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PAIRS = {"U8": 2, "I8": 2, "U32": 8}
 _EXPONENT_BIAS = 127
 # the exponent that marks a NaN
+_FORM = "MXFP4"
 _NOT_A_NUMBER = 255
 
 
@@ -92,6 +93,11 @@ class RowFloats(Unpacking):
         """Return the bytes of pairs and scales."""
         return sum(part.num_bytes for part in self.parts.values())
 
+    @property
+    def kept_form(self) -> str:
+        """Return the name of the form."""
+        return _FORM
+
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix, or a stack of one for each expert. Raises ModelError for a scale that is NaN."""
         import torch
@@ -114,7 +120,7 @@ def _matrix(codes: torch.Tensor, scales: torch.Tensor) -> StoredMatrix:
 
     num_rows, num_blocks = scales.shape
     parts = {"codes": codes, "scales": scales}
-    return StoredMatrix((StoredRange("MXFP4", num_rows, num_blocks * _BLOCK, parts, _BLOCK),))
+    return StoredMatrix((StoredRange(_FORM, num_rows, num_blocks * _BLOCK, parts, _BLOCK),))
 
 
 def row_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> RowFloats:

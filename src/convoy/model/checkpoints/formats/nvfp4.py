@@ -62,7 +62,17 @@ class GroupedFloats(Unpacking):
     @property
     def kept_bytes(self) -> int:
         """Return the bytes of codes and scales, and of a table of the scales' values."""
-        return self.parts["weight"].num_bytes + self.parts["scales"].num_bytes + _TABLE_BYTES
+        return self.row_bytes + _TABLE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of codes and scales."""
+        return self.parts["weight"].num_bytes + self.parts["scales"].num_bytes
+
+    @property
+    def kept_form(self) -> str:
+        """Return the name of the form."""
+        return "NVFP4"
 
     def kept(self, parts: Parts) -> Stored | None:
         """Return the matrix, with the values of scales under the factor for each byte.
@@ -81,7 +91,7 @@ class GroupedFloats(Unpacking):
         every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
         values = every / factor if self.divides else every * factor
         found = {"codes": parts["weight"], "scales": scales, SCALE_VALUES: values}
-        return StoredMatrix((StoredRange("NVFP4", num_rows, width, found, _GROUP),))
+        return StoredMatrix((StoredRange(self.kept_form, num_rows, width, found, _GROUP),))
 
     def _factor(self, parts: Parts) -> torch.Tensor:
         import torch

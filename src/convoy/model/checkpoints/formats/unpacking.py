@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from convoy.config.kernels import card_bytes
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.names import decoder_name, is_matrix
@@ -64,6 +65,21 @@ class Unpacking:
     def kept_bytes(self) -> int:
         """Return the bytes of `kept`, which headers alone tell; 0 where there is no such form."""
         return 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the part of `kept_bytes` that belongs to rows, and not to tables for all of them."""
+        return self.kept_bytes
+
+    @property
+    def kept_form(self) -> str:
+        """Return the name of the form of a matrix's `kept`; "" for none, or for more than one."""
+        return ""
+
+    @property
+    def kept_group(self) -> int:
+        """Return the inputs that share a scale in `kept`, or 0 for all of an output; 1 where unknown."""
+        return 1
 
     @property
     def kept_block(self) -> int:
@@ -162,6 +178,19 @@ class StoredLayout:
         for name, whole in self.made.items():
             if is_matrix(decoder_name(name), whole.shape):
                 found[decoder_name(name)] = whole.kept_bytes
+        return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+
+    def kept_on_card(self) -> dict[str, int]:
+        """Return the bytes that matrices take on a CUDA device which keeps their codes and scales.
+
+        The names are those in the decoder. All other matrices are unpacked there.
+        """
+        found = {}
+        for name, whole in self.made.items():
+            own = decoder_name(name)
+            if len(whole.shape) == 2 and is_matrix(own, whole.shape):
+                elements, inputs = whole.shape[0] * whole.shape[1], whole.shape[1]
+                found[own] = card_bytes(whole.kept_form, elements, inputs, whole.row_bytes)
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
     @property

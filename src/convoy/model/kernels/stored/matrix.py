@@ -27,7 +27,7 @@ GGUF = "gguf:"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The values of E2M1: the highest bit of a code is the sign.
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-_E8M0_BIAS = 127
+E8M0_BIAS = 127
 # Numbers unpacked at a time: 16 MiB of float32.
 _PIECE_ELEMENTS = 1 << 22
 
@@ -372,7 +372,7 @@ def _spread(one: StoredRange, role: str) -> torch.Tensor:
 def _mxfp4(one: StoredRange) -> torch.Tensor:
     """Return E2M1 codes times a power of two for each 32 (OCP Microscaling Formats 1.0)."""
     found = torch.tensor(E2M1)[stream_codes(one.parts["codes"], 4).to(torch.int64)]
-    exponents = one.parts["scales"].view(torch.uint8).to(torch.int32) - _E8M0_BIAS
+    exponents = one.parts["scales"].view(torch.uint8).to(torch.int32) - E8M0_BIAS
     return torch.ldexp(found.view(one.outputs, -1, 32), exponents.unsqueeze(-1)).flatten(1)
 
 

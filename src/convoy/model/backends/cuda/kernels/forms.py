@@ -118,12 +118,17 @@ class DeviceRange:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """Hold a matrix [outputs, inputs] as ranges of outputs."""
+    """Hold a matrix [outputs, inputs] as ranges of outputs.
+
+    With ``rounds_rows``, several rows are rounded to floats of 8 bits before they are multiplied. The matrix
+    is then one range of such floats, with a scale for each output.
+    """
 
     ranges: tuple[DeviceRange, ...]
+    rounds_rows: bool = False
 
     @classmethod
-    def joined(cls, ranges: Sequence[DeviceRange]) -> DeviceMatrix:
+    def joined(cls, ranges: Sequence[DeviceRange], *, rounds_rows: bool = False) -> DeviceMatrix:
         """Return a matrix of the ranges, in which neighbours of one layout are one range."""
         runs: list[list[DeviceRange]] = []
         for one in ranges:
@@ -131,7 +136,7 @@ class DeviceMatrix:
                 runs[-1].append(one)
             else:
                 runs.append([one])
-        return cls(tuple(run[0] if len(run) == 1 else _cat(run) for run in runs))
+        return cls(tuple(run[0] if len(run) == 1 else _cat(run) for run in runs), rounds_rows)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Multiply several rows: with the library's product in bfloat16, with our kernels for codes and scales."""
+"""Multiply several rows: the library's products in bfloat16 or floats of 8 bits, our kernels for codes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from convoy.config.kernels import KernelForm
 from convoy.errors import ModelError
 from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_rows, unpack
+from convoy.model.backends.cuda.kernels.float8 import (
+    RoundedRows,
+    fits_float8,
+    multiply_float8,
+    round_to_float8,
+)
 from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
 from convoy.model.backends.cuda.kernels.packing import pack_matrix, round_on_device
 from convoy.model.backends.cuda.kernels.single_row import lone_linear
@@ -18,14 +25,26 @@ MAX_FEW = 128
 
 
 def multiply(
-    x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None, tile: FewTile | None = None
+    x: torch.Tensor | RoundedRows,
+    weight: Matrix,
+    bias: torch.Tensor | None = None,
+    tile: FewTile | None = None,
 ) -> torch.Tensor:
     """Return ``x`` [rows, inputs] W^T + b as [rows, outputs], in the dtype of ``x``."""
+    if rounds_rows(weight):
+        assert isinstance(weight, DeviceMatrix)
+        return multiply_float8(x, weight, bias)
+    assert isinstance(x, torch.Tensor), "rows are rounded for such matrices alone"
     if isinstance(weight, torch.Tensor):
         return linear(x, weight, bias)
     if x.shape[0] > MAX_FEW:
         return linear(x, unpack(weight, x.dtype), bias)
     return few_rows(x, weight, bias, tile)
+
+
+def rounds_rows(weight: Matrix) -> bool:
+    """Return whether rows are rounded to floats of 8 bits before they are multiplied by ``weight``."""
+    return isinstance(weight, DeviceMatrix) and weight.rounds_rows
 
 
 def multiply_in_parts(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
@@ -55,7 +74,7 @@ class DeviceLinear(nn.Module):
         return multiply(rows, self.matrix, self.bias).view(*x.shape[:-1], outputs)
 
 
-def round_linears(module: nn.Module, bits: int, name: str) -> None:
+def round_linears(module: nn.Module, form: KernelForm, name: str) -> None:
     """Round every linear of the library's in ``module``, on its device.
 
     Raises ModelError for experts. The library stores them as stacked matrices and not as linears, and they
@@ -63,18 +82,22 @@ def round_linears(module: nn.Module, bits: int, name: str) -> None:
     """
     if any(weight.dim() == 3 for weight in module.parameters()):
         raise ModelError(
-            f"{name}: experts are not rounded on cuda yet", hint="run it without --quantize, or on cpu"
+            f"{name}: experts are not rounded on cuda yet",
+            hint="run it without --quantize and --compute, or on cpu",
         )
     for parent in list(module.modules()):
         for child, part in list(parent.named_children()):
             if type(part) is nn.Linear:
-                setattr(parent, child, rounded_linear(part, bits, name))
+                setattr(parent, child, rounded_linear(part, form, name))
 
 
-def rounded_linear(part: nn.Module, bits: int, name: str) -> nn.Module:
-    """Return the rounded replacement of the linear ``part``, or ``part`` if its inputs fill no groups."""
+def rounded_linear(part: nn.Module, form: KernelForm, name: str) -> nn.Module:
+    """Return the rounded replacement of the linear ``part``, or ``part`` if its shape does not allow it."""
     assert isinstance(part, nn.Linear)
-    if part.in_features % GROUP:
+    weight, told = part.weight.detach(), f"{name}: a linear"
+    if form.floats and fits_float8(*weight.shape):
+        return DeviceLinear(round_to_float8(weight, told), part.bias)
+    if form.floats or not form.bits or part.in_features % GROUP:
         return part
-    stored = round_on_device(part.weight.detach(), bits, f"{name}: a linear")
+    stored = round_on_device(weight, form.bits, told)
     return DeviceLinear(pack_matrix(stored, part.weight.device), part.bias)

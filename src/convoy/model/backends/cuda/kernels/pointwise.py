@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
+from convoy.model.backends.cuda.kernels.float8 import RoundedRows, num_warps_of, round_rows, store_rounded
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 
 _GATE_BLOCK = 1024
@@ -30,6 +31,34 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
         ADDS=delta is not None, num_warps=8 if width >= 2048 else 4,
     )  # fmt: skip
     return out
+
+
+def add_norm_rounded(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> RoundedRows:
+    """Return the norm of `add_norm`, rounded to floats of 8 bits."""
+    if not x.is_cuda:
+        return round_rows(add_norm(x, delta, weight, eps))
+    num_rows, width = x.shape
+    found = RoundedRows.empty(num_rows, width, x)
+    pad = next_power(width)
+    add_norm_rounded_kernel[num_rows,](
+        found.codes, found.scales, x, x if delta is None else delta, weight, eps, WIDTH=width, PAD=pad,
+        ADDS=delta is not None, num_warps=num_warps_of(pad),
+    )  # fmt: skip
+    return found
+
+
+def gate_rounded(both: torch.Tensor) -> RoundedRows:
+    """Return the products of `gate`, rounded to floats of 8 bits."""
+    if not both.is_cuda:
+        return round_rows(gate(both))
+    width = both.shape[1] // 2
+    found, pad = RoundedRows.empty(both.shape[0], width, both), next_power(width)
+    gate_rounded_kernel[both.shape[0],](
+        found.codes, found.scales, both, WIDTH=width, PAD=pad, num_warps=num_warps_of(pad)
+    )
+    return found
 
 
 def gate(both: torch.Tensor) -> torch.Tensor:
@@ -104,6 +133,26 @@ def add_norm_kernel(out: tl.tensor, x: tl.tensor, delta: tl.tensor, weight: tl.t
     lane = tl.arange(0, PAD)
     known = lane < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + lane
+    scaled = _added_norm(x, delta, weight, eps, at, lane, known, WIDTH, ADDS)
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=known)
+
+
+@kernel
+def add_norm_rounded_kernel(codes: tl.tensor, scales: tl.tensor, x: tl.tensor, delta: tl.tensor,
+                            weight: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr,
+                            ADDS: tl.constexpr) -> None:
+    """Add, normalise and round one row. Grid (T,)."""
+    lane = tl.arange(0, PAD)
+    known = lane < WIDTH
+    number = tl.program_id(0).to(tl.int64)
+    scaled = _added_norm(x, delta, weight, eps, number * WIDTH + lane, lane, known, WIDTH, ADDS)
+    store_rounded(codes, scales, scaled, number, lane, known, WIDTH)
+
+
+@kernel
+def _added_norm(x: tl.tensor, delta: tl.tensor, weight: tl.tensor, eps: tl.tensor, at: tl.tensor,
+                lane: tl.tensor, known: tl.tensor, WIDTH: tl.constexpr, ADDS: tl.constexpr) -> tl.tensor:
+    """Add ``delta`` to a row in place, and return its norm as float32."""
     row = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
     if ADDS:
         row += tl.load(delta + at, mask=known, other=0.0).to(tl.float32)
@@ -112,8 +161,19 @@ def add_norm_kernel(out: tl.tensor, x: tl.tensor, delta: tl.tensor, weight: tl.t
         tl.store(x + at, rounded, mask=known)
         row = rounded.to(tl.float32)
     spread = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
-    scaled = row * spread * tl.load(weight + lane, mask=known, other=0.0).to(tl.float32)
-    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=known)
+    return row * spread * tl.load(weight + lane, mask=known, other=0.0).to(tl.float32)
+
+
+@kernel
+def gate_rounded_kernel(codes: tl.tensor, scales: tl.tensor, both: tl.tensor, WIDTH: tl.constexpr,
+                        PAD: tl.constexpr) -> None:
+    """Gate and round one row. Grid (T,)."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, PAD)
+    known = lane < WIDTH
+    gates = tl.load(both + row * 2 * WIDTH + lane, mask=known, other=0.0).to(tl.float32)
+    ups = tl.load(both + (row * 2 + 1) * WIDTH + lane, mask=known, other=0.0).to(tl.float32)
+    store_rounded(codes, scales, gates * tl.sigmoid(gates) * ups, row, lane, known, WIDTH)
 
 
 @kernel

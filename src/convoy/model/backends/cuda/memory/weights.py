@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from convoy.config.kernels import KernelForm
 from convoy.errors import ModelError
+from convoy.model.backends.cuda.kernels.float8 import (
+    fits_float8,
+    of_float8,
+    round_to_float8,
+)
 from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
 from convoy.model.backends.cuda.kernels.packing import has_layout, pack_matrix, round_on_device
 from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
+from convoy.model.backends.cuda.options import BFLOAT16
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.read_tensor import read_kept, unpack_into
 from convoy.model.checkpoints.source import ModelSource
@@ -99,13 +106,14 @@ def load_weights(
     device: torch.device,
     progress: LoadProgress | None,
     kept: StageWeights | None = None,
-    bits: int = 0,
+    form: KernelForm = BFLOAT16,
     slices: Slices | None = None,
 ) -> StageWeights:
     """Read or draw only the tensors of the assignment. Layers in ``kept`` are used again.
 
-    ``bits`` is 8 or 4 for linears that are rounded as `convoy quantize` rounds them, and 0 leaves them as
-    they are. ``slices`` selects one rank's part of each tensor; None takes all of it.
+    Linears are rounded to the bits of ``form``, as `convoy quantize` rounds them, or to floats of 8 bits;
+    without bits they stay as they are. ``slices`` selects one rank's part of each
+    tensor; None takes all of it.
 
     The model must be one for which `why_not_ours` returns None. Raises ModelError for a span outside the
     model, and for missing, misshapen or unreadable tensors.
@@ -116,10 +124,10 @@ def load_weights(
             f"{source.name} has layers 0 to {spec.num_layers - 1}, "
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
-    if bits:
-        require_rounded(source, bits)
+    if form.bits and not form.floats:
+        require_rounded(source, form.bits)
     reader = ConfigReader(source.config, source.name)
-    loader = _Loader(source, device, progress, assignment, bits, slices)
+    loader = _Loader(source, device, progress, assignment, form, slices)
     layers = {} if kept is None else dict(kept.layers)
     for layer in range(assignment.start, assignment.end):
         if layer not in layers:
@@ -164,13 +172,13 @@ class _Loader:
         device: torch.device,
         progress: LoadProgress | None,
         assignment: StageAssignment,
-        bits: int,
+        form: KernelForm,
         slices: Slices | None,
     ) -> None:
         self._source = source
         self._slices = slices
         self._device = device
-        self._bits = bits
+        self._form = form
         self._progress = progress
         wanted = [f"model.layers.{layer}." for layer in range(assignment.start, assignment.end)]
         wanted += ["model.embed_tokens."] if assignment.embed else []
@@ -206,18 +214,26 @@ class _Loader:
         """Return `lm_head`, which may be the ``embedding``."""
         if tied:
             return self.whole("model.embed_tokens.weight") if embedding is None else embedding
-        return self._matrix(["lm_head.weight"])
+        # Tokens that are nearly as likely change places with little rounding.
+        return self.whole("lm_head.weight") if self._form.floats else self._matrix(["lm_head.weight"])
 
     def _matrix(self, names: list[str]) -> Matrix:
         """Return the named matrices, one below the other, in the form in which they stay."""
         found: list[DeviceMatrix] = []
         for name in names:
-            one = self._rounded(name) if self._bits else self._kept(name)
+            one = self._held(name)
             if one is None:
                 # Joined matrices are multiplied as one, so all are unpacked if one is.
                 return self._joined(names)
             found.append(one)
-        return DeviceMatrix.joined([one for matrix in found for one in matrix.ranges])
+        ranges = [one for matrix in found for one in matrix.ranges]
+        return DeviceMatrix.joined(ranges, rounds_rows=self._form.floats)
+
+    def _held(self, name: str) -> DeviceMatrix | None:
+        """Return a matrix in codes and scales, or None for one that is unpacked."""
+        if self._form.floats:
+            return self._as_float8(name)
+        return self._rounded(name) if self._form.bits else self._kept(name)
 
     def _kept(self, name: str) -> DeviceMatrix | None:
         """Return a matrix in the form of its file, or None where the card has no layout for it."""
@@ -231,12 +247,35 @@ class _Loader:
         self._count(sum(part.num_bytes for part in whole.parts.values()))
         return pack_matrix(stored, self._device)
 
+    def _as_float8(self, name: str) -> DeviceMatrix | None:
+        """Return a matrix rounded to floats of 8 bits, or None if products do not take its shape.
+
+        Floats of a file with one scale for an output stay as they are.
+        """
+        if not fits_float8(*self._shape(name)):
+            return None
+        made = self._source.layout.made.get(name)
+        if made is not None and made.kept_form == "F8_E4M3" and not made.kept_group:
+            kept = self._kept(name)
+            if kept is not None:
+                (one,) = kept.ranges
+                return of_float8(one.codes, one.scales)
+        described = self._source.layout.made.get(name) or self._source.tensors[name]
+        whole = torch.empty(described.shape, dtype=DTYPE, device=self._device)
+        self._fill_whole(whole, name)
+        (one,) = round_to_float8(whole, f"{self._source.name}: {name}").ranges
+        if self._slices is None:
+            return of_float8(one.codes, one.scales)
+        # Scales are those of whole outputs, so that ranks have the numbers of one device.
+        every = one.scales.expand(-1, described.shape[1])
+        return of_float8(self._slices.take(name, one.codes), self._slices.take(name, every)[:, :1])
+
     def _rounded(self, name: str) -> DeviceMatrix | None:
         """Return a matrix rounded on the device, or None for one that stays as it is."""
         described = self._source.layout.made.get(name) or self._source.tensors.get(name)
         if described is None:
             return None
-        (part,) = matrix_parts(self._source, name, described.shape, self._bits)
+        (part,) = matrix_parts(self._source, name, described.shape, self._form.bits)
         if not part.bits:
             return None
         made = self._source.layout.made.get(name)

@@ -49,7 +49,7 @@ class GgufRows(Unpacking):
     @property
     def kept_bytes(self) -> int:
         """Return the bytes of the rows. Float32 is not among the forms that are kept."""
-        return 0 if self._form == "F32" else self.parts["stored"].num_bytes
+        return 0 if self.kept_form == "F32" else self.parts["stored"].num_bytes
 
     @property
     def kept_block(self) -> int:
@@ -58,7 +58,8 @@ class GgufRows(Unpacking):
         return block
 
     @property
-    def _form(self) -> str:
+    def kept_form(self) -> str:
+        """Return the type's name, with a prefix for types in blocks."""
         name = TYPES[self.kind][0]
         return name if name in _TORCH_NAMES else f"gguf:{name}"
 
@@ -73,13 +74,13 @@ class GgufRows(Unpacking):
         from convoy.model.kernels.stored.weights import StoredStack
 
         role, stored = "stored", parts["stored"]
-        if self._form in _TORCH_NAMES:
-            role, stored = "values", stored.view(getattr(torch, _TORCH_NAMES[self._form]))
+        if self.kept_form in _TORCH_NAMES:
+            role, stored = "values", stored.view(getattr(torch, _TORCH_NAMES[self.kept_form]))
         else:
             gguf_package()
         num_rows, width = self.shape[-2:]
         experts = stored.view(-1, num_rows, stored.shape[-1])
-        each = [StoredMatrix((StoredRange(self._form, num_rows, width, {role: one}),)) for one in experts]
+        each = [StoredMatrix((StoredRange(self.kept_form, num_rows, width, {role: one}),)) for one in experts]
         if len(self.shape) == 3:
             return StoredStack(tuple(each))
         if not self.turned_heads:
