@@ -111,7 +111,8 @@ def test_a_port_of_a_running_head_is_told_with_the_command_that_shows_it(tmp_pat
     assert done.returncode == 75
     assert done.stderr.splitlines()[-2:] == [
         f"error: port {port} on 127.0.0.1 is taken by a head of Convoy, which runs already",
-        f"hint: `convoy status --url {url}` shows it; a second head needs another --port",
+        f"hint: `convoy status --url {url}` shows it; stop it first. The head of another cluster needs "
+        "another --port",
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.engine.kv.limits import MAX_DRAFT
+from convoy.config.table import MAX_DRAFT
 from convoy.engine.requests.admission import check_request
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits

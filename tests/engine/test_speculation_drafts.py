@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.cluster.options import HeadOptions
-from convoy.engine.kv.limits import MAX_DRAFT
+from convoy.config.table import MAX_DRAFT
 from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import LookupDrafter, PlaceIndex
 from convoy.errors import ConfigError

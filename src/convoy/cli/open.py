@@ -33,7 +33,7 @@ def open_page(
             f"the page at {endpoint.url} would carry a token without TLS",
             hint="start the head with --tls-certificate and --tls-key, and name https with --url",
         )
-    # A page without its server would keep a token that nobody can use.
+    # A page without its server would keep a token without a use.
     endpoint.get("/health", accept=frozenset({200, 503}))
     port = parts.port or (443 if parts.scheme == "https" else 80)
     token = OpenTokens(token_folder()).make(port, "view" if view else "operate")

@@ -19,7 +19,7 @@ from convoy.cli.running.start import settle_memory
 from convoy.cli.running.trust_rules import EvidenceTable, LevelName, rules_of
 from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
 from convoy.config.settings import override
-from convoy.config.table import TelemetryConfig
+from convoy.config.table import FLEET_ANSWER_TOKENS, TelemetryConfig
 from convoy.config.toml_file import read_toml
 from convoy.errors import UsageError
 from convoy.sdk.endpoint import KEY_VARIABLE
@@ -57,7 +57,7 @@ class ProxyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_providers: list[str] = []
     trust_operators: list[str] = []
     allow_plain: bool = False
-    default_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
+    default_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = FLEET_ANSWER_TOKENS
     telemetry: TelemetryConfig = TelemetryConfig()
     evidence: EvidenceTable = EvidenceTable()
 

@@ -264,8 +264,8 @@ def _check_port(options: ServeOptions) -> None:
             raise
         raise ConfigError(
             f"{error.message} by a head of Convoy, which runs already",
-            hint=f"`convoy status --url {dialled_url(options.host, options.port)}` shows it; a second head "
-            "needs another --port",
+            hint=f"`convoy status --url {dialled_url(options.host, options.port)}` shows it; stop it first. "
+            "The head of another cluster needs another --port",
         ) from error.__cause__
 
 

@@ -12,12 +12,15 @@ from convoy.config.table import (
     DEVICE_CHUNK,
     ENGINE,
     HOST_CHUNK,
+    MAX_DRAFT,
+    MAX_IN_FLIGHT,
+    MAX_RANKS,
     MAX_STEP_TOKENS,
     MODEL,
     PLAN,
     SERVE,
 )
-from convoy.engine.kv.limits import MAX_DRAFT
+from convoy.engine.kv.limits import STEP_TIMEOUT_S
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import ConfigError
@@ -26,7 +29,7 @@ from convoy.plan.memory.blocks import BlockDemand
 from convoy.plan.placement.parallel import ASKED, Asked
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
-from convoy.wire.messages.control import MAX_BATCH, MAX_IN_FLIGHT, MAX_RANKS
+from convoy.wire.messages.control import MAX_BATCH
 from convoy.wire.messages.fetch import PIECE_BYTES
 
 _WHERE = "docs/configuration.md has every key of convoy.toml with its flag"
@@ -145,7 +148,7 @@ class HeadOptions:
     keep_waiting: bool = False
     answer_s: float = 60.0
     load_wait_s: float = 600.0
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = STEP_TIMEOUT_S
     recover_wait_s: float = PLAN.recover_wait_s
     block_size: int = ENGINE.block_size
     kv_dtype: str = ENGINE.kv_dtype

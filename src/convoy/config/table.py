@@ -27,6 +27,11 @@ DEFAULT_SPECULATE = 8
 # Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token
 # meanwhile. A device takes tens of milliseconds, and with fewer rows it waits for its memory.
 HOST_CHUNK, DEVICE_CHUNK = 256, 2048
+# The most ranks of one stage, steps in flight, and tokens guessed at once.
+MAX_RANKS, MAX_IN_FLIGHT, MAX_DRAFT = 16, 64, 64
+# Of a fleet: the tokens of an answer whose request has no limit, and the bounds of a coordinator's queue.
+FLEET_ANSWER_TOKENS = 1024
+QUEUE_WAITING, QUEUE_PER_ACCOUNT, QUEUE_WAIT_S = 1000, 200, 120.0
 # An empty entry has a few bytes on the wire, and a hundred or two in memory. So lists are bounded by the need
 # of a step, not by the size of a frame. Each row, sample request and answer of a step has a token of its own.
 MAX_STEP_TOKENS = 16 * 1024
@@ -34,8 +39,8 @@ MAX_STEP_TOKENS = 16 * 1024
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 CountOrNone = Annotated[int, msgspec.Meta(ge=0)]
-Ranks = Annotated[int, msgspec.Meta(ge=2, le=16)]
-InFlight = Annotated[int, msgspec.Meta(ge=0, le=64)]
+Ranks = Annotated[int, msgspec.Meta(ge=2, le=MAX_RANKS)]
+InFlight = Annotated[int, msgspec.Meta(ge=0, le=MAX_IN_FLIGHT)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
@@ -340,11 +345,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
         Setting(
             "steps in flight during decodes",
             shown="0: as many as stages",
-            flag=Flag("Steps in flight, at most 64.", least=0),
+            flag=Flag(f"Steps in flight, at most {MAX_IN_FLIGHT}.", least=0),
         ),
     ] = 0
     speculate: Annotated[
-        Annotated[int, msgspec.Meta(ge=0, le=64)] | None,
+        Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT)] | None,
         Setting(
             "maximum tokens guessed at once; 0 guesses nothing",
             "; see [below](#chunks-and-guesses)",
@@ -352,7 +357,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
             flag=Flag(
                 "Tokens guessed at once, from the text so far; 0: none.",
                 least=0,
-                most=64,
+                most=MAX_DRAFT,
                 shown=str(DEFAULT_SPECULATE),
             ),
         ),
@@ -443,7 +448,9 @@ class PlanConfig(msgspec.Struct, frozen=True):
         Setting(
             "members that hold each stage together, where they share its layers",
             shown="as many as possible",
-            flag=Flag("Members that hold each stage together.", least=2, most=16, shown="as many as can"),
+            flag=Flag(
+                "Members that hold each stage together.", least=2, most=MAX_RANKS, shown="as many as can"
+            ),
         ),
     ] = None
 

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from convoy.engine.kv.limits import MAX_DRAFT
+from convoy.config.table import MAX_DRAFT
 from convoy.engine.sequence import Drafter, Sequence
 
 # Tokens that must match before a place is looked at.

@@ -13,6 +13,7 @@ import msgspec
 
 from convoy.api.body.body_shape import check_shape
 from convoy.api.refusals import BodyTooLong
+from convoy.config.table import FLEET_ANSWER_TOKENS
 from convoy.config.type_resolution import resolved
 from convoy.crypto.keys import prefixed
 from convoy.crypto.sealed.request import MAX_SEALED_BYTES, sealed_size
@@ -49,7 +50,7 @@ class ModelOptions:
 
     price: Price = field(default_factory=Price)
     # The limit of a request that names none.
-    default_max_tokens: int = 1024
+    default_max_tokens: int = FLEET_ANSWER_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

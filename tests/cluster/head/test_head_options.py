@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from convoy.cluster.options import HeadOptions
+from convoy.config.table import MAX_IN_FLIGHT
 from convoy.engine.run.stage_worker import StageRoute
 from convoy.errors import ConfigError
 from convoy.model.checkpoints.synthetic import CONFIGS
 from convoy.plan.cost import TokenCost
 from convoy.plan.spec.model import ModelSpec
 from convoy.transport.link.inbox import Inbox
-from convoy.wire.messages.control import MAX_IN_FLIGHT
 
 SPEC = ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m")
 

@@ -320,7 +320,7 @@ class FakeRecovery:
     def without_stage(self) -> set[str]:
         return {"gamma"}
 
-    def has_use_for(self, name: str) -> bool:
+    def would_use(self, name: str) -> bool:
         return name == "gamma"
 
 

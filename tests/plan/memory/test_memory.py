@@ -53,7 +53,7 @@ def test_a_kind_that_is_in_use_or_needs_more_is_not_offered() -> None:
     assert "--quantize q8" not in hint_for("exact-q8")
     assert "--quantize q4" in hint_for("exact-q8")
     rounded = hint_for("exact-q4")
-    assert rounded.startswith("add a member, or move layers to one with more memory: all stages need ")
+    assert rounded.startswith("add a member, raise [model] memory_gb where a member sets it, or move layers")
     assert " with exact-q4 (4-bit weights) and K/V in f32; machines " in rounded
 
 

@@ -10,7 +10,9 @@ import pytest
 
 import convoy
 from cli.transcript import run_here
+from convoy.config.settings import Config
 from convoy.errors import InputError, PlanError, UsageError
+from convoy.sdk.planning.planning import PlanQuestion, make_plan
 
 # So that nothing is measured.
 TOLD = ("--speed", "10,100")
@@ -68,3 +70,10 @@ def test_a_plan_for_8_bit_products_holds_the_weights_of_their_kernel() -> None:
 def test_a_plan_needs_a_model() -> None:
     with pytest.raises(UsageError, match="no model is named"):
         convoy.plan()
+
+
+def test_a_longer_context_than_the_models_is_said() -> None:
+    heard: list[str] = []
+    members, named = (("alpha", None),), "demo"
+    make_plan(PlanQuestion(Config(), named, members=members, context=9999, measured=False, note=heard.append))
+    assert heard == ["demo has a context of 2048 tokens, so rates are for 2048 and not 9999"]

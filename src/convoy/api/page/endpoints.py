@@ -23,7 +23,7 @@ class _Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """Tell a page what it may do: as whom it came, and whether models ask for an API key."""
+    """Tell a page its rights, and whether models ask for an API key."""
 
     scope: str
     needs_key: bool

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from convoy.cli.running.trust_rules import EvidenceTable, rules_of
-from convoy.config.table import TelemetryConfig
+from convoy.config.table import (
+    FLEET_ANSWER_TOKENS,
+    QUEUE_PER_ACCOUNT,
+    QUEUE_WAIT_S,
+    QUEUE_WAITING,
+    TelemetryConfig,
+)
 from convoy.config.toml_file import read_toml
 from convoy.errors import ConfigError
 
@@ -26,9 +32,9 @@ if TYPE_CHECKING:
 class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hold [queue]."""
 
-    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 1000
-    max_per_account: Annotated[int, msgspec.Meta(ge=0)] = 200
-    max_wait_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = QUEUE_WAITING
+    max_per_account: Annotated[int, msgspec.Meta(ge=0)] = QUEUE_PER_ACCOUNT
+    max_wait_s: Annotated[float, msgspec.Meta(gt=0)] = QUEUE_WAIT_S
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +43,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     prompt_micro: int = 0
     completion_micro: int = 0
-    default_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
+    default_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = FLEET_ANSWER_TOKENS
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -151,7 +151,7 @@ class Planner:
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
     ) -> PlannedStages:
         refused: ConvoyError | None = None
-        useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
+        useful = {name: hello for name, hello in hellos.items() if self._would_use(name, hello)}
         variants = self._variants(hellos, before, slow)
         # Members without use are tried first all the same, because the error names them as well.
         if len(useful) < len(hellos):
@@ -209,7 +209,7 @@ class Planner:
             plan, stages=stages, kernel=kernels[0] if one else MIXED, kernels=[] if one else kernels
         )
 
-    def _has_use_for(self, name: str, hello: Hello) -> bool:
+    def _would_use(self, name: str, hello: Hello) -> bool:
         """Return whether a member could hold any layer at all.
 
         A member that cannot must not keep the others from a plan.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from convoy.cluster.handlers import Handler
+from convoy.config.table import MAX_RANKS
 from convoy.engine.ranks.leader import LeaderStage
 from convoy.engine.ranks.load import load_member_slice
 from convoy.engine.ranks.rank_collective import prove
@@ -25,15 +26,7 @@ from convoy.model.stage import LoadedStage, RankSlice, Stage, StageOptions
 from convoy.plan.spec.sharding import Shard
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.frame import frames_from
-from convoy.wire.messages.control import (
-    MAX_RANKS,
-    FrameType,
-    Plan,
-    Refuse,
-    Sender,
-    StageAssignment,
-    StepFailed,
-)
+from convoy.wire.messages.control import FrameType, Plan, Refuse, Sender, StageAssignment, StepFailed
 from convoy.wire.messages.ranks import Agree
 
 if TYPE_CHECKING:

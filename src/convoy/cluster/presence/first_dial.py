@@ -18,7 +18,7 @@ from convoy.transport.network import Network
 Arrival = Callable[[str, list[str], float], None]
 
 _RETRY_S = 0.2
-_DIAL_S = 5.0
+DIAL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class FirstDial:
                 return None
             try:
                 remaining = max(_RETRY_S, deadline - time.monotonic())
-                link = self._network.dial(self._me, member, min(_DIAL_S, remaining))
+                link = self._network.dial(self._me, member, min(DIAL_S, remaining))
                 if self._over.is_set():
                     link.close("the head gave up on another member")
                 return link

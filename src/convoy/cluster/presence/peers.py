@@ -19,7 +19,7 @@ from convoy.cluster.handlers import Handler
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
-from convoy.cluster.presence.first_dial import Arrival, FirstDial
+from convoy.cluster.presence.first_dial import DIAL_S, Arrival, FirstDial
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.status import IdleStatus
@@ -35,7 +35,6 @@ from convoy.wire.messages.control import Hello, Inquire, Reached, Sender
 
 _log = logging.getLogger(__name__)
 
-_DIAL_S = 5.0
 _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
 
@@ -455,7 +454,7 @@ class Peers:
 
     def _fetch(self, member: Member) -> None:
         """Dial, greet and admit one. Raises `ConvoyError` if any of that fails."""
-        link = self._network.dial(self._me, member, _DIAL_S)
+        link = self._network.dial(self._me, member, DIAL_S)
         mailbox = PlanMailbox(self._require_open)
         links = {member.name: link}
         try:

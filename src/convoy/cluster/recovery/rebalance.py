@@ -90,7 +90,7 @@ class Rebalancer:
                 self._count_in_vain(name)
             without_stage -= self._waiting
         for name in sorted(without_stage):
-            if self._recovery.has_use_for(name):
+            if self._recovery.would_use(name):
                 self.begin(name)
 
     def _count_in_vain(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Rebalancer:
             self.look_round(set())
 
     def _consider(self, name: str) -> None:
-        if not self._recovery.has_use_for(name):
+        if not self._recovery.would_use(name):
             return
         with self._lock:
             self._num_joined[name] = self._num_joined.get(name, 0) + 1
@@ -133,7 +133,7 @@ class Rebalancer:
         if not self._has_waited(name):
             return
         # A plan that begins from here on is followed by a look at this member; one before is compared below.
-        if name not in self._peers.present() or not self._recovery.has_use_for(name):
+        if name not in self._peers.present() or not self._recovery.would_use(name):
             return
         self._used_s[name] = time.monotonic()
 

@@ -153,7 +153,7 @@ class StageRecovery:
         output = " and the output" if any(stage.output for stage in held) else ""
         _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
 
-    def has_use_for(self, name: str) -> bool:
+    def would_use(self, name: str) -> bool:
         """Return whether a better plan would use a member that has no stage now, slow or not."""
         proposal = self._better(self._head.peers.slow.names() - {name})
         return proposal is not None and name in proposal.members - self._active.members
@@ -241,7 +241,7 @@ class StageRecovery:
         late_member = self._late_members.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
         # If every member answers, the step is stuck in one's inbox. Their positions tell which.
-        culprit = culprit or self._member_that_keeps(step)
+        culprit = culprit or self._find_holder(step)
         # Suspect the late member only if no other member explains the late step.
         alone = (
             late_member is not None
@@ -273,7 +273,7 @@ class StageRecovery:
                 gone.add(name)
         return min(gone, default=None) or min(silent, default=None)
 
-    def _member_that_keeps(self, step: int) -> str | None:
+    def _find_holder(self, step: int) -> str | None:
         """Return the member that holds ``step``; None if every member has forwarded it."""
         plan = self._active.plan
         others = self._active.members - {self._head.name}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.config.table import ENGINE, HOST_CHUNK, SERVE
+from convoy.config.table import ENGINE, HOST_CHUNK, MAX_DRAFT, SERVE
 from convoy.plan.cost import TokenCost
 
-# The most guesses in one step.
-MAX_DRAFT = 64
+# Seconds that a step may take until times have been measured.
+STEP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from convoy.config.table import ENGINE, MODEL
+from convoy.engine.kv.limits import STEP_TIMEOUT_S
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.kv_client import KvClient
@@ -64,7 +65,7 @@ class PipelineOptions:
 
     plan_id: int
     depth: int
-    step_timeout_s: float = 60.0
+    step_timeout_s: float = STEP_TIMEOUT_S
     activation_dtype: str = MODEL.activation_dtype
     max_step_tokens: int = ENGINE.max_step_tokens
     # Whether the head's stage computes on a device while this process continues.

@@ -21,13 +21,7 @@ from convoy.errors import ConvoyError, HiddenError, StepError
 from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.link import Link, ReceivedTensor
-from convoy.wire.messages.control import (
-    MAX_IN_FLIGHT,
-    MAX_MARKED_STEPS,
-    StageAssignment,
-    StageMarks,
-    Step,
-)
+from convoy.wire.messages.control import MAX_IN_FLIGHT, MAX_MARKED_STEPS, StageAssignment, StageMarks, Step
 
 Failed = Callable[[int, ConvoyError], None]
 _log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.traces import NO_TRACES, Traces
+from convoy.config.table import FLEET_ANSWER_TOKENS
 from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
 from convoy.fleet.answer import MAX_WHOLE_BYTES, SEALED_HEADER, AnswerHead
@@ -63,7 +64,7 @@ class ProxyOptions:
 
     trust: Trust
     allow_plain: bool = False
-    default_max_tokens: int = 1024
+    default_max_tokens: int = FLEET_ANSWER_TOKENS
     max_attempts: int = 6
     # Of an answer that is not streamed.
     max_whole_bytes: int = MAX_WHOLE_BYTES

@@ -69,6 +69,8 @@ class ModelSource:
         Raises ModelError if a directory does not exist, has no config.json or no weights, or holds a model
         type that is not supported.
         """
+        if not name_or_path:
+            raise ModelError("no model is named", hint=f"{MODEL_HINT}: {', '.join(BUNDLED)}")
         synthetic = Synthetic.parse(name_or_path)
         if synthetic is not None:
             return cls._drawn(synthetic)

@@ -29,7 +29,7 @@ class Edits:
     """
 
     places: Ids  # [3, edits]: rows, tokens, and 1 where the token is banned
-    values: Floats  # [3, edits]: factors, what is subtracted, what is added
+    values: Floats  # [3, edits]: factors, subtrahends, addends
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ def _remedy(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers)
             less.append(f"{format_bytes(needed)} with --quantize {kind}{note}")
             ways[f" with --quantize {kind}"] = [rounded[name] for name, _ in owners]
     remedy = ", or round the weights" if less else ""
-    join = ", move layers to one with more memory" if less else ", or move layers to one with more memory"
+    join = ", raise [model] memory_gb where a member sets it"
+    join += ", move layers to one with more memory" if less else ", or move layers to one with more memory"
     forms = " and ".join(sorted({_form_text(spec, one.form) for one in used}))
     kv = sorted({kv_form(one.form, group.kv_dtype).name for one in used for group in spec.cache_groups})
     needs = [f"{format_bytes(now)} with {forms} and K/V in {' and '.join(kv)}", *less]

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from convoy.config.kernels import on_device
+from convoy.config.table import MAX_RANKS
 from convoy.errors import PlanError, SpanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.span import JOINT, split_key
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.spec.sharding import check_sharding
-from convoy.wire.messages.control import MAX_RANKS
 
 
 def is_grouped(spans: Mapping[str, str] | None) -> bool:

@@ -78,7 +78,7 @@ def parse_devices(texts: Sequence[str]) -> tuple[PlannedDevice, ...]:
         size = parse_gb(match["size"], unit_needed=True)
         if size is None:
             raise UsageError(
-                f"--device {name} has {match['size'][:40]!r}, expected a size with its unit, above 0GB and "
+                f"--device {name} has {match['size'][:40]!r}, expected a number and GB, above 0GB and "
                 f"up to {_MAX_GB}GB",
                 hint=_DEVICE_REMEDY,
             )

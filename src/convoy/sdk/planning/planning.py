@@ -145,6 +145,10 @@ def make_plan(question: PlanQuestion) -> PlanReport:
     members = question.find_members()
     source = describe_model(settings, named, note)
     head_options(settings).check_context(source.spec)
+    asked, most = question.context, source.spec.max_context
+    # The default is more than a small model has.
+    if asked > max(most, PlanQuestion.context):
+        note(f"{source.name} has a context of {most} tokens, so rates are for {most} and not {asked}")
     return plan_source(question, members, source, question.measurements(members))
 
 

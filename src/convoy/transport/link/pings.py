@@ -47,7 +47,7 @@ class Pings:
                 self._waiting.pop(token, None)
 
     def send(self) -> None:
-        """Send a ping so that the peer hears of this end and answers. No caller waits for the answer."""
+        """Send a ping so that the peer answers. No caller waits for the answer."""
         with self._lock:
             token = self._take_token()
         # An error means that the link is over, which its owner hears through ``ended``.

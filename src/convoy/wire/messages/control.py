@@ -13,8 +13,9 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from convoy.config import table
 from convoy.config.kernels import AUTO
-from convoy.config.table import MAX_STEP_TOKENS
+from convoy.config.table import MAX_RANKS, MAX_STEP_TOKENS
 
 
 class FrameType(enum.IntEnum):
@@ -63,8 +64,6 @@ class FrameType(enum.IntEnum):
     BYE = 0x3F
 
 
-# The most ranks of one stage.
-MAX_RANKS = 16
 # The size of one tag in `Row.tag`, `Row.tags` and `BlockGrant.shared`.
 PREFIX_TAG_BYTES = 16
 
@@ -82,16 +81,16 @@ MAX_ROSTER_BYTES = 1024 * 1024
 MAX_OFFER_BYTES = 16 << 40
 # Sequences in one step.
 MAX_BATCH = 256
-# The most steps that a stage lets wait, and that a link's inbox holds.
-MAX_IN_FLIGHT = 64
 # In all sample requests of a step: MAX_BATCH sequences and 64 guesses, with 1,024 biases each.
 MAX_STEP_BIASES = 320 * 1024
 # In all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16.
 MAX_STEP_BLOCKS = 1024 * 1024
-# One number for each cache group.
+# The most steps that a stage lets wait, and that a link's inbox holds.
+MAX_IN_FLIGHT = table.MAX_IN_FLIGHT
 # Steps of which a stage remembers the times.
 MAX_MARKED_STEPS = 16
 MicrosecondsAgo = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+# One number for each cache group.
 Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]

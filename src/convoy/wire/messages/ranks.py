@@ -9,16 +9,8 @@ from typing import Annotated
 
 import msgspec
 
-from convoy.config.table import MAX_STEP_TOKENS
-from convoy.wire.messages.control import (
-    MAX_RANKS,
-    Digest,
-    FrameRow,
-    FrameType,
-    Message,
-    Sender,
-    Step,
-)
+from convoy.config.table import MAX_RANKS, MAX_STEP_TOKENS
+from convoy.wire.messages.control import Digest, FrameRow, FrameType, Message, Sender, Step
 
 
 class Agree(Message, frozen=True):

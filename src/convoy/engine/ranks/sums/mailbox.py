@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from convoy.config.table import MAX_RANKS
 from convoy.errors import CollectiveError, StepError
 from convoy.transport.link.inbox import weight_of
 from convoy.transport.link.link import ReceivedTensor
-from convoy.wire.messages.control import MAX_RANKS
 from convoy.wire.tensor import WireTensor
 
 # Of an operation that has not begun here.

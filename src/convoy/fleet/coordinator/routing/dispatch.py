@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from convoy.config.table import QUEUE_PER_ACCOUNT, QUEUE_WAIT_S, QUEUE_WAITING
 from convoy.errors import NotReady, QueueFull
 from convoy.fleet.capacity import Capacity, Load
 from convoy.fleet.coordinator.routing.queue import FairQueue
@@ -33,9 +34,9 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 3600.0
 class QueueLimits:
     """Limit each model's queue."""
 
-    max_waiting: int = 1000
-    max_per_account: int = 200
-    max_wait_s: float = 120.0
+    max_waiting: int = QUEUE_WAITING
+    max_per_account: int = QUEUE_PER_ACCOUNT
+    max_wait_s: float = QUEUE_WAIT_S
 
 
 @dataclass(frozen=True, slots=True)

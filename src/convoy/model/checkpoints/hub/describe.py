@@ -108,7 +108,7 @@ def _tensors(commit: HubCommit, shards: Sequence[str], pinned: Pinned) -> Iterat
                 _check_inside(f"{shard} of {commit}", found, pinned.files[shard].num_bytes)
                 yield from found
         finally:
-            # One error is enough: headers that nobody reads any more are not asked for.
+            # One error is enough: the other headers are not asked for.
             pool.shutdown(wait=False, cancel_futures=True)
 
 
