@@ -392,7 +392,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
             "type in which every stage holds K/V",
             ": see [K/V](#kv)",
             shown="auto: f32 on hosts, bf16 on CUDA",
-            flag=Flag("Type of K/V: auto, f32, bf16, f16, q8 or fp8.", shown="auto: f32; on CUDA bf16"),
+            flag=Flag("Type of K/V: auto, f32, bf16, f16 or q8.", shown="auto: f32; on CUDA bf16"),
         ),
     ] = AUTO
     num_blocks: Annotated[
