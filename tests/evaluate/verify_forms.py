@@ -16,7 +16,7 @@ from convoy.config.kernels import EXACT
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.quantize.checkpoint import quantize
 from support.gguf_models import CASES, write_case
-from support.quantised_models import mxfp4, write
+from support.quantised_models import compressed, gptq, mlx, mxfp4, nf4, nvfp4, write
 from support.synthetic import write_config
 from support.tiny_models import KINDS, build_model
 
@@ -25,6 +25,16 @@ SHORT = ["--kernel", EXACT, "--prompts", "2", "--tokens", "3", "--threads", "1",
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 3}
 # Types of ggml beside those of `FORMS`, which a file may mix.
 TYPES = ("F16", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q5_K", "Q6_K", "Q8_0")
+# Forms beside those of `FORMS`, by what writes them.
+RARE = {
+    **{f"mlx of {bits} bits": mlx(bits, 64) for bits in (2, 3, 5, 6)},
+    "gptq of 8 bits": gptq(8, 64),
+    "gptq in act order": gptq(4, 64, shuffled=True),
+    "compressed-tensors in act order": compressed(4, 32, shuffled=True),
+    "compressed-tensors of 8 bits with zeros": compressed(8, 32, symmetric=False),
+    "nvfp4": nvfp4("modelopt"),
+    "nf4": nf4(double=True),
+}
 # Their experts have no form in which each is rounded by itself.
 LEFT_OUT = {"gpt_oss", "gemma4"}
 # Their matrices are joined, split and rounded as those of a family that is tried.
@@ -58,6 +68,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_has_its_certificate(source: ModelSource, tmp_path: Path, form: str) -> None:
     assert main.run(["verify", str(write_form(source, form, tmp_path)), *SHORT]) == 0
+
+
+@pytest.mark.parametrize("form", RARE)
+def test_a_form_that_is_unpacked_by_tiles_has_its_certificate(tmp_path: Path, form: str) -> None:
+    written = write(tmp_path, "llama", RARE[form])
+    assert main.run(["verify", str(written.quantised), *SHORT]) == 0
 
 
 def test_a_file_of_many_types_has_its_certificate(source: ModelSource, tmp_path: Path) -> None:
