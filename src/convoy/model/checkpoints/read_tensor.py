@@ -6,10 +6,14 @@ import torch
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import map_tensor
+from convoy.model.checkpoints.formats.unpacking import Unpacking
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import draw_tensor
-from convoy.model.kernels.stored.weights import Stored, plain_matrix, plain_stack
+from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+from convoy.model.kernels.stored.weights import Stored, StoredStack, plain_matrix, plain_stack
 from convoy.plan.spec.registry import FAMILIES
+
+_AGAIN = "fetch the model's file again: it is damaged"
 
 
 def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
@@ -35,11 +39,21 @@ def read_kept(source: ModelSource, name: str) -> Stored:
     if whole is not None:
         found = whole.kept({role: map_tensor(part) for role, part in whole.parts.items()})
         assert found is not None, "only names of `StoredLayout.kept` are asked for"
+        _require_numbers(found, whole)
         return found
     values = map_tensor(source.tensors[name])
     if values.ndim == 2:
         return plain_matrix(values)
     return plain_stack(values.mT if FAMILIES[source.spec.family].transposed_experts else values)
+
+
+def _require_numbers(found: Stored, whole: Unpacking) -> None:
+    """Raise ModelError for a scale that is no number: every weight under it would be none either."""
+    matrices = found.matrices if isinstance(found, StoredStack) else (found,)
+    ranges = [one for matrix in matrices if isinstance(matrix, StoredMatrix) for one in matrix.ranges]
+    if not all(one.has_numbers() for one in ranges if isinstance(one, StoredRange)):
+        part = next(iter(whole.parts.values()))
+        raise ModelError(f"{part.path}: {whole.name} has a scale that is not a number", hint=_AGAIN)
 
 
 def unpack_into(out: torch.Tensor, source: ModelSource, name: str) -> None:

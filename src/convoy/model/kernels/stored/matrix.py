@@ -28,6 +28,17 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The values of E2M1: the highest bit of a code is the sign.
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 E8M0_BIAS = 127
+# Where a half of each type of ggml lies in a block. Others have exponents in bytes, or scales of other kinds.
+HALVES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ1_S"), (0,)),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
 # Numbers unpacked at a time: 16 MiB of float32.
 _PIECE_ELEMENTS = 1 << 22
 
@@ -77,6 +88,15 @@ class StoredRange:
     def values(self, index: slice | torch.Tensor) -> torch.Tensor:
         """Return the values of some outputs, float32 [n, inputs]."""
         return self.rows(index).unpack()
+
+    def has_numbers(self) -> bool:
+        """Return whether all scales are finite, and numbers that are added to products."""
+        floats = [part for role, part in self.parts.items() if role in _FACTORS and part.is_floating_point()]
+        places = HALVES.get(self.form.removeprefix(GGUF), ())
+        if places:
+            blocks = self.parts["stored"].view(self.outputs, -1, FORMS[self.form].block_bytes)
+            floats += [blocks[..., place : place + 2].contiguous().view(torch.float16) for place in places]
+        return all(bool(torch.isfinite(part).all()) for part in floats)
 
     def _step(self) -> int:
         form = FORMS[self.form]
@@ -266,6 +286,7 @@ class StoredMatrix:
 
 # Parts with a number for each group of inputs.
 _OF_GROUPS = ("scales", "biases", "zeros")
+_FACTORS = ("scales", "biases", "outers")
 
 
 def is_shared(role: str) -> bool:

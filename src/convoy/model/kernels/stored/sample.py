@@ -10,6 +10,7 @@ from convoy.model.kernels.stored.matrix import (
     CODE_VALUES,
     FORMS,
     GGUF,
+    HALVES,
     OFFSET,
     PLACES,
     SCALE_VALUES,
@@ -20,17 +21,6 @@ from convoy.model.kernels.stored.matrix import (
 # The role, the dtype and the width of each part; the width of a part that all outputs share is 0.
 PartWidths = tuple[tuple[str, torch.dtype, int], ...]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# Where a half of each type of ggml lies in a block. Others have exponents in bytes, or scales of other kinds.
-_HALVES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ1_S"), (0,)),
-    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-}
 # The bits of bytes of which all ones mark a NaN or an infinity.
 _NOT_FINITE = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 
@@ -146,7 +136,7 @@ def _with_halves(form: str, raw: torch.Tensor, numbers: torch.Tensor) -> torch.T
     if name == "IQ1_M":
         # The highest bits of a half that lies in four parts.
         raw[..., 55] = raw[..., 55].bitwise_and(0x8F).bitwise_or(0x30)
-    for place in _HALVES.get(name, ()):
+    for place in HALVES.get(name, ()):
         halves = numbers[:, : raw.shape[1]].to(torch.float16).contiguous()
         raw[..., place : place + 2] = halves.view(torch.uint8).view(*raw.shape[:2], 2)
     return raw.flatten(1)
