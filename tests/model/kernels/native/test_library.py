@@ -42,18 +42,24 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def without_compiled_code(linear: PackedLinear) -> PackedLinear:
+    plain = PackedLinear(*linear.dense())
+    plain.leave_native()
+    return plain
+
+
 @needs_native
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_row_has_onednns_bits_beside_any_others_on_any_threads(
+def test_a_row_has_the_same_bits_beside_any_others_on_any_threads(
     width: int, outputs: int, with_bias: bool, threads: Threads
 ) -> None:
-    linear = PackedLinear(numbers(outputs, width), numbers(outputs, seed=1) if with_bias else None)
+    linear = float_linear(numbers(outputs, width), numbers(outputs, seed=1) if with_bias else None)
     assert linear.takes_lone_rows
     x = numbers(64, width, seed=2)
-    plain = PackedLinear(*linear.dense())
-    plain.leave_native()
-    expected = plain(x)
+    # oneDNN is the reference where it adds in the written order. With AVX2 it does not for some widths.
+    has_written_order = type(linear) is PackedLinear
+    expected = without_compiled_code(linear)(x) if has_written_order else linear(x)
     for count, every in ((1, range(1, 65)), (2, (1, 2, 3, 8, 17, 32, 33, 63, 64))):
         threads(count)
         for rows in every:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.model.backends.host.checks import bits
 from convoy.model.backends.host.checks.bits import bits_digest
 from convoy.model.kernels.linear import packed_available
+from convoy.model.kernels.stored.linear import StoredLinear, float_linear
 from support.compiled import nothing_compiled
 
 pytestmark = pytest.mark.skipif(not packed_available(), reason="this build of torch has no exact mode")
@@ -49,10 +50,15 @@ def test_other_vector_instructions_give_the_same_digest() -> None:
     assert elsewhere(ATEN_CPU_CAPABILITY="default") == bits_digest()
 
 
-def test_torchs_operators_give_the_digest_of_compiled_code() -> None:
+def test_torchs_operators_give_the_digest_of_compiled_code_where_onednn_adds_as_written() -> None:
+    # With AVX2, oneDNN adds some widths of the sample in another order, and the digest shows it.
+    as_written = not any(
+        isinstance(float_linear(bits.check_numbers("weight", rows, width), None), StoredLinear)
+        for width, rows, _ in bits.SAMPLED_LINEARS
+    )
     found = bits_digest()
     with nothing_compiled():
-        assert bits_digest() == found
+        assert (bits_digest() == found) is as_written
 
 
 @pytest.mark.parametrize("part", ["_linears", "_elementwise", "_attention"])

@@ -29,7 +29,13 @@ from convoy.wire.messages.control import Row
 
 # Another computation gets another label.
 _LABEL = b"convoy bits v3"
-_LINEARS = ((256, 704, None), (704, 256, None), (1024, 96, None), (40, 105, "silu"), (256, 64, "gelu_new"))
+SAMPLED_LINEARS = (
+    (256, 704, None),
+    (704, 256, None),
+    (1024, 96, None),
+    (40, 105, "silu"),
+    (256, 64, "gelu_new"),
+)
 _ROW_COUNTS = (1, 7, 64)
 _HEADS = ((4, 2, 64), (2, 1, 128))
 # A prefill, a decode, and a chunk behind them.
@@ -73,7 +79,7 @@ def check_numbers(name: str, *shape: int) -> torch.Tensor:
 
 def _linears() -> list[torch.Tensor]:
     found = []
-    for width, rows, activation in _LINEARS:
+    for width, rows, activation in SAMPLED_LINEARS:
         linear = float_linear(check_numbers("weight", rows, width), check_numbers("bias", rows), activation)
         x = check_numbers("rows", max(_ROW_COUNTS), width)
         found += [linear(pad_rows(x[:count]))[:count] for count in _ROW_COUNTS]
