@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import convoy
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.options import ServeOptions
+from convoy.cli.show.exit_codes import EXIT_CONFIG, exit_code
 from convoy.errors import PeerUnreachable, QueueFull, RequestError, UsageError
 from support.fake_service import REPLY, Running, serving
 
@@ -54,6 +57,15 @@ def test_a_refusal_has_the_servers_words(server: Running) -> None:
     client = convoy.connect(server.url)
     with pytest.raises(convoy.HttpRefused, match="temperature"):
         client.chat("hello", temperature=9)
+
+
+def test_a_wrong_key_is_an_error_of_configuration() -> None:
+    with serving(options=ServeOptions(port=0, keys=KeyRing.of("secret-of-the-test"))) as running:
+        for key in (None, "another"):
+            with pytest.raises(convoy.HttpRefused) as caught:
+                convoy.connect(running.url, key=key).chat("hello")
+            assert exit_code(caught.value) == EXIT_CONFIG
+            assert caught.value.hint is not None
 
 
 def test_a_full_server_is_busy_and_worth_another_try() -> None:

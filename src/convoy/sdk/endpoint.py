@@ -34,6 +34,10 @@ class HttpRefused(ConvoyError):  # noqa: N818
     """Report an error answer of the server, in the server's words."""
 
 
+class KeyRefused(HttpRefused, ConfigError):  # noqa: N818
+    """Report that the server does not take the API key. Another try does not help."""
+
+
 class ServerBusy(HttpRefused, Unavailable):
     """Report that the server cannot serve the request now. Another try may succeed."""
 
@@ -219,8 +223,8 @@ class Endpoint:
         except (ValueError, TypeError, KeyError, AttributeError):
             # The body explains nothing, so the status is all there is to report.
             pass
-        if status == http.client.UNAUTHORIZED and hint is None:
-            hint = self.key_hint
+        if status == http.client.UNAUTHORIZED:
+            return KeyRefused(message, hint=hint or self.key_hint)
         return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)
 
 
