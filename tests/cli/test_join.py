@@ -13,6 +13,7 @@ import pytest
 
 from cli.transcript import run_here
 from convoy.config.settings import load_config
+from convoy.sdk.head import only_process
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.options import load_member
 
@@ -46,6 +47,17 @@ def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
         "ended: beta, as standard input is over",
     ]
     assert process.wait(30) == 0
+
+
+def test_a_second_process_with_the_keys_of_a_running_one_is_refused(config: Path) -> None:
+    with only_process(load_config(config)):
+        done = run_here(["join", "--config", str(config)], config.parent)
+    assert done.returncode == 78
+    keys = load_config(config).require_identity()
+    assert done.stderr.splitlines()[-2:] == [
+        f"error: beta runs already on this machine, with the keys in {keys}",
+        "hint: stop that process first; another member of this machine needs keys of its own",
+    ]
 
 
 def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:

@@ -29,7 +29,7 @@ from convoy.cli.show.output import JsonFlag, VerboseFlag, print_json_line, print
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
 from convoy.model.library import heavy_rooms
-from convoy.sdk.head import network_of
+from convoy.sdk.head import network_of, only_process
 from convoy.sdk.options import peer_options
 
 if TYPE_CHECKING:
@@ -104,7 +104,11 @@ def join(
 
     options = peer_options(settings, model, exit_with_head=exit_with_head)
     _check_model(options.model_path)
-    with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
+    with (
+        only_process(settings),
+        network_of(settings) as network,
+        watched_roster(settings, me, quiet=as_json),
+    ):
         peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby), network)
         with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
             why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)

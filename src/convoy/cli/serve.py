@@ -41,7 +41,7 @@ from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, ConvoyError, UsageError
 from convoy.model.library import heavy_rooms
 from convoy.sdk.endpoint import DEFAULT_URL, dialled_url, head_answers
-from convoy.sdk.head import network_of, service_of
+from convoy.sdk.head import network_of, only_process, service_of
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.models import OpenedModel
 from convoy.sdk.names import spans_by_name
@@ -234,7 +234,7 @@ def serve_cluster(
     me = load_head(settings)
     # Report a port in use before anything is loaded. Nothing listens until the model is ready.
     _check_port(options)
-    with watched_roster(settings, me, quiet=show.as_json):
+    with only_process(settings), watched_roster(settings, me, quiet=show.as_json):
         # The network only finds peers at the start: a serving head looks for no member.
         with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
             cluster = start_cluster(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from convoy.config.files import read_bytes
 from convoy.config.settings import Config
-from convoy.errors import ConvoyError
+from convoy.errors import ConfigError, ConvoyError
 from convoy.sdk.options import Note
 
 if TYPE_CHECKING:
@@ -32,6 +34,31 @@ def network_of(config: Config) -> Iterator[Network | None]:
         yield network
     finally:
         network.close()
+
+
+@contextmanager
+def only_process(config: Config) -> Iterator[None]:
+    """Hold the folder of this member's keys while the block runs.
+
+    A member is one process. Peers take a second one for the same member that came back, and leave the first.
+    Raises ConfigError if another process holds the folder.
+    """
+    directory = config.require_identity()
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{config.require_name()} runs already on this machine, with the keys in {directory}",
+                hint="stop that process first; another member of this machine needs keys of its own",
+            ) from error
+        except OSError:
+            # A file system without locks. The check is lost there, and nothing else.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

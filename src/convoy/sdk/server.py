@@ -16,7 +16,7 @@ from convoy.config.settings import Config, load_config, override
 from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
 from convoy.sdk.client import Client
-from convoy.sdk.head import network_of, service_of, watched_roster
+from convoy.sdk.head import network_of, only_process, service_of, watched_roster
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.models import OpenedModel, local_model, open_model
 from convoy.sdk.options import head_options, load_head, serve_options, unheard
@@ -191,6 +191,7 @@ def _start(
     # Report a port in use before anything is loaded. Nothing listens until the model is ready.
     bind(options).close()
     me = load_head(settings)
+    stack.enter_context(only_process(settings))
     stack.enter_context(watched_roster(settings, me, unheard))
     # The network only finds peers at the start: a serving head looks for no member.
     with network_of(settings) as network:
