@@ -8,6 +8,7 @@ import pytest
 
 from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import Home
+from convoy.errors import RosterError
 
 
 def made(directory: Path) -> None:
@@ -39,3 +40,11 @@ def test_a_set_up_that_was_interrupted_goes_on_without_a_new_cluster(
     made(home.directory)
     assert "no cluster in" not in capsys.readouterr().err
     assert home.roster.read_bytes() == roster
+
+
+def test_a_name_that_no_member_can_have_is_refused_before_a_key_is_made(tmp_path: Path) -> None:
+    home = Home(tmp_path / ".convoy")
+    with pytest.raises(RosterError, match="'my pc' cannot name a member") as caught:
+        make_first_machine(home, name="my pc", address="127.0.0.1", cluster="home")
+    assert caught.value.hint == "choose another name with --name"
+    assert not home.directory.exists()

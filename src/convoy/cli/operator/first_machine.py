@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.audit import operator_log, roster_subject
-from convoy.cli.operator.home import DEFAULT_HOME, Home, host_name, local_addresses, parse_place
+from convoy.cli.operator.home import DEFAULT_HOME, NAME_HINT, Home, host_name, local_addresses, parse_place
 from convoy.cli.show.output import print_note
 from convoy.config.files import read_bytes, replace_file
 from convoy.config.table import DEFAULT_PEER_PORT
@@ -31,8 +31,12 @@ def make_first_machine(
     Raises `IdentityError`, `RosterError` or `ConfigError`.
     """
     from convoy.trust.roster.card import member_of
+    from convoy.trust.roster.check import check_name
     from convoy.trust.roster.roster import MAX_ROSTER_BYTES, make_roster, open_roster, sign_roster
 
+    if name is not None:
+        # A wrong name is refused before a key is made.
+        check_name(name, hint=NAME_HINT)
     _refuse_second_cluster(home)
     if not home.roster.exists():
         _announce(home)

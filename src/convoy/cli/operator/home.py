@@ -135,6 +135,9 @@ def roster_file(named: Path | None) -> Path:
     return named or next((file for file in (here, home) if os.path.exists(file)), here)
 
 
+NAME_HINT = "choose another name with --name"
+
+
 def host_name() -> str:
     """Return this machine's name for a member: its first label, with dashes for other characters."""
     label = socket.gethostname().partition(".")[0]

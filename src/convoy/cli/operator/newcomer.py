@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.operator.home import DEFAULT_HOME, Home, host_name, parse_place
+from convoy.cli.operator.home import DEFAULT_HOME, NAME_HINT, Home, host_name, parse_place
 from convoy.cli.show.output import print_note
 from convoy.config.files import replace_file
 from convoy.config.settings import load_config
@@ -45,9 +45,13 @@ class NewcomerFiles:
         """
         from convoy.transport.listen.enrolment_tls import listen_everywhere
         from convoy.trust.invite import decode_token
+        from convoy.trust.roster.check import check_name
 
         token = decode_token(_read_token(token_text))
         name = self._name_here(token)
+        if name is not None:
+            # A wrong name is refused before a key is made and the invitation is used up.
+            check_name(name, hint=NAME_HINT)
         host, given = parse_place(self.address, self.port) if self.address else (None, self.port)
         port = DEFAULT_PEER_PORT if given is None else given
         # Report a port in use before the invitation is used up.

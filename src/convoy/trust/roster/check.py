@@ -21,13 +21,19 @@ _SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
+def check_name(
+    name: str, hint: str = "`convoy identity new NAME` makes keys and a card with another name"
+) -> None:
+    """Check that ``name`` can name a member. Raises `RosterError` with ``hint``."""
+    if not _NAME.fullmatch(name):
+        raise RosterError(
+            f"{name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores", hint=hint
+        )
+
+
 def check_member(member: Member) -> bytes:
     """Check that a member's facts can be right, and return its TLS key. Raises `RosterError`."""
-    if not _NAME.fullmatch(member.name):
-        raise RosterError(
-            f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores",
-            hint="`convoy identity new NAME` makes keys and a card with another name",
-        )
+    check_name(member.name)
     if len(member.identity_key) != 32:
         raise RosterError(
             f"{member.name} has an identity key of {len(member.identity_key)} bytes, expected 32"
