@@ -192,7 +192,7 @@ def _listen(port: int | None) -> socket.socket:
     from convoy.transport.listen.enrolment_tls import listen_everywhere
 
     if port is not None:
-        return listen_everywhere(None, port)
+        return listen_everywhere(None, port, serving_flag="--invite-port")
     try:
         return listen_everywhere(None, DEFAULT_ENROLMENT_PORT)
     except ConfigError:

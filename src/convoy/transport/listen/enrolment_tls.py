@@ -45,8 +45,12 @@ def one_time_context(certificate: OneTimeCertificate) -> ssl.SSLContext:
     return context
 
 
-def listen_everywhere(host: str | None, port: int) -> socket.socket:
-    """Return a listening socket on ``host``, or on every address of this machine. Raises `ConfigError`."""
+def listen_everywhere(host: str | None, port: int, *, serving_flag: str = "") -> socket.socket:
+    """Return a listening socket on ``host``, or on every address of this machine.
+
+    ``serving_flag`` is the flag of ``convoy serve`` for this port, if it has one. Raises `ConfigError` with
+    the flags that choose another port.
+    """
     try:
         if host is not None:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -60,9 +64,10 @@ def listen_everywhere(host: str | None, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            also = f" (`convoy serve`: {serving_flag})" if serving_flag else ""
             raise ConfigError(
                 f"port {port} on {host or 'any address'} is taken",
-                hint=f"--port {port % 65535 + 1} (`convoy serve`: --invite-port), or stop what listens there",
+                hint=f"--port {port % 65535 + 1}{also}, or stop what listens there",
             ) from error
         raise ConfigError(
             f"cannot listen on {host or 'any address'} port {port}: {address_error(error)}",
