@@ -458,7 +458,10 @@ class Peer:
 
         ``item`` came from it or from the predecessor.
         """
-        self._limited_log.warning(type(error).__name__, f"a message could not be followed: {error.message}")
+        if not self._stopping:
+            self._limited_log.warning(
+                type(error).__name__, f"a message could not be followed: {error.message}"
+            )
         about = self._loaded.accused(error) if self._loaded is not None else ""
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
         if isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate):

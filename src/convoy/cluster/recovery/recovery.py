@@ -340,6 +340,8 @@ class StageRecovery:
                 self._say(f"{self._lost_text()}; waiting for a member for at most {left_s:.0f} s")
                 self._outage.wait(self._lost_text(), error.message, self._wait_s)
             except (PeerError, LinkClosed) as error:
+                # A plan that fails because the engine ends is no failure to report.
+                self._require_wanted()
                 why, wait_s = error, backoff.next_s()
                 self._count_refusal()
                 self._outage.tell(f"a plan could not be made to run: {error.message}")
