@@ -22,9 +22,9 @@ from convoy.cli import main
 from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE
 from convoy.errors import RequestError
 
-SCREEN = (80, 37)
+SCREEN = (80, 48)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-GROUPS = ["attest", "audit", "bench", "coordinator", "identity", "keys", "manifest", "roster"]
+GROUPS = ["attest", "audit", "bench", "coordinator", "identity", "keys", "manifest", "roster", "service"]
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")
 
 

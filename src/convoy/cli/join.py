@@ -25,6 +25,7 @@ from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_f
 from convoy.cli.operator.newcomer import NewcomerFiles, Tell
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.running.member import load_member, watched_roster
+from convoy.cli.running.process import AnnouncedProcess, announced
 from convoy.cli.show.output import JsonFlag, VerboseFlag, print_json_line, print_note
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
@@ -51,6 +52,9 @@ AddressFlag = Annotated[
     str | None,
     typer.Option(help="With a token: HOST or HOST:PORT where others reach this machine."),
 ]
+NameFlag = Annotated[
+    str | None, typer.Option(help="With a token: this member's name.  [default: the host's]")
+]
 ModelFlag = Annotated[
     str | None,
     typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
@@ -75,9 +79,7 @@ def join(
     standby: StandbyFlag = None,
     until_stdin_closes: StdinFlag = False,
     directory: DirectoryFlag = DEFAULT_HOME,
-    name: Annotated[
-        str | None, typer.Option(help="With a token: this member's name.  [default: the host's]")
-    ] = None,
+    name: NameFlag = None,
     address: AddressFlag = None,
     port: PortFlag = None,
     device: DeviceFlag = None,
@@ -108,8 +110,9 @@ def join(
         only_process(settings),
         network_of(settings) as network,
         watched_roster(settings, me, quiet=as_json),
+        announced("join", me.name, file.parent, listed=not until_stdin_closes) as here,
     ):
-        peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby), network)
+        peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby, here), network)
         with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
             why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
@@ -192,12 +195,17 @@ def _teller(as_json: bool) -> Tell:
     return tell
 
 
-def _shown(as_json: bool, verbose: bool, standby: bool) -> Show:
-    """Return a function that prints events. A standby describes itself before another member connects."""
+def _shown(as_json: bool, verbose: bool, standby: bool, here: AnnouncedProcess) -> Show:
+    """Return a function that prints and announces events.
+
+    A standby describes itself before another member connects.
+    """
     show = _show_json if as_json else _show if verbose else _show_main
 
     def shown(event: PeerEvent) -> None:
         show(event)
+        # A peer is ready once it waits for its head, which may come days later.
+        (here.ready if event.kind == "listening" else here.say)(f"{event.kind}: {event.text}")
         if standby and event.kind == "listening":
             show(replace(event, kind="standby", text="has no stage until another member is lost"))
 

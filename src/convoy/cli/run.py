@@ -83,7 +83,7 @@ def run(
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = override(local.config(local.head), serve=http)
-        _serve_or_answer(local, settings, model, asked, Shown(as_json=as_json, verbose=verbose))
+        _serve_or_answer(local, settings, model, asked, Shown(as_json=as_json, verbose=verbose, verb="run"))
 
 
 def _serve_or_answer(

@@ -24,6 +24,7 @@ from convoy.cli.operator.passphrase import PassphraseFlag
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.running.invite import InviteFlags
 from convoy.cli.running.member import load_head, watched_roster
+from convoy.cli.running.process import AnnouncedProcess, announced
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
 from convoy.cli.running.start import settle_memory
 from convoy.cli.show.cluster_status import print_cluster
@@ -126,7 +127,7 @@ def serve(
         if config is None:
             settings = _on_this_machine(settings, stack)
         shared = with_layers(_checked(settings, chosen), layers, chosen.source.spec)
-        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory))
+        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory), folder=directory)
         serve_cluster(shared, chosen, show, providing=providing)
 
 
@@ -207,11 +208,16 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Hold how a start is shown. ``note`` is a line about the cluster for ``verbose``."""
+    """Hold how a start is shown. ``note`` is a line about the cluster for ``verbose``.
+
+    ``verb`` and ``folder`` stand in the list of `convoy ps`.
+    """
 
     as_json: bool = False
     verbose: bool = False
     note: str | None = None
+    verb: str = "serve"
+    folder: Path = Path()
 
 
 def serve_cluster(
@@ -234,7 +240,11 @@ def serve_cluster(
     me = load_head(settings)
     # Report a port in use before anything is loaded. Nothing listens until the model is ready.
     _check_port(options)
-    with only_process(settings), watched_roster(settings, me, quiet=show.as_json):
+    with (
+        only_process(settings),
+        watched_roster(settings, me, quiet=show.as_json),
+        announced(show.verb, me.name, show.folder) as here,
+    ):
         # The network only finds peers at the start: a serving head looks for no member.
         with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
             cluster = start_cluster(
@@ -250,7 +260,7 @@ def serve_cluster(
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
-            _serve(cluster, told, settings, show, providing)
+            _serve(cluster, told, settings, show, providing, here)
 
 
 def _check_port(options: ServeOptions) -> None:
@@ -286,6 +296,7 @@ def _serve(
     settings: Config,
     show: Shown,
     providing: Providing | None,
+    here: AnnouncedProcess,
 ) -> None:
     from convoy.api.server import run_server
 
@@ -296,6 +307,7 @@ def _serve(
         def on_ready(url: str) -> None:
             settle_memory()
             _say_ready(cluster, url, settings, show)
+            here.ready(f"serves {cluster.status().model} at {url}/v1", url)
             if providing is not None:
                 beside.append(providing.begin(url, cluster.head, options, quiet=show.as_json))
 

@@ -59,6 +59,10 @@ VERBS = (
         *("cache", "model_files.cache:cache", SET_UP),
         "Show the cached model files and their sizes; remove them.",
     ),
+    Verb(
+        *("service", "machine.service:app", SET_UP),
+        "Run a member as a service that survives a reboot.",
+    ),
     Verb("identity", "identity:app", SET_UP, "Make or show keys and cards; an operator key's passphrase."),
     Verb("roster", "roster:app", SET_UP, "Sign, change, show or verify the list of members."),
     Verb("keys", "keys:app", SET_UP, "Make and list files with API keys."),

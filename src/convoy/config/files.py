@@ -70,10 +70,18 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def default_cache() -> Path:
     """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
+    return _base_folder("XDG_CACHE_HOME", "~/.cache") / "convoy"
+
+
+def config_home() -> Path:
+    """Return the user's folder for configuration, in which systemd looks for units of this user."""
+    return _base_folder("XDG_CONFIG_HOME", "~/.config")
+
+
+def _base_folder(variable: str, usual: str) -> Path:
+    named = os.environ.get(variable, "")
     # The specification demands to ignore a relative path.
-    home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
-    return home / "convoy"
+    return Path(named) if Path(named).is_absolute() else Path(usual).expanduser()
 
 
 def token_folder() -> Path:

@@ -1,0 +1,131 @@
+"""Announce a process that runs for long: to `convoy ps`, and to systemd when it is ready.
+
+A record is a folder that its process keeps locked, so that no dead process is listed. It holds no secret and
+no text of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from convoy.config.files import default_cache, replace_file
+from convoy.config.temporary_folder import remove_dead_folders, temporary_folder
+from convoy.errors import ConvoyError
+
+# systemd names its socket here (sd_notify(3)).
+_NOTIFY_VARIABLE = "NOTIFY_SOCKET"
+_RECORD = "process.json"
+_MAX_RECORD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """Describe a process: its verb, its member's name, its folder, and its present work as text.
+
+    ``url`` is the HTTP address of a head that serves.
+    """
+
+    pid: int
+    verb: str
+    name: str
+    folder: str
+    host: str
+    started_unix_s: float
+    state: str = "starting"
+    url: str | None = None
+
+
+class AnnouncedProcess:
+    """Keep the record of this process, and tell systemd of its state."""
+
+    def __init__(self, record: ProcessRecord, folder: Path | None, notify_socket: str | None) -> None:
+        self._record = record
+        self._folder = folder
+        self._socket = notify_socket
+        self._write()
+
+    def say(self, state: str) -> None:
+        """Change the text of the state."""
+        self._change(state, self._record.url)
+
+    def ready(self, state: str, url: str | None = None) -> None:
+        """Announce that the process serves now. systemd then counts its unit as started."""
+        self._change(state, url, "READY=1")
+
+    def end(self) -> None:
+        """Announce that the process is about to end."""
+        self._change("ending", self._record.url, "STOPPING=1")
+
+    def _change(self, state: str, url: str | None, *words: str) -> None:
+        self._record = replace(self._record, state=state, url=url)
+        self._write()
+        _notify(self._socket, *words, f"STATUS={state}")
+
+    def _write(self) -> None:
+        if self._folder is not None:
+            # A full disk must not end a server.
+            with contextlib.suppress(ConvoyError):
+                replace_file(self._folder / _RECORD, json.dumps(asdict(self._record)).encode())
+
+
+@contextlib.contextmanager
+def announced(verb: str, name: str, folder: Path, *, listed: bool = True) -> Iterator[AnnouncedProcess]:
+    """Announce this process while the block runs. ``folder`` is the one of the member's files.
+
+    A process that another command started and ends is not ``listed``.
+
+    Children do not inherit the socket of systemd: they would announce themselves in place of this process.
+    """
+    now = time.time()
+    record = ProcessRecord(os.getpid(), verb, name, str(folder.resolve()), platform.node(), now)
+    notify_socket = os.environ.pop(_NOTIFY_VARIABLE, None)
+    with contextlib.ExitStack() as stack:
+        place: Path | None = None
+        # Without a cache that can be written, the process is missing from `convoy ps`, and nothing else.
+        with contextlib.suppress(OSError):
+            if listed:
+                _parent().mkdir(mode=0o700, parents=True, exist_ok=True)
+                place = stack.enter_context(temporary_folder(_parent()))
+        process = AnnouncedProcess(record, place, notify_socket)
+        stack.callback(process.end)
+        yield process
+
+
+def running_processes() -> list[ProcessRecord]:
+    """Return the processes of this user on this machine, the oldest first."""
+    remove_dead_folders(_parent(), os.geteuid())
+    found = []
+    for file in _parent().glob(f"*/{_RECORD}"):
+        # A process may end, and remove its file, at any time.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            record = ProcessRecord(**json.loads(file.read_bytes()[:_MAX_RECORD_BYTES]))
+            # A home folder may be shared with other machines.
+            if record.host == platform.node() and psutil.pid_exists(record.pid):
+                found.append(record)
+    return sorted(found, key=lambda one: one.started_unix_s)
+
+
+def _parent() -> Path:
+    return default_cache() / "running"
+
+
+def _notify(address: str | None, *lines: str) -> None:
+    """Send ``lines`` to the socket of systemd, or nowhere for None."""
+    if not address:
+        return
+    # An address with @ is an abstract one: it has no file.
+    place = f"\0{address[1:]}" if address.startswith("@") else address
+    # A manager that has gone is no reason to end.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect(place)
+        sock.sendall("\n".join(lines).encode())

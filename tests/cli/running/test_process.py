@@ -1,0 +1,58 @@
+"""A process announces itself to systemd and to `convoy ps`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from convoy.cli.running.process import announced, running_processes
+from support.notified import notify_socket
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_learns_when_a_process_is_ready_and_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with notify_socket(abstract=abstract) as socket:
+        monkeypatch.setenv("NOTIFY_SOCKET", socket.address)
+        with announced("serve", "alpha", tmp_path) as here:
+            # Its children must not speak in its place.
+            assert "NOTIFY_SOCKET" not in os.environ
+            here.ready("serves demo")
+            socket.until("READY=1")
+        assert "STATUS=serves demo" in socket.until("STOPPING=1")
+
+
+def test_a_process_is_listed_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert running_processes() == []
+    with announced("serve", "alpha", tmp_path) as here, announced("join", "x", tmp_path, listed=False):
+        here.ready("serves demo", "http://127.0.0.1:1")
+        (found,) = running_processes()
+        assert (found.pid, found.verb, found.name, found.url) == (
+            os.getpid(),
+            "serve",
+            "alpha",
+            "http://127.0.0.1:1",
+        )
+    assert running_processes() == []
+
+
+def test_a_cache_that_cannot_be_written_ends_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with announced("serve", "alpha", tmp_path) as here:
+        here.ready("serves demo")
+        assert running_processes() == []
+
+
+def test_a_manager_that_has_gone_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nothing"))
+    with announced("serve", "alpha", tmp_path) as here:
+        here.ready("serves demo")
