@@ -15,15 +15,17 @@ from cryptography.x509.oid import NameOID
 
 
 def trust_few(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let HTTP clients of this process trust one certificate, in place of all that are known.
+    """Let HTTP clients of this process, and of those that it starts, trust one certificate instead of all.
 
     A client reads them when it is made, which takes 25 ms of processor time. Tests make thousands of clients,
-    for servers on loopback.
+    for servers on loopback. A client takes the variable before the file of certifi.
     """
+    file, _ = make_tls_files(folder)
+    patch.setenv("SSL_CERT_FILE", file)
+    patch.delenv("SSL_CERT_DIR", raising=False)
     if "httpx" in sys.modules:
         import certifi
 
-        file, _ = make_tls_files(folder)
         patch.setattr(certifi, "where", lambda: file)
 
 
