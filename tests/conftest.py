@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from convoy.errors import SelfCheckError
 from convoy.model.kernels.native.build import INSTRUCTION_SETS, InstructionSet, built_library
+from support.compile_ahead import compile_ahead
 from support.examined import examine_once
 from support.tls_files import trust_few
 from support.unit import Guard
@@ -48,13 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the kernels before workers begin, so that one process compiles, and no unit test does.
+    """Compile the kernels and all modules before workers begin, so that no worker and no unit test does.
 
     A test without workers compiles at its first use, as a member does.
     """
-    if hasattr(session.config, "workerinput") or session.config.getoption("numprocesses", None):
+    has_workers = session.config.getoption("numprocesses", None)
+    if hasattr(session.config, "workerinput") or has_workers:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_compile, INSTRUCTION_SETS))
+    if has_workers:
+        compile_ahead(session.config)
 
 
 def _compile(of: InstructionSet) -> None:
