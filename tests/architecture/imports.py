@@ -232,7 +232,7 @@ def reserved_codecs(modules: list[Module]) -> list[str]:
         uses = [(item.target, item.line) for item in imports_of(module)]
         uses += [
             (f"{node.value.id}.{node.attr}", node.lineno)
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         ]
         for target, line in uses:

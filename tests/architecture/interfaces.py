@@ -44,7 +44,7 @@ def casts_to_own_classes(modules: list[Module]) -> list[str]:
     return [
         f"{module.at(node)}: cast to {name}"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call) and node.args and _called(node) == "cast"
         for name in _names(node.args[0])
         if name in own
@@ -57,7 +57,7 @@ def concrete_checks(modules: list[Module]) -> list[str]:
     concrete = {name for interface in INTERFACES for name in _implementers(classes, interface)}
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             for name in sorted(concrete.intersection(_checked_classes(node))):
                 package = classes[name].package
                 if not f"{module.name}.".startswith(f"{package}."):
@@ -85,7 +85,7 @@ def _classes(modules: list[Module]) -> dict[str, _Class]:
     return {
         node.name: _Class(module, node)
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     }
 

@@ -97,6 +97,7 @@ def _last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
+@cache
 def touching_files(root: Path) -> Mapping[str, list[tuple[int, str]]]:
     """Return the test files of the repository at ``root`` that touch private names of ours, and where."""
     ours = own_names(root / "src")

@@ -156,7 +156,7 @@ def _leads_to_module(name: str, known: Known) -> bool:
 def _names_in(module: Module) -> set[str]:
     """Return the identifiers of a module, and its string constants."""
     found: set[str] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
             found.add(node.name)
         elif isinstance(node, ast.Name):
@@ -170,7 +170,7 @@ def _names_in(module: Module) -> set[str]:
 
 def _texts(module: Module) -> Iterator[tuple[str, str]]:
     """Yield every docstring and comment line with its place."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:

@@ -14,7 +14,7 @@ def scattered_words(modules: list[Module], words: Collection[str], home: str) ->
         f"{module.at(node)}: {node.value!r} stands in {home} alone: read its row"
         for module in modules
         if not f"{module.name}.".startswith(f"{home}.")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and node.value in words
     ]
 
@@ -24,7 +24,7 @@ def shared_words(modules: list[Module], words: Collection[str], home: str) -> li
     homes: dict[str, set[str]] = {word: set() for word in words}
     for module in modules:
         if module.name.startswith(f"{home}."):
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in homes:
                     homes[node.value].add(module.name)
     return [f"{word}: {sorted(found)}, expected one" for word, found in homes.items() if len(found) != 1]
@@ -35,7 +35,7 @@ def classes_by_name(modules: list[Module]) -> list[str]:
     return [
         f"{module.at(node)}: a class is chosen by the text of its name"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if any(_is_name_of_class(part) for part in _deciding(node))
     ]
 

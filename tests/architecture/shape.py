@@ -71,9 +71,7 @@ def silent_packages(modules: list[Module]) -> list[str]:
 
 def stale_package_names(modules: list[Module]) -> list[str]:
     """Return the classes that a package's docstring names in backticks, and that no module defines."""
-    classes = {
-        node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)}
     return [
         f"{module.place}:1: no class is named {name}"
         for module in modules
@@ -108,7 +106,7 @@ def long_functions(modules: list[Module]) -> list[str]:
     """Return functions over the limit, docstring and decorators apart."""
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1 - _docstring_lines(node)
                 if num_lines > MAX_FUNCTION_LINES:
@@ -131,7 +129,7 @@ def banned_names(modules: list[Module]) -> list[str]:
         for part in module.name.split("."):
             words = set(part.lower().split("_")) & BANNED_WORDS
             found += [f"{module.place}:1: a module is named {part!r}: say what it holds" for _ in words]
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 words = {
                     word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", node.name)
@@ -159,7 +157,7 @@ def asking_methods(modules: list[Module]) -> list[str]:
     return [
         f"{module.at(node)}: a row of `cluster.handlers` names the handler of a frame"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef) and node.name == "takes"
     ]
 
@@ -171,7 +169,7 @@ def stray_frame_types(modules: list[Module]) -> list[str]:
     """
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             is_named = isinstance(node, ast.Attribute) and _is_attribute(node, "FrameType", {node.attr})
             if not is_named or module.name.startswith("convoy.wire.messages."):
                 continue
@@ -187,7 +185,7 @@ def prints(modules: list[Module]) -> list[str]:
     for module in modules:
         if module.room in {"cli", "__main__"}:
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 found.append(f"{module.at(node)}: print outside cli/")
             elif _is_attribute(node, "sys", {"stdout", "stderr"}):
@@ -202,7 +200,7 @@ def unsafe_code(modules: list[Module]) -> list[str]:
         for item in imports_of(module):
             if item.target in UNSAFE_PACKAGES:
                 found.append(f"{module.place}:{item.line}: {item.target} runs what it reads")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             found += [f"{module.at(node)}: {reason}" for reason in _unsafe(node)]
     return found
 
@@ -227,7 +225,7 @@ def unresolved_types(modules: list[Module]) -> list[str]:
         f"{module.at(node)}: msgspec meets a type here: resolved(...) of convoy.config.type_resolution"
         for module in modules
         if module.name != "convoy.config.type_resolution"
-        for function in ast.walk(module.tree)
+        for function in module.nodes
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and _meets_a_type(node)
@@ -262,7 +260,7 @@ def environment_reads(modules: list[Module]) -> list[str]:
         f"{module.at(node)}: environment variables are read in cli/ and config/ alone"
         for module in modules
         if module.room not in {"cli", "config", "__main__"}
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if _is_attribute(node, "os", {"environ", "getenv", "putenv"})
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 
@@ -17,6 +18,11 @@ class Module:
     lines: tuple[str, ...]
     tree: ast.Module
     is_package: bool
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Return every node of the tree. A walk takes longer than most of what is then looked for."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def room(self) -> str:
@@ -67,7 +73,7 @@ def imports_of(module: Module) -> Iterator[Import]:
 
     ``from a import b`` yields "a" and "a.b": which of them is a module is for the caller to know.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, node.lineno)
@@ -119,7 +125,7 @@ def _lines_for_types(module: Module) -> frozenset[int]:
     """Return the lines of the blocks under ``if TYPE_CHECKING``."""
     return frozenset(
         line
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for part in node.body
         for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)

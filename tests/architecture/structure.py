@@ -69,7 +69,7 @@ def hint_share(modules: list[Module]) -> float:
     hinted = [
         any(keyword.arg == "hint" for keyword in node.exc.keywords)
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Raise)
         and isinstance(node.exc, ast.Call)
         and isinstance(node.exc.func, ast.Name)
