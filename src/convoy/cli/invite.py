@@ -74,6 +74,9 @@ def invite(
         str | None, typer.Option(help="The first machine's name, for a new cluster.  [default: the host's]")
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name, for a new cluster.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="For a new cluster: the model that `serve` takes without a name.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the token to this file (0600) and do not show it.")
     ] = None,
@@ -92,7 +95,9 @@ def invite(
     home = Home(directory)
     if config is None and not home.config.exists():
         first = address[0] if address else None
-        make_first_machine(home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file)
+        make_first_machine(
+            home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file, model=model
+        )
     files = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
     screen = _Screen(as_json, auto_approve, out)
     with files.in_use():

@@ -302,7 +302,7 @@ def _serve(
 
     beside: list[ProviderBeside] = []
     try:
-        service = service_of(cluster)
+        service = service_of(cluster, settings.serve.served_model_name)
 
         def on_ready(url: str) -> None:
             settle_memory()
@@ -342,7 +342,7 @@ def _say_ready(cluster: RunningCluster, url: str, settings: Config, show: Shown)
     active = cluster.head.active_plan
     assert active is not None
     ready = ReadyServer(
-        active.plan.model,
+        settings.serve.served_model_name or active.plan.model,
         [name for stage in active.plan.stages for name in stage.holders],
         active.max_context,
         room_tokens(active),

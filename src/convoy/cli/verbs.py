@@ -56,9 +56,11 @@ VERBS = (
     Verb("plan", "plan:plan", SET_UP, "Show which member would hold which layers, how fast, and why."),
     Verb("doctor", "doctor:doctor", SET_UP, "Check this machine, its keys, the roster and every peer."),
     Verb(
-        *("cache", "model_files.cache:cache", SET_UP),
-        "Show the cached model files and their sizes; remove them.",
+        *("models", "model_files.models:models", SET_UP),
+        "List the models kept here and good choices; say which fit.",
     ),
+    Verb("pull", "model_files.pull:pull", SET_UP, "Download models of a hub, before they are served."),
+    Verb("rm", "model_files.rm:rm", SET_UP, "Remove models that this machine keeps."),
     Verb(
         *("service", "machine.service:app", SET_UP),
         "Run a member as a service that survives a reboot.",

@@ -219,6 +219,14 @@ class ServeConfig(msgspec.Struct, frozen=True):
             ),
         ),
     ] = False
+    served_model_name: Annotated[
+        Name | None,
+        Setting(
+            "name of the model in every API, in place of its own",
+            ", such as `gpt-4o` for a tool with fixed names",
+            flag=Flag("Name of the model in every API, in place of its own."),
+        ),
+    ] = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -270,7 +278,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         Path | None,
         Setting(
             "private folder for parts of models and digests of files",
-            " ([models.md](models.md)); `convoy cache` shows and cleans it",
+            " ([models.md](models.md)); `convoy models` shows it and `convoy rm` cleans it",
             shown="`convoy` in the user's cache",
             flag=Flag("Folder for the files that the head sends.", shown="the user's cache"),
         ),

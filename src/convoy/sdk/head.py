@@ -89,13 +89,16 @@ def _older(config: Config, me: Membership) -> bytes | None:
     return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
 
 
-def service_of(cluster: RunningCluster) -> Service:
-    """Return the service of one model over HTTP, with the cluster's health, status and metrics."""
+def service_of(cluster: RunningCluster, name: str | None = None) -> Service:
+    """Return the service of one model over HTTP, with the cluster's health, status and metrics.
+
+    ``name`` stands for the model in every API, in place of its own.
+    """
     from convoy.api.service import ServedModel, Service
     from convoy.cluster.metrics.member import head_families
 
     active = cluster.head.active_plan
     assert active is not None
-    served = ServedModel(active.plan.model, cluster.engine, cluster.tokenizer)
-    scraped = (partial(head_families, cluster),)
+    served = ServedModel(name or active.plan.model, cluster.engine, cluster.tokenizer)
+    scraped = (partial(head_families, cluster, served.name),)
     return Service((served,), cluster.health, cluster.status, cluster.level, scraped)

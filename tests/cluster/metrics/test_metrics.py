@@ -15,25 +15,23 @@ from cluster.recovery.test_recovery import scene
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.api.server import Stop, run_server
-from convoy.api.service import ServedModel, Service
-from convoy.cluster.metrics.member import head_families, peer_families
+from convoy.cluster.metrics.member import peer_families
 from convoy.cluster.metrics.server import metrics_server
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConfigError
+from convoy.sdk.head import service_of
 from support.cluster import PeerThread
 from support.scraping import Scrape, scrape
 from support.waiting import wait_until
 
+NAME = "a-name-of-its-own"
 KEY = "a-key-that-no-metric-holds"
 SECRET = "Purple elephants juggle at 4 pm."
 
 
 @contextmanager
 def http(cluster: RunningCluster) -> Iterator[str]:
-    active = cluster.head.active_plan
-    assert active is not None
-    model = ServedModel(active.plan.model, cluster.engine, cluster.tokenizer)
-    service = Service((model,), cluster.health, cluster.status, metrics=(partial(head_families, cluster),))
+    service = service_of(cluster, NAME)
     urls: list[str] = []
     up, stop = threading.Event(), Stop()
 
@@ -86,7 +84,7 @@ def served() -> Iterator[Served]:
 
 def test_before_anybody_asked_everything_is_there_and_zero(served: Served) -> None:
     found = served.head()
-    of = {"model_name": "demo-mini"}
+    of = {"model_name": NAME}
     for name in ("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"):
         assert found(f"vllm:{name}", **of) == 0
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -99,6 +97,12 @@ def test_before_anybody_asked_everything_is_there_and_zero(served: Served) -> No
         assert found("vllm:request_success_total", finished_reason=why, **of) == 0
     assert found("convoy_ready") == found("convoy_member_up", member="beta") == 1
     assert found("vllm:cache_config_info", block_size="16", **of) == 1
+
+
+def test_a_model_is_served_under_the_name_that_was_chosen(served: Served) -> None:
+    assert served.ask("a", 1)["model"] == NAME
+    listed = httpx.get(f"{served.url}/v1/models", headers={"authorization": f"Bearer {KEY}"}).json()
+    assert [one["id"] for one in listed["data"]] == [NAME]
 
 
 def test_tokens_requests_and_hops_are_what_was_asked(served: Served) -> None:

@@ -19,7 +19,7 @@ TOLD = ["--speed", "10,100"]
 
 def test_every_shape_has_the_weights_that_its_publisher_counts() -> None:
     published = [row["billions"] for row in json.loads(SHAPES.read_bytes())]
-    counted = [sum(one.num_bytes // 2 for one in source.tensors.values()) / 1e9 for _, source in shapes()]
+    counted = [sum(one.num_bytes // 2 for one in shape.source.tensors.values()) / 1e9 for shape in shapes()]
     assert counted == pytest.approx(published, rel=0.01)
 
 

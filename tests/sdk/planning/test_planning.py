@@ -10,8 +10,10 @@ import pytest
 
 import convoy
 from cli.transcript import run_here
+from convoy.cluster.status import ClusterStatus, StageStatus
 from convoy.config.settings import Config
 from convoy.errors import InputError, PlanError, UsageError
+from convoy.sdk.planning.members import members_of
 from convoy.sdk.planning.planning import PlanQuestion, make_plan
 
 # So that nothing is measured.
@@ -77,3 +79,22 @@ def test_a_longer_context_than_the_models_is_said() -> None:
     members, named = (("alpha", None),), "demo"
     make_plan(PlanQuestion(Config(), named, members=members, context=9999, measured=False, note=heard.append))
     assert heard == ["demo has a context of 2048 tokens, so rates are for 2048 and not 9999"]
+
+
+def test_the_members_of_a_running_cluster_have_its_memory_and_kinds() -> None:
+    def stage(name: str, device: str, *, head: bool = False) -> StageStatus:
+        return StageStatus(
+            *(name, 0, 3), embed=head, output=head, weight_bytes=1, can_read_prompts="no", address="",
+            head=head, device=device, memory_bytes=10**9,
+        )  # fmt: skip
+
+    stages = [stage("beta", "cuda:0 (NVIDIA H200)"), stage("alpha", "cpu", head=True)]
+    status = ClusterStatus(
+        *("demo", True, "", "", "exact", 1, stages, 0, 0, 0, 0, 0, 0, 0, None),
+    )
+    found = members_of(status)
+    assert [(one.name, one.memory_bytes, one.head) for one in found.offers] == [
+        ("alpha", 10**9, True),
+        ("beta", 10**9, False),
+    ]
+    assert found.kinds == {"alpha": "cpu", "beta": "cuda"}

@@ -25,10 +25,11 @@ def make_first_machine(
     address: str | None,
     cluster: str | None,
     passphrase_file: Path | None = None,
+    model: str | None = None,
 ) -> None:
-    """Make a convoy.toml in ``home``, and the files that it names. After an interruption, continue next time.
+    """Make a convoy.toml in ``home``, which keeps ``model``, and the files that it names.
 
-    Raises `IdentityError`, `RosterError` or `ConfigError`.
+    After an interruption, continue next time. Raises `IdentityError`, `RosterError` or `ConfigError`.
     """
     from convoy.trust.roster.card import member_of
     from convoy.trust.roster.check import check_name
@@ -54,7 +55,9 @@ def make_first_machine(
         signed = open_roster(data, operator_key=operator.public_key)
         with operator_log(home.operator, operator).doing("sign roster", roster_subject(signed, home.roster)):
             replace_file(home.roster, data)
-    home.write_config(member.name, operator.public_key, listen_host="::" if ":" in host else None)
+    home.write_config(
+        member.name, operator.public_key, listen_host="::" if ":" in host else None, model=model
+    )
     print_note(
         f"made cluster {roster.cluster_id} with {member.name} as its head: "
         f"keys, roster and convoy.toml are in {home.directory.absolute()}"

@@ -77,6 +77,7 @@ class Home:
         listen_host: str | None,
         listen_port: int | None = None,
         standby: bool = False,
+        model: str | None = None,
     ) -> None:
         """Write a convoy.toml with the required keys, and with the choices that the next start needs."""
         cluster: dict[str, object] = {
@@ -90,6 +91,9 @@ class Home:
         listen = {key: value for key, value in listen.items() if value is not None}
         if listen:
             tables["listen"] = listen
+        if model is not None:
+            here = Path(model)
+            tables["model"] = {"path": str(here.absolute())} if here.exists() else {"name": model}
         replace_file(self.config, _with_comments(tables).encode())
 
     def _make(self) -> None:

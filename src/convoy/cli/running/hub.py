@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from convoy.sdk.models import OpenedModel
 
 WeightsFromFlag = Annotated[str | None, option("model", "weights_from")]
+_ACTION = "downloading"
 SignedFlag = Annotated[Path | None, option("model", "signed")]
 
 
@@ -31,13 +32,13 @@ def weights_from(text: str | None) -> str | None:
 
 def local_model(settings: Config, named: str, *, quiet: bool) -> str:
     """Return the result of `models.local_model`, and show its progress."""
-    with loading_bars(quiet=quiet) as on_load:
+    with loading_bars(quiet=quiet, action=_ACTION) as on_load:
         return models.local_model(settings, named, on_load, _note(quiet=quiet))
 
 
 def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
     """Return the result of `models.open_model`, and show its progress."""
-    with loading_bars(quiet=quiet) as on_load:
+    with loading_bars(quiet=quiet, action=_ACTION) as on_load:
         return models.open_model(settings, named, on_load, _note(quiet=quiet))
 
 

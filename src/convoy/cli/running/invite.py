@@ -18,6 +18,7 @@ from convoy.cli.operator.home import Home
 from convoy.cli.show.output import print_note
 from convoy.config.settings import load_config
 from convoy.errors import InviteError, UsageError
+from convoy.sdk.models import describe_model
 
 
 def _run_with_us(command: list[str]) -> int:
@@ -48,13 +49,12 @@ class InviteFlags:
 
     def _check(self, model: str | None) -> None:
         """Raise the model's errors before a machine is invited: `UsageError` or `ModelError`."""
-        from convoy.model.checkpoints.source import ModelSource
-
         file = self._file()
-        chosen = model or (load_config(file).model_name() if file.exists() else None)
+        settings = load_config(file if file.exists() else None)
+        chosen = model or settings.model_name()
         if chosen is None:
             raise UsageError("no model was named", hint="convoy serve MODEL --invite")
-        ModelSource.resolve(chosen)
+        describe_model(settings, chosen)
 
     def let_in(self, model: str | None, *, as_json: bool) -> Path:
         """Run `convoy invite` to its end, and return the convoy.toml to continue with.
@@ -66,6 +66,8 @@ class InviteFlags:
         arguments = ["--dir", str(self.directory)]
         if self.config is not None:
             arguments += ["--config", str(self.config)]
+        if model is not None:
+            arguments += ["--model", model]
         if self.name is not None:
             arguments += ["--name", self.name]
         if self.port is not None:

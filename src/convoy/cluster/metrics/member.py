@@ -11,12 +11,15 @@ from convoy.cluster.running import RunningCluster
 from convoy.cluster.traffic import PeerTraffic
 
 
-def head_families(cluster: RunningCluster) -> Iterator[Metric]:
-    """Yield the metrics of a head at this moment. It asks no peer, so a scrape never waits for one."""
+def head_families(cluster: RunningCluster, model: str) -> Iterator[Metric]:
+    """Yield the metrics of a head at this moment, with the name of its ``model`` in the APIs.
+
+    It asks no peer, so a scrape never waits for one.
+    """
     head, active = cluster.head, cluster.head.active_plan
     assert active is not None, "a running cluster has a plan"
     plan, stats = active.plan, cluster.engine.stats()
-    yield from engine_families(plan.model, plan.block_size, stats)
+    yield from engine_families(model, plan.block_size, stats)
     yield build_info("head")
     ready, _ = cluster.health()
     yield gauge("convoy_ready", "1 if a token passed every stage lately.", [({}, int(ready))])

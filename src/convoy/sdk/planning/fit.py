@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes.json"
 # How the text about an assumed round trip begins, here and in `plan.rates`.
 _TRIP = "a round trip of"
 # The kernel that gives each form: files in bfloat16 as they are, or rounded as they are loaded.
-FORMS = {"bf16": AUTO, **QUANTIZED}
+STORED = "bf16"
+FORMS = {STORED: AUTO, **QUANTIZED}
 
 
 class FitForm(msgspec.Struct, frozen=True):
@@ -60,6 +61,18 @@ class FitRow(msgspec.Struct, frozen=True):
     forms: list[FitForm]
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """Describe a published model: its repository, and its tensors in bfloat16.
+
+    ``is_choice`` marks those that answer chats and that a hub gives to everybody.
+    """
+
+    repo: str
+    source: ModelSource
+    is_choice: bool
+
+
 class FitReport(msgspec.Struct, frozen=True):
     """Hold a row for each model. ``memory_bytes`` is what each member may plan with."""
 
@@ -70,8 +83,8 @@ class FitReport(msgspec.Struct, frozen=True):
     assumed: list[str]
 
 
-def shapes() -> Iterator[tuple[str, ModelSource]]:
-    """Yield the repository of each shape, and its description with weights in bfloat16."""
+def shapes() -> Iterator[PublishedModel]:
+    """Yield the published models of `SHAPES`."""
     from convoy.model.checkpoints.source import ModelSource
     from convoy.model.checkpoints.synthetic import describe_tensors
     from convoy.plan.spec.model import ModelSpec
@@ -83,7 +96,8 @@ def shapes() -> Iterator[tuple[str, ModelSource]]:
             key: replace(tensor, dtype="BF16", num_bytes=tensor.num_bytes // 2)
             for key, tensor in drawn.items()
         }
-        yield row["source"], ModelSource.described(name, Path(), config, tensors)
+        source = ModelSource.described(name, Path(), config, tensors)
+        yield PublishedModel(row["source"], source, row.get("choice", False))
 
 
 def find_fits(question: PlanQuestion) -> FitReport:
@@ -102,22 +116,49 @@ def find_fits(question: PlanQuestion) -> FitReport:
             hint=f"leave out {'--layers' if question.layers else question.kernel_from}",
         )
     members = question.find_members()
-    measurements = question.measurements(members)
+    return fit_shapes(question, members, question.measurements(members), shapes())
+
+
+def fit_shapes(
+    question: PlanQuestion,
+    members: PlanMembers,
+    measurements: Measurements,
+    listed: Iterable[PublishedModel],
+    *,
+    best_only: bool = False,
+) -> FitReport:
+    """Return which models of ``listed`` fit. With ``best_only``, plan no form after the first that fits."""
     rows: list[FitRow] = []
     assumed: dict[str, None] = {}
-    for repo, source in shapes():
-        found = [_form(question, members, measurements, source, form) for form in FORMS]
-        forms = [form for form, _ in found]
+    for shape in listed:
+        source, forms = shape.source, []
+        for form in FORMS:
+            found, texts = _form(question, members, measurements, source, form)
+            forms.append(found)
+            assumed |= dict.fromkeys(texts)
+            if found.fits and best_only:
+                break
         best = next((form.form for form in forms if form.fits), "")
         elements = sum(tensor.num_bytes // 2 for tensor in source.tensors.values())
-        rows.append(FitRow(source.name, repo, elements, best, forms))
-        assumed |= dict.fromkeys(text for _, texts in found for text in texts)
+        rows.append(FitRow(source.name, shape.repo, elements, best, forms))
     trips = _assumed_trips(measurements.links(members.offers), [offer.name for offer in members.offers])
     if trips and not any(text.startswith(_TRIP) for text in assumed):
         # Also where every model fits one member best: that choice rests on it.
         assumed[trips] = None
     memory = {offer.name: offer.memory_bytes for offer in members.offers}
     return FitReport(memory, question.context, rows, list(assumed))
+
+
+def fit_as_stored(
+    question: PlanQuestion, members: PlanMembers, measurements: Measurements, source: ModelSource
+) -> FitForm:
+    """Return the figures of a model in the form of its files."""
+    found, _ = _form(question, members, measurements, source, STORED)
+    if not found.fits:
+        return found
+    from convoy.model.backends.host.form_speed import main_form
+
+    return msgspec.structs.replace(found, form=main_form(source).removeprefix("gguf:") or "F32")
 
 
 def _assumed_trips(links: Links, names: Sequence[str]) -> str:
@@ -135,7 +176,7 @@ def _form(
     try:
         plan = plan_source(dataclasses.replace(question, kernel=FORMS[form]), members, source, measurements)
     except (PlanError, SpanError) as error:
-        word = "bfloat16" if form == "bf16" else FORMS[form]
+        word = "bfloat16" if form == STORED else FORMS[form]
         weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=word)
         refused = FitForm(
             form, fits=False, weight_bytes=weights, refused=error.message, hint=error.hint or ""

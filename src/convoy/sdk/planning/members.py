@@ -16,6 +16,7 @@ from convoy.sdk.names import MAX_LOCAL_MEMBERS, local_names, spans_by_name
 from convoy.sdk.options import Note, load_policy
 
 if TYPE_CHECKING:
+    from convoy.cluster.status import ClusterStatus
     from convoy.plan.offer import MemberOffer
     from convoy.plan.report import ExcludedReport
     from convoy.trust.evidence.level import Level
@@ -145,6 +146,23 @@ def find_members(question: MembersQuestion, note: Note) -> PlanMembers:
     offers, left_out = _above(demands.minimum, offers)
     kinds = {device.name: device.kind for device in devices}
     return PlanMembers(offers, standbys, left_out, spans, demands, kinds, hosts)
+
+
+def members_of(status: ClusterStatus, policy: Path | None = None) -> PlanMembers:
+    """Return the members that hold layers of a running cluster, with the memory that they offer.
+
+    The memory of idle members and of standbys is unknown here, so they are left out.
+    """
+    from convoy.plan.offer import MemberOffer
+
+    stages = {stage.member: stage for stage in status.stages}
+    offers = [
+        MemberOffer(name, stage.memory_bytes, stage.head)
+        for name, stage in sorted(stages.items(), key=lambda one: not one[1].head)
+    ]
+    kinds = {name: re.split("[:,+ ]", stage.device)[0] for name, stage in stages.items()}
+    kinds = {name: kind if kind in _KINDS else _KINDS[0] for name, kind in kinds.items()}
+    return PlanMembers(offers, [], [], None, load_policy(policy), kinds)
 
 
 def _planned(devices: Sequence[PlannedDevice], note: Note) -> list[MemberOffer]:

@@ -165,7 +165,7 @@ def test_a_full_disk_is_said_with_both_numbers_before_a_byte_comes(
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=12345))
     with pytest.raises(ModelError, match=r"\d+ bytes of weights are missing here, .* has 12345 free") as full:
         Hub(tmp_path / "cache", hub.url).download(NAME)
-    assert "convoy cache" in (full.value.hint or "")
+    assert "convoy models" in (full.value.hint or "")
     assert hub.asked == []
 
 

@@ -74,7 +74,7 @@ def require_room(folder: Path, parts: Iterable[ModelPart]) -> None:
     if needed + _SPARE_BYTES > free:
         raise ModelError(
             f"{needed} bytes of weights are missing here, and the disk of {folder} has {free} free",
-            hint="free some (`convoy cache` shows what is kept), or name another folder: --cache DIR, or "
+            hint="free some (`convoy models` shows what is kept), or name another folder: --cache DIR, or "
             "cache in the [model] section",
         )
 

@@ -1,0 +1,71 @@
+"""Models are downloaded, listed with their fit, and removed by the names of the list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.transcript import run_here
+from convoy.cli.operator.first_machine import make_first_machine
+from convoy.cli.operator.home import Home
+from convoy.config.settings import load_config
+from support.fake_hub import COMMIT, REPO, FakeHub
+from support.fake_service import serving
+from support.odd_models import make_odd_llama
+
+# So that nothing is measured.
+TOLD = ["--speed", "10,100"]
+
+
+def test_a_model_is_pulled_listed_with_its_fit_and_removed(tmp_path: Path) -> None:
+    hub = FakeHub(make_odd_llama(tmp_path / "served"))
+    try:
+        (tmp_path / "c.toml").write_text(f'[model]\nhub = "{hub.url}"\ncache = "kept"\n')
+        pulled = run_here(["pull", REPO, "--config", "c.toml"], tmp_path)
+        assert pulled.returncode == 0, pulled.stderr
+        assert f"serve it: convoy serve {REPO}" in pulled.stderr
+    finally:
+        hub.close()
+    asked = ["models", "--device", "a=cpu:24GB", "--config", "c.toml", *TOLD]
+    found = json.loads(run_here([*asked, "--json"], tmp_path).stdout)
+    kept = next(one for one in found["kept"] if one["model"])
+    assert kept["model"] == f"{REPO}@{COMMIT}"
+    assert kept["fit"]["fits"]
+    assert kept["fit"]["decode_tokens_per_s"] > 0
+    best = {row["source"]: row["best"] for row in found["choices"]["rows"]}
+    assert (best["Qwen/Qwen3-8B"], best["Qwen/Qwen3-14B"], best["Qwen/Qwen3-32B"]) == ("bf16", "q8", "")
+    said = run_here(asked, tmp_path).stdout
+    assert f"{REPO}@{COMMIT[:12]} " in said
+    assert "yes, at about " in said
+    assert "no: q4 takes 133.6 GB" in said
+    assert run_here(["rm", REPO, "--config", "c.toml"], tmp_path).returncode == 0
+    left = json.loads(run_here(["models", "--kept", "--json", "--config", "c.toml"], tmp_path).stdout)
+    assert not any(one["model"] for one in left["kept"])
+
+
+def test_a_download_that_was_ended_is_listed_with_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "kept" / "hub" / f"models--{REPO.replace('/', '--')}" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "odd-Q4_K_M.gguf.part").write_bytes(b"x")
+    said = run_here(["models", "--kept", "--cache", "kept"], tmp_path).stdout
+    assert "the download is not complete: `convoy pull somebody/odd:odd-Q4_K_M.gguf` goes on" in said
+
+
+def test_the_members_are_those_of_a_running_head(tmp_path: Path) -> None:
+    with serving() as running:
+        done = run_here(["models", "--url", running.url, "--cache", "kept", *TOLD, "--json"], tmp_path)
+    assert "is left out" in done.stderr, "the fake's status has no members"
+    assert list(json.loads(done.stdout)["choices"]["memory_bytes"]) == ["this machine"]
+
+
+@pytest.mark.parametrize(("model", "key"), [("demo", "name"), (".", "path")])
+def test_a_new_cluster_keeps_the_model_that_it_was_made_for(
+    model: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = Home(tmp_path / ".convoy")
+    make_first_machine(home, name="alpha", address="127.0.0.1", cluster="home", model=model)
+    settings = load_config(home.config)
+    assert settings.model_name() == (model if key == "name" else str(tmp_path))
