@@ -53,7 +53,7 @@ def models(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the models kept here and good choices by size, each with whether it fits the members.
+    """List the models kept here and good choices; say which fit.
 
     The members are those of a running head, otherwise of the roster, otherwise this machine alone.
     """

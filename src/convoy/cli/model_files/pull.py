@@ -22,9 +22,10 @@ def pull(
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Download models of a hub into this machine's cache. A download that was ended goes on where it was.
+    """Download models of a hub, before they are served.
 
-    Members without the files get their own layers when a head serves the model.
+    A download that was ended goes on where it was. Members without the files get their own layers when a head
+    serves the model.
     """
     from convoy.model.checkpoints.hub.files import HubName
 

@@ -24,7 +24,10 @@ def rm(
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove models that this machine keeps, but none that a running member may load again."""
+    """Remove models that this machine keeps.
+
+    None that a running member may load again is removed.
+    """
     from convoy.model.checkpoints.hub.cache import list_cache, remove
 
     if bool(names) == everything:
