@@ -210,6 +210,19 @@ def test_a_dash_reads_one_question_from_standard_input(head: FakeHead, tmp_path:
     assert empty.stderr.startswith("error: standard input has no question\n")
 
 
+def test_a_conversation_has_commands_and_questions_of_several_lines(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/v1/chat/completions", events(delta("yes", "stop")) + DONE)
+    typed = '/system Be short.\nfirst \\\nline\n"""second\n\nline"""\n/new\n/model demo\n/odd\n/etc/passwd\n'
+    done = run_here(["chat", "--url", head.url], tmp_path, text=typed)
+    assert done.returncode == 0, done.stderr
+    sent = [json.loads(body)["messages"] for path, _, body in head.asked if path == "/v1/chat/completions"]
+    assert [one[-1]["content"] for one in sent] == ["first \nline", "second\n\nline", "/etc/passwd"]
+    assert all(one[0] == {"role": "system", "content": "Be short."} for one in sent)
+    assert [len(one) for one in sent] == [2, 4, 2], "/new keeps the system message alone"
+    assert "demo answers from now on" in done.stderr
+    assert "there is no command /odd" in done.stderr
+
+
 def test_a_conversation_remembers_and_goes_on_after_an_error(head: FakeHead, tmp_path: Path) -> None:
     head.say("/v1/chat/completions", events(delta("yes", "stop")) + b"data: [DONE]\n\n")
     done = run_convoy(["chat", "--url", head.url], tmp_path, text="first\n\nsecond\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import sys
 import time
@@ -16,13 +18,20 @@ from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.show.stall_notice import StallNotice
 from convoy.errors import ConvoyError, UsageError
-from convoy.sdk.client import only_model
+from convoy.sdk.client import list_models, only_model
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 Message = dict[str, str]
 _RECOVERING = "recovering: "
 _LOOK_S = 2.0
 _MAX_PROMPT_CHARS = 8 << 20
+_COMMAND = re.compile(r"/[a-z]+", re.ASCII)
+_HELP_COMMAND = "/help"
+_QUOTES = '"""'
+_COMMANDS = """/model NAME   ask another model; without a name: list them
+/system TEXT  set the system message; without a text: have none
+/new          begin a new conversation
+Several lines: end each but the last with \\, or put them between two \"\"\" """.rstrip()
 # Line end, tab, zero-width non-joiner and zero-width joiner.
 _KEPT = frozenset("\n\t\u200c\u200d")
 
@@ -118,35 +127,117 @@ def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], 
 def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> None:
     """Ask and answer until the input ends. Report a failed turn, leave it out, and continue."""
     if sys.stdin.isatty():
-        print_note("end with Ctrl-D; Ctrl-C stops an answer")
+        print_note(f"end with Ctrl-D; Ctrl-C stops an answer; {_HELP_COMMAND} lists the commands")
     # Here each Ctrl-C stops one answer. The command's own handler would end the process at the second.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while (line := _ask()) is not None:
         if not line.strip():
             continue
-        messages = [*history, _user(line)]
-        answer = ChatReply()
         try:
-            _show(endpoint, messages, options, answer)
+            if _obeyed(line, endpoint, history, options):
+                continue
+            _turn(endpoint, line, history, options)
         except KeyboardInterrupt:
             print_note("\nstopped")
-            continue
         except ConvoyError as error:
-            if answer.text:
-                print()
             print_note(f"{styled('error:', 'red', sys.stderr)} {one_line(error.message)}")
-            continue
-        print()
-        # Only a complete turn enters the history.
-        history = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+def _turn(endpoint: Endpoint, line: str, history: list[Message], options: dict[str, Any]) -> None:
+    """Answer one question. Only a complete turn enters the history."""
+    messages = [*history, _user(line)]
+    answer = ChatReply()
+    try:
+        _show(endpoint, messages, options, answer)
+    except ConvoyError:
+        if answer.text:
+            print()
+        raise
+    print()
+    history[:] = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+def _obeyed(line: str, endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> bool:
+    """Do what a line such as ``/model NAME`` says. Return False for a line that is a question."""
+    word, _, rest = line.strip().partition(" ")
+    if _COMMAND.fullmatch(word) is None:
+        return False
+    rest = rest.strip()
+    if word == "/model":
+        _choose_model(rest, endpoint, options)
+    elif word == "/system":
+        history[:] = [*([{"role": "system", "content": rest}] if rest else []), *_without_system(history)]
+        print_note("the system message counts from the next question" if rest else "no system message now")
+    elif word == "/new":
+        history[:] = [one for one in history if one["role"] == "system"]
+        print_note("a new conversation begins")
+    else:
+        if word != _HELP_COMMAND:
+            print_note(f"there is no command {word}")
+        print_note(_COMMANDS)
+    return True
+
+
+def _without_system(history: list[Message]) -> list[Message]:
+    return [one for one in history if one["role"] != "system"]
+
+
+def _choose_model(named: str, endpoint: Endpoint, options: dict[str, Any]) -> None:
+    """Ask another model from now on, or list them. The conversation stays."""
+    names = list_models(endpoint)
+    if named in names:
+        options["model"] = named
+        print_note(f"{one_line(named)} answers from now on")
+        return
+    if named:
+        print_note(f"{one_line(named)} is not served here")
+    print_note("\n".join(f"{'*' if name == options['model'] else ' '} {one_line(name)}" for name in names))
 
 
 def _ask() -> str | None:
-    # The prompt sign goes to standard error: a person sees it there, and piped answers stay clean.
+    """Return the next question, or None at the end of the input.
+
+    A line that ends with a backslash goes on in the next one. So do lines after one that begins with three
+    quotation marks, until a line ends with them.
+    """
+    line = _line("> ")
+    if line is None:
+        return None
+    if line.lstrip().startswith(_QUOTES):
+        return _quoted(line.lstrip().removeprefix(_QUOTES))
+    while line.endswith("\\"):
+        more = _line(". ")
+        line = f"{line[:-1]}\n{more or ''}"
+    return line
+
+
+def _quoted(text: str) -> str:
+    """Return a question of several lines, which begins with ``text``."""
+    while not text.rstrip().endswith(_QUOTES):
+        more = _line(". ")
+        if more is None:
+            return text
+        text = f"{text}\n{more}"
+    return text.rstrip().removesuffix(_QUOTES).strip("\n")
+
+
+def _line(sign: str) -> str | None:
+    """Return a line of the input, or None at its end.
+
+    On a terminal, earlier lines come back with the arrow keys. They are kept in memory alone.
+    """
     try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                # The import gives `input` its editor and its history.
+                import readline  # noqa: F401
+            return input(sign)
+        # The prompt sign goes to standard error: a person sees it there, and piped answers stay clean.
         if sys.stdin.isatty():
-            print(styled("> ", "bold", sys.stderr), end="", file=sys.stderr, flush=True)
+            print(styled(sign, "bold", sys.stderr), end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
+    except EOFError:
+        return None
     except UnicodeDecodeError:
         raise UsageError(
             "standard input is not UTF-8 text", hint="convert it to UTF-8, or give the prompt as an argument"

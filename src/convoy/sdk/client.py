@@ -171,9 +171,13 @@ def only_model(endpoint: Endpoint, option: str) -> str:
 
 def cluster_status(endpoint: Endpoint) -> ClusterStatus:
     """Return the body of ``GET /status``. Raises `Incompatible` if it has another shape."""
+    return status_of(endpoint, endpoint.get("/status"))
+
+
+def status_of(endpoint: Endpoint, answer: object) -> ClusterStatus:
+    """Return a body or an event of `GET /status`. Raises `Incompatible` if it has another shape."""
     from convoy.cluster.status import ClusterStatus
 
-    answer = endpoint.get("/status")
     try:
         # The server may be of another version, or no Convoy at all.
         return msgspec.convert(answer, resolved(ClusterStatus))

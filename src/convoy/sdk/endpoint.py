@@ -131,6 +131,21 @@ class Endpoint:
                 f"the stream from {self.url} ended before the answer was complete", hint=_REMEDY
             )
 
+    def watch(self, path: str) -> Iterator[dict[str, object]]:
+        """Yield the JSON of each event of GET ``path``, until the server ends them or is gone.
+
+        Raises PeerUnreachable if it is gone, and HttpRefused for an error status.
+        """
+        with self._open("GET", path, None, accept="text/event-stream") as response:
+            if response.status != http.client.OK:
+                raise self._refusal(response.status, response.read(_MAX_BODY_BYTES))
+            for line in self._lines(response):
+                if line.startswith(b"data: "):
+                    event = self._json(line.removeprefix(b"data: "))
+                    if not isinstance(event, dict):
+                        raise self.not_ours("no JSON object")
+                    yield event
+
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             while line := response.readline(_MAX_BODY_BYTES):
@@ -141,14 +156,21 @@ class Endpoint:
             ) from None
 
     @contextmanager
-    def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        accept: str = "application/json, text/event-stream",
+    ) -> Iterator[http.client.HTTPResponse]:
         parts = urlsplit(self.url)
         host, port = parts.hostname or "", parts.port
         connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)
         if parts.scheme == "https":
             context = self.trusting()
             connection = http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
-        headers = {"Accept": "application/json, text/event-stream"}
+        headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/json"
         if self.api_key is not None:

@@ -1,0 +1,83 @@
+"""The picture of a cluster in a terminal: machines, links, the time of a step, and rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli.transcript import run_here
+from convoy.api.service import Service
+from convoy.cli.running.top import Moment
+from convoy.cluster.status import ClusterStatus, StageStatus, StepPart, StepPath
+from convoy.sdk.endpoint import Endpoint
+from support.fake_service import serving_of
+
+
+def stage(name: str, *, head: bool) -> StageStatus:
+    return StageStatus(
+        member=name,
+        start=0,
+        end=4,
+        embed=head,
+        output=head,
+        weight_bytes=2_000_000,
+        can_read_prompts="activations",
+        address="127.0.0.1:1",
+        cipher=None if head else "AES-256-GCM",
+        round_trip_s=None if head else 0.002,
+        head=head,
+        memory_bytes=5_000_000,
+        kv_bytes=1_000_000,
+    )
+
+
+STATUS = ClusterStatus(
+    model="demo [red]",
+    ready=True,
+    reason="a token passes every stage",
+    route="",
+    kernel="exact",
+    generation=1,
+    stages=[stage("alpha", head=True), stage("beta", head=False)],
+    running=2,
+    waiting=1,
+    num_blocks=10,
+    free_blocks=5,
+    steps=1,
+    prompt_tokens=100,
+    generated_tokens=50,
+    ring_s=0.004,
+    absent=["gamma"],
+    step_path=StepPath(
+        1, 0.01, [StepPart("alpha", 0.0, 0.0, 0.004, 0.001), StepPart("beta", 0.005, 0, 0, 0)]
+    ),
+)
+
+
+def test_one_picture_is_printed_where_the_output_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with serving_of(Service((), lambda: (True, ""), lambda: STATUS)) as (url, _):
+        said = run_here(["top", "--url", url], tmp_path, environment={"COLUMNS": "200"}).stdout
+        event = next(Endpoint.of(url).watch("/status"))
+    assert event["model"] == "demo [red]"
+    assert "demo [red]  ready: a token passes every stage" in said, "a model's name is no markup"
+    assert "2 running, 1 waiting" in said
+    assert "K/V 50 % in use" in said
+    beta = next(line for line in said.splitlines() if line.startswith("beta"))
+    assert beta.split("  ")[0] == "beta"
+    assert "2.0 MB" in beta
+    assert "AES-256-GCM" in beta
+    assert "last step 10.00 ms: wire 50 %, wait 0 %, compute 40 %, seal 10 %" in said
+    assert "absent: gamma (dialled until there)" in said
+
+
+def test_rates_are_those_between_two_moments_and_zero_after_a_new_start() -> None:
+    def at(generated: int, when_s: float) -> Moment:
+        found = {name: getattr(STATUS, name) for name in STATUS.__struct_fields__}
+        return Moment(ClusterStatus(**(found | {"generated_tokens": generated})), when_s)
+
+    assert at(50, 12.0).rates(at(30, 10.0)) == (10.0, 0.0)
+    assert at(5, 12.0).rates(at(30, 10.0)) == (0.0, 0.0)
