@@ -302,7 +302,7 @@ def _serve(
 
     beside: list[ProviderBeside] = []
     try:
-        service = service_of(cluster, settings.serve.served_model_name)
+        service = service_of(cluster, settings.serve)
 
         def on_ready(url: str) -> None:
             settle_memory()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from convoy.config.files import read_bytes
 from convoy.config.settings import Config
+from convoy.config.table import SERVE, ServeConfig
 from convoy.errors import ConfigError, ConvoyError
 from convoy.sdk.options import Note
 
@@ -89,16 +90,16 @@ def _older(config: Config, me: Membership) -> bytes | None:
     return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
 
 
-def service_of(cluster: RunningCluster, name: str | None = None) -> Service:
+def service_of(cluster: RunningCluster, serve: ServeConfig = SERVE) -> Service:
     """Return the service of one model over HTTP, with the cluster's health, status and metrics.
 
-    ``name`` stands for the model in every API, in place of its own.
+    ``serve`` may name the model in every API.
     """
     from convoy.api.service import ServedModel, Service
     from convoy.cluster.metrics.member import head_families
 
     active = cluster.head.active_plan
     assert active is not None
-    served = ServedModel(name or active.plan.model, cluster.engine, cluster.tokenizer)
+    served = ServedModel(serve.served_model_name or active.plan.model, cluster.engine, cluster.tokenizer)
     scraped = (partial(head_families, cluster, served.name),)
     return Service((served,), cluster.health, cluster.status, cluster.level, scraped)

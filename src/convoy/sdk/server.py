@@ -139,9 +139,7 @@ def serve(
         try:
             options = serve_options(settings)
             cluster = _start(settings, opened, options, stack, None if local is None else local.check_alive)
-            url = stack.enter_context(
-                http_server(service_of(cluster, settings.serve.served_model_name), options)
-            )
+            url = stack.enter_context(http_server(service_of(cluster, settings.serve), options))
         except ConvoyError as error:
             if local is not None:
                 local.reraise(error)

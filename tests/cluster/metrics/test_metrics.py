@@ -18,6 +18,7 @@ from convoy.api.server import Stop, run_server
 from convoy.cluster.metrics.member import peer_families
 from convoy.cluster.metrics.server import metrics_server
 from convoy.cluster.running import RunningCluster
+from convoy.config.table import ServeConfig
 from convoy.errors import ConfigError
 from convoy.sdk.head import service_of
 from support.cluster import PeerThread
@@ -31,7 +32,7 @@ SECRET = "Purple elephants juggle at 4 pm."
 
 @contextmanager
 def http(cluster: RunningCluster) -> Iterator[str]:
-    service = service_of(cluster, NAME)
+    service = service_of(cluster, ServeConfig(served_model_name=NAME))
     urls: list[str] = []
     up, stop = threading.Event(), Stop()
 
