@@ -36,6 +36,12 @@ STYLE = """\
     text { font: 13.5px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
     text { fill: #e6edf3; white-space: pre; }
     .typed { fill: #7ee787; font-weight: 600; }
+    @media (prefers-color-scheme: light) {
+      .screen { fill: #ffffff; stroke: #d0d7de; }
+      .button { fill: #d0d7de; }
+      text { fill: #1f2328; }
+      .typed { fill: #116329; }
+    }
     @media (prefers-reduced-motion: no-preference) {
       .line { animation: appear 0.01s both; }
     }

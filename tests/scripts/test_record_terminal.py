@@ -51,3 +51,9 @@ def test_a_picture_is_xml_and_loads_nothing(picture: Path) -> None:
     text = picture.read_text(encoding="utf-8")
     ElementTree.fromstring(text)  # noqa: S314 - our own
     assert not re.search(r"@font-face|@import|<script|<image|url\((?!#)|href=\"(?!#)", text)
+
+
+def test_every_drawing_has_colours_for_light_and_for_dark_pages() -> None:
+    drawings = list(PICTURES.glob("*.svg"))
+    assert len(drawings) > 1
+    assert [one.name for one in drawings if "prefers-color-scheme" not in one.read_text("utf-8")] == []
