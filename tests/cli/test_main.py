@@ -167,10 +167,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == b"[]"
 
 
-def test_no_arguments_show_the_help(tmp_path: Path) -> None:
-    assert run_convoy([], tmp_path).stdout == run_convoy(["--help"], tmp_path).stdout
-
-
 def test_every_verb_has_help_and_json(tmp_path: Path) -> None:
     for verb in (["plan"], ["status"], ["chat"], ["identity", "new"], ["roster", "verify"]):
         done = run_here([*verb, "--help"], tmp_path)

@@ -85,7 +85,9 @@ def convoy(
         print(f"convoy {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        from convoy.cli.machine.overview import print_overview
+
+        print_overview()
 
 
 def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = None) -> None:

@@ -168,6 +168,7 @@ class RunningCluster:
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
             max_context=active.max_context,
+            versions={name: hello.software for name, hello in self.head.hellos().items()},
             step_path=self.head.step_path(),
         )
 

@@ -165,5 +165,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     queried_tokens: int = 0
     hit_tokens: int = 0
     max_context: int = 0
+    # The version of Convoy of each connected member.
+    versions: dict[str, str] = {}
     # Where the last step with rows spent its time. None before the first, and if one member or ranks run it.
     step_path: StepPath | None = None

@@ -1,0 +1,109 @@
+"""`convoy ps`, `stop` and `logs`, and `convoy` without arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.transcript import run_here
+from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+
+# A process that announces itself as `serve` does, and ends when it is asked to.
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from convoy.cli.running.process import announced
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with announced("serve", "alpha", Path(sys.argv[1])) as here:
+    here.ready("serves demo", "http://127.0.0.1:9000")
+    print("ready", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the list of processes and the units apart from those of the person that runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def alpha(tmp_path: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_running_process_is_listed_and_stopped(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
+    (listed,) = json.loads(run_here(["ps", "--json"], tmp_path).stdout)
+    assert (listed["pid"], listed["name"], listed["state"]) == (alpha.pid, "alpha", "serves demo")
+    assert "alpha" in run_here(["ps"], tmp_path).stdout
+    wrong = run_here(["stop", "beta"], tmp_path)
+    assert (wrong.returncode, wrong.stderr.splitlines()[0]) == (
+        2,
+        f"error: 'beta' names 0 processes: running are alpha ({alpha.pid})",
+    )
+    done = run_here(["stop", "alpha"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, f"stopped alpha (serve, process {alpha.pid})\n")
+    assert alpha.wait(30) == 0
+    assert run_here(["ps", "--json"], tmp_path).stdout == "[]\n"
+
+
+def test_a_killed_process_is_not_listed(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
+    alpha.kill()
+    alpha.wait(30)
+    assert "no process of Convoy runs here" in run_here(["ps"], tmp_path).stderr
+
+
+def test_a_log_needs_a_service(tmp_path: Path, cache: Path) -> None:
+    done = run_here(["logs"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: which service? installed are none\n")
+
+
+def steps(tmp_path: Path) -> list[str]:
+    """Return the commands that `convoy` names in ``tmp_path``."""
+    done = run_here([], tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, _, below = done.stdout.partition("\nnext:\n")
+    return [line.strip().split("  ")[0] for line in below.splitlines()]
+
+
+def test_a_machine_without_a_cluster_is_told_how_to_get_one(tmp_path: Path, cache: Path) -> None:
+    assert steps(tmp_path) == [
+        "convoy demo",
+        "convoy run MODEL",
+        "convoy serve MODEL --invite",
+        "convoy join -",
+        "convoy --help",
+    ]
+
+
+def test_a_machine_that_serves_is_told_how_to_use_it(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
+    assert steps(tmp_path)[0] == "convoy chat --url http://127.0.0.1:9000"
+    assert f"alpha ({alpha.pid}): serves demo" in run_here([], tmp_path).stdout
+
+
+def test_a_member_is_named_with_its_cluster_and_how_to_start_it(tmp_path: Path, cache: Path) -> None:
+    home = tmp_path / ".convoy"
+    home.mkdir()
+    with LocalCluster(LocalOptions(num_members=2)) as local:
+        shutil.copy(local.config_file("beta"), home / "convoy.toml")
+        assert steps(tmp_path)[:2] == ["convoy join", "convoy service install"]
+        assert "beta, a peer of local" in run_here([], tmp_path).stdout
+        shutil.copy(local.config_file("alpha"), home / "convoy.toml")
+        assert steps(tmp_path)[:2] == ["convoy serve MODEL", "convoy service install MODEL"]
+        (local.directory / "roster.toml").unlink()
+        assert steps(tmp_path)[0] == "convoy doctor"
