@@ -61,6 +61,15 @@ def doctor(
         raise typer.Exit(EXIT_FAILURE)
 
 
+def findings_of(path: Path | None) -> Iterator[tuple[str, Finding]]:
+    """Yield each finding with the name of its check, as they come."""
+    from convoy.cluster.checkup.finding import examine
+
+    for check in _checks(path):
+        for finding in examine(check):
+            yield check.name, finding
+
+
 def _print(name: str, finding: Finding) -> None:
     level = styled(finding.level.ljust(4), _COLOURS[finding.level], sys.stdout)
     print(f"{level}  {name.ljust(9)}  {one_line(finding.what)}", flush=True)

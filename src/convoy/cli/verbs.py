@@ -70,6 +70,10 @@ VERBS = (
     Verb("stop", "machine.processes:stop", SET_UP, "Stop a process of Convoy on this machine, in order."),
     Verb("logs", "machine.processes:logs", SET_UP, "Show the log of a service on this machine."),
     Verb("upgrade", "machine.versions:upgrade", SET_UP, "Compare the versions of a cluster's members."),
+    Verb(
+        *("report", "machine.report:report", SET_UP),
+        "Write a file for a bug report, without keys, prompts or addresses.",
+    ),
     Verb("identity", "identity:app", SET_UP, "Make or show keys and cards; an operator key's passphrase."),
     Verb("roster", "roster:app", SET_UP, "Sign, change, show or verify the list of members."),
     Verb("keys", "keys:app", SET_UP, "Make and list files with API keys."),
