@@ -16,8 +16,14 @@ from convoy.trust.roster.accepted import AcceptedFile
 from convoy.trust.roster.authority import open_membership
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.roster import make_roster, sign_roster
+from support.examined import derive_quickly
 
 LOG = ".convoy/operator"
+
+
+@pytest.fixture(autouse=True)
+def quick_passphrases(monkeypatch: pytest.MonkeyPatch) -> None:
+    derive_quickly(monkeypatch)
 
 
 def ran(folder: Path, *arguments: str) -> str:

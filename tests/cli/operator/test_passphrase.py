@@ -17,8 +17,14 @@ from convoy.cli.running.invite import InviteFlags
 from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.crypto.identity import OperatorKey, has_passphrase
 from convoy.errors import IdentityError, UsageError
+from support.examined import derive_quickly
 
 SOURCE = str(Path(__file__).resolve().parents[3] / "src")
+
+
+@pytest.fixture(autouse=True)
+def quick_passphrases(monkeypatch: pytest.MonkeyPatch) -> None:
+    derive_quickly(monkeypatch)
 
 
 def word_file(folder: Path, text: str | bytes = "word\n", name: str = "word", mode: int = 0o600) -> str:
