@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-mlx test-page test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
+.PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-mlx test-page test-chaos test-verify test-long test-wheel check docs lock sbom dist bench clean
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
@@ -32,6 +32,7 @@ help:
 	@echo "make docs            build the documentation site in site/; fails on a broken link"
 	@echo "make lock            resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
 	@echo "make sbom            write dist/convoy.cdx.json, a CycloneDX bill of materials of what users install"
+	@echo "make dist            write the wheel, the sdist and, with buildah or podman, the image convoy"
 	@echo "make bench           measure the hop between two members"
 	@echo "make setup           only set up .venv"
 	@echo "make clean           remove .venv and what the set-up wrote"
@@ -161,6 +162,13 @@ lock: setup
 
 sbom: setup
 	@$(BIN)/python scripts/sbom.py
+
+# The image's base comes from a registry. IMAGE_OPTIONS names another: --build-arg BASE=...
+dist: setup
+	@rm -f dist/convoy_llm-*
+	@$(BIN)/python -m hatchling build
+	@engine=$$(command -v buildah || command -v podman) || { echo "dist: no image: neither buildah nor podman is here"; exit 0; }; \
+	$$engine build $(IMAGE_OPTIONS) -f deploy/container/Containerfile -t convoy dist
 
 check: setup
 	@$(BIN)/python scripts/lock.py --check

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -113,6 +114,21 @@ def test_the_wheel_has_its_types_and_neither_tests_nor_comparisons(installed: In
         "convoy",
         f"{wheel.name.split('-py3')[0]}.dist-info",
     }
+
+
+def test_the_sdist_builds_the_same_wheel(installed: Installed) -> None:
+    folder = installed.folder / "sdist"
+    build = (sys.executable, "-m", "hatchling", "build")
+    installed._run(*build, "-t", "sdist", "-d", str(folder), cwd=ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    source = folder / archive.name.removesuffix(".tar.gz")
+    installed._run(*build, "-t", "wheel", "-d", str(folder), cwd=source)
+    (wheel,) = folder.glob("*.whl")
+    (other,) = (installed.folder / "dist").glob("*.whl")
+    assert wheel.name == other.name
+    assert sorted(zipfile.ZipFile(wheel).namelist()) == sorted(zipfile.ZipFile(other).namelist())
 
 
 @pytest.mark.skipif(
