@@ -8,6 +8,7 @@ import pytest
 
 from convoy.cli.main import run
 from convoy.cli.show.logs import Format, JsonLines, set_up_logs
+from convoy.cli.show.output import print_note
 from convoy.errors import FrameError
 
 
@@ -79,3 +80,15 @@ def test_of_an_error_its_place_is_logged_and_not_what_it_quotes(
 def test_a_level_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--log-level", "loud", "status"]) == 2
     assert "loud" in capsys.readouterr().err
+
+
+def test_notes_for_a_person_are_lines_of_the_log_in_json_if_it_is_in_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up_logs("warning", "json")
+    print_note("lost: beta, 100% of it level=%s")
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["message"]) == ("info", "lost: beta, 100% of it level=%s")
+    set_up_logs("warning", "text")
+    print_note("lost: beta")
+    assert capsys.readouterr().err == "lost: beta\n"

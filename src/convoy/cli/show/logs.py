@@ -101,3 +101,11 @@ def set_up_logs(level: Level = "warning", form: Format = "text") -> None:
     # Replace only our own handler: tests and libraries may have added others.
     root.handlers = [*(one for one in root.handlers if not isinstance(one, _Said)), out]
     logging.getLogger("convoy").setLevel(level.upper())
+
+
+def json_note(text: str) -> str | None:
+    """Return a note for a person as a line of the log in JSON; None unless `set_up_logs` chose that form."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Said) and isinstance(handler.formatter, JsonLines):
+            return handler.format(logging.makeLogRecord({"name": "convoy", "levelname": "INFO", "msg": text}))
+    return None

@@ -13,6 +13,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from convoy.cli.show.logs import json_note
 from convoy.errors import ConvoyError, RequestError
 
 _QUANTITY = re.compile(r"-?[0-9]+([.][0-9]+)?( ?[A-Za-z%/]+)?")
@@ -84,8 +85,11 @@ def print_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a line for a person on standard error, apart from results."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line for a person on standard error, apart from results.
+
+    With ``--log-format json`` the line is an object, as those of the log are.
+    """
+    print(json_note(text) or text, file=sys.stderr, flush=True)
 
 
 def print_draining(num_answers: int, drain_s: float) -> None:
