@@ -83,6 +83,36 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 32,
         },
     ),
+    "gemma3": ("Gemma3Text", {**SIZES, "hidden_size": 64, "sliding_window": 20, "sliding_window_pattern": 2}),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            **SIZES,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **SIZES,
+            "full_attention_interval": 3,
+            # As in `tiny_models`.
+            "rms_norm_eps": 0.01,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "deepseek_v4": (
         "DeepseekV4",
         {
@@ -143,7 +173,7 @@ class Writer:
         return [
             n
             for n, t in self.state.items()
-            if n.startswith("model.layers.") and t.dim() >= 2 and n.endswith(".weight") and ".gate.w" not in n
+            if n.startswith("model.layers.") and t.dim() == 2 and n.endswith(".weight") and ".gate.w" not in n
         ]
 
     def put(self, name: str, dense: Array, **stored: torch.Tensor) -> None:
@@ -177,12 +207,16 @@ def _apart(name: str, stack: torch.Tensor) -> State:
 Quantise = Callable[[Writer], None]
 
 
-def library_model(kind: str) -> Any:
-    """Make a random but lively model, as `support.tiny_models` does, with sizes that groups divide."""
+def library_model(kind: str, **more: Any) -> Any:
+    """Make a random but lively model, as `support.tiny_models` does, with sizes that groups divide.
+
+    ``more`` sets some of the kind's options otherwise.
+    """
     family, sizes = MODELS[kind]
+    sizes = sizes | more
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -192,9 +226,9 @@ def library_model(kind: str) -> Any:
     return model
 
 
-def write(root: Path, kind: str, quantise: Quantise) -> Written:
-    """Write both forms of one of `MODELS` under ``root``."""
-    return save_written(root, Writer(library_model(kind)), quantise)
+def write(root: Path, kind: str, quantise: Quantise, **more: Any) -> Written:
+    """Write both forms of one of `MODELS` under ``root``, with ``more`` options."""
+    return save_written(root, Writer(library_model(kind, **more)), quantise)
 
 
 def save_written(root: Path, writer: Writer, quantise: Quantise) -> Written:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -25,6 +23,7 @@ from convoy.model.checkpoints.stage_tensors import TensorPart
 from convoy.model.kernels.stored.weights import Stored
 from convoy.model.layers.attention import ATTENTION_NAME, packed_attention
 from convoy.model.library import FAILURES, FOREIGN, LIBRARY, quiet, reason
+from convoy.model.loading.library_config import text_config
 from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.experts import keep_own_experts
 from convoy.plan.spec.sharding import Shard
@@ -41,27 +40,14 @@ _AS_READ: dict[str, Any] = {
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
-def _read_config(source: ModelSource) -> Any:
-    if source.seed is not None or source.is_one_file:
-        return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
-    return transformers.AutoConfig.from_pretrained(
-        str(source.path), local_files_only=True, trust_remote_code=False
-    )
-
-
 def decoder_config(source: ModelSource, part: TensorPart, shard: Shard) -> Any:
     """Return the library's configuration of a rank's slice of ``part``. Raises ModelError if invalid."""
-    try:
-        with LIBRARY:
-            config = _read_config(source).get_text_config()
-    except (*FAILURES, StrictDataclassError) as error:
-        raise ModelError(f"{source.name}: config.json is not accepted: {reason(error)}") from error
+    config = text_config(source)
     if hasattr(config, "quantization_config"):
         # the tensors are unpacked when they are read
         del config.quantization_config
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
-    _check_rope(source, getattr(config, "rope_parameters", None) or {})
     _check_padding(source, config)
     if shard.world_size > 1:
         narrow_config(config, source.spec, shard)
@@ -69,18 +55,6 @@ def decoder_config(source: ModelSource, part: TensorPart, shard: Shard) -> Any:
         # otherwise the library looks for an lm_head to tie, and this stage has none
         config.tie_word_embeddings = False
     return config
-
-
-def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
-    """Refuse frequencies that change with the batch's length: a position would not have one fixed value."""
-    of_types = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in of_types or [parameters]:
-        kind = rope.get("rope_type")
-        # longrope changes once, beyond the context for which the model was trained
-        original = rope.get("original_max_position_embeddings") or 0
-        steady = kind == "longrope" and source.spec.max_context <= original
-        if kind in ("dynamic", "longrope") and not steady:
-            raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
 
 
 def _check_padding(source: ModelSource, config: Any) -> None:

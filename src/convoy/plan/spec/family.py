@@ -188,6 +188,18 @@ class LayerForm:
     full_unturned: bool = False
 
 
+@dataclass(frozen=True)
+class MlxForm:
+    """Describe layers to `model.backends.mlx`, as far as other fields and the tensors do not show them."""
+
+    # Whether embeddings are multiplied by the root of the hidden width.
+    scaled_embeddings: bool = False
+    # The key of the number whose root divides queries; "": it is the width of a head.
+    query_scale_key: str = ""
+    # Whether values have a norm without a weight, and queries are not divided.
+    value_norms: bool = False
+
+
 # The names of four norms, as Gemma's layers have them.
 FOUR_NORMS = (
     "input_layernorm",
@@ -292,8 +304,7 @@ class Family:
     # Whether a layer is a norm, attention, a norm and a gated MLP, with a residual sum behind either, and
     # no more. `cuda.decoder` runs such layers.
     plain_layers: bool = False
-    # Whether a layer is as `plain_layers` says, or has experts alone in place of its MLP, with a router
-    # of the kind "softmax of all". `mlx.layer` runs such layers.
-    plain_experts: bool = False
+    # How stages on MLX run the layers; None: they do not.
+    mlx: MlxForm | None = None
     # The layers' form for compiled code of hosts; None: they run part by part.
     layer_form: LayerForm | None = None

@@ -13,6 +13,7 @@ import torch
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+_BYTE_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
@@ -40,11 +41,13 @@ class OwnerThread:
 
 
 def to_mlx(tensor: torch.Tensor, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return a copy of ``tensor``, in ``dtype`` if it is given."""
+    """Return a copy of ``tensor``, in ``dtype`` if it is given. Floats of 8 bits come as their bytes."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         # NumPy has no bfloat16.
         found = mx.array(tensor.view(torch.int16).numpy().view(np.uint16)).view(mx.bfloat16)
+    elif tensor.dtype in _BYTE_FLOATS:
+        found = mx.array(tensor.view(torch.uint8).numpy())
     elif tensor.dtype == torch.float64:
         # MLX would round it on a GPU, which has no float64.
         found = mx.array(tensor.float().numpy())

@@ -13,10 +13,10 @@ from torch import nn
 from convoy.config.kernels import AUTO, MLX_KERNELS, form_of, kv_form
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.backends.mlx.arrays import DTYPES, OwnerThread, to_mlx, to_torch
+from convoy.model.backends.mlx.assemble import MlxWeights, load_weights
 from convoy.model.backends.mlx.kv import MlxKvStore
-from convoy.model.backends.mlx.layer import MlxLayer
-from convoy.model.backends.mlx.rotation import RotationTable
-from convoy.model.backends.mlx.weights import MlxWeights, check_supported, load_weights
+from convoy.model.backends.mlx.layers.layer import MlxLayer
+from convoy.model.backends.mlx.supported import check_supported
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.mlx_device import memory_bytes
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
@@ -66,11 +66,8 @@ class MlxStage:
         self._dtype = DTYPES[dtype]
         self._weights: MlxWeights | None = weights
         self._owner = owner
-        head_dim = spec.cache_groups[0].head_dim
-        self._layers = {
-            number: MlxLayer(layer, head_dim, weights.eps) for number, layer in weights.layers.items()
-        }
-        self._rotation = RotationTable(source, head_dim)
+        self._layers = {number: MlxLayer(layer) for number, layer in weights.layers.items()}
+        self._rotations = weights.rotations
         self._kv = MlxKvStore(
             spec,
             range(assignment.start, assignment.end),
@@ -153,7 +150,9 @@ class MlxStage:
 
     def apply(self, step: Step) -> None:
         tables = self._kv.tables
-        tables.commit(tables.stage(step))
+        staged = tables.stage(step)
+        tables.commit(staged)
+        self._owner.run(self._kv.copy_states, staged.copies)
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         tables = self._kv.tables
@@ -213,6 +212,7 @@ class MlxStage:
 
     def _compute(self, staged: StagedStep, given: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of the step's rows behind this stage's layers, [T, hidden_size]."""
+        self._kv.copy_states(staged.copies)
         weights = self._weights
         if weights is None:
             raise StepError("this stage has ended")
@@ -223,15 +223,15 @@ class MlxStage:
         elif not len(given):
             x = mx.zeros((0, self.hidden_size), self._dtype)
         else:
-            x = weights.embedding.rows(to_mlx(given)).astype(self._dtype)
+            x = weights.embedding.rows(to_mlx(given)).astype(self._dtype) * weights.embedding_scale
         if not len(given) or not self._layers:
             return to_torch(x)
-        batches = self._kv.describe(staged.rows)
+        memories = self._kv.describe(staged.rows)
         spans = [np.arange(row.start, row.start + row.num_tokens) for row, _ in staged.rows]
-        rotation = self._rotation.look_up(np.concatenate(spans))
+        rotations = self._rotations.look_up(np.concatenate(spans))
         # By key and in order: `layers` may be any mapping.
         for number in range(self.assignment.start, self.assignment.end):
-            x = self._layers[number](x, self._kv.pools[number], batches[number], rotation)
+            x = self._layers[number](x, memories[number], rotations.get(number))
             if len(given) > _ROWS_AT_ONCE:
                 mx.eval(x)
         return to_torch(x)
@@ -245,7 +245,10 @@ class MlxStage:
         assert weights.head is not None, "`_checked` was not asked"
         if not len(hidden):
             return torch.empty(0, self.vocab_size)
-        return to_torch(weights.head.multiply(self._final(hidden)).astype(mx.float32))
+        logits = weights.head.multiply(self._final(hidden)).astype(mx.float32)
+        if weights.logits_cap:
+            logits = mx.tanh(logits / weights.logits_cap) * weights.logits_cap
+        return to_torch(logits)
 
     def _final(self, hidden: torch.Tensor) -> mx.array:
         weights = self._weights

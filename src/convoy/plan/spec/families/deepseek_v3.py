@@ -15,6 +15,7 @@ from convoy.plan.spec.family import (
     GgufForm,
     GgufTensor,
     LayerHeads,
+    MlxForm,
     Shape,
     Tensors,
 )
@@ -177,6 +178,7 @@ ROWS = (
         shared_expert_alike=True,
         router="best groups",
         replaced={"self_attn": "convoy.model.layers.latent:LatentAttention"},
+        mlx=MlxForm(),
         gguf=_GGUF,
     ),
 )

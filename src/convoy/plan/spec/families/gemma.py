@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from convoy.plan.spec.config import ConfigReader
-from convoy.plan.spec.family import FOUR_NORMS, MAX_LAYERS, MAX_WIDTH, Family, GgufForm, LayerForm, Shape
+from convoy.plan.spec.family import (
+    FOUR_NORMS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    LayerForm,
+    MlxForm,
+    Shape,
+)
 from convoy.plan.spec.heads import pattern_of_layers
 
 _GEMMA: dict[str, object] = {
@@ -84,6 +93,7 @@ ROWS = (
         norm="one plus weight",
         plain_attention=True,
         layer_form=LayerForm(),
+        mlx=MlxForm(scaled_embeddings=True),
         gguf=GgufForm("gemma", fixed=GGUF_GELU, norms_plus_one=True),
     ),
     Family(
@@ -122,6 +132,7 @@ ROWS = (
         norm="one plus weight",
         plain_attention=True,
         layer_form=LayerForm(FOUR_NORMS),
+        mlx=MlxForm(scaled_embeddings=True, query_scale_key="query_pre_attn_scalar"),
         gguf=GgufForm(
             "gemma3",
             settings=GGUF_CAPS,

@@ -14,6 +14,7 @@ from convoy.plan.spec.family import (
     GgufForm,
     GgufTensor,
     LayerHeads,
+    MlxForm,
     Shape,
     Tensors,
 )
@@ -233,6 +234,7 @@ ROWS = (
         ends_full=True,
         num_norms=4,
         layer_inputs=True,
+        mlx=MlxForm(scaled_embeddings=True, value_norms=True),
         gguf=_GGUF,
     ),
 )

@@ -12,6 +12,7 @@ from convoy.plan.spec.family import (
     GgufTensor,
     LayerForm,
     LayerHeads,
+    MlxForm,
     Shape,
     Tensors,
 )
@@ -98,6 +99,7 @@ ROWS = (
         router="softmax of chosen",
         expert_gate="clamped",
         layer_form=LayerForm(),
+        mlx=MlxForm(),
         gguf=_GGUF,
     ),
 )

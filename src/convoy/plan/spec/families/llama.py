@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import Family, GgufForm, LayerForm
+from convoy.plan.spec.family import Family, GgufForm, LayerForm, MlxForm
 
 # Synthetic models and the probe of a layer's speed are of this type.
 LLAMA = "llama"
@@ -19,6 +19,7 @@ ROWS = (
         gguf=GgufForm(LLAMA, turned=GGUF_TURNED),
         plain_attention=True,
         plain_layers=True,
+        mlx=MlxForm(),
         layer_form=LayerForm(),
     ),
 )

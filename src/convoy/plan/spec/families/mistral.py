@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.plan.spec.families.llama import GGUF_TURNED, LLAMA
-from convoy.plan.spec.family import GGUF_EXPERTS, Family, GgufForm, LayerForm
+from convoy.plan.spec.family import GGUF_EXPERTS, Family, GgufForm, LayerForm, MlxForm
 
 ROWS = (
     Family(
@@ -12,6 +12,7 @@ ROWS = (
         window="always",
         plain_attention=True,
         plain_layers=True,
+        mlx=MlxForm(),
         layer_form=LayerForm(),
     ),
     Family(

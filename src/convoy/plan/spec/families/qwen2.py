@@ -6,7 +6,15 @@ its tensors in a GGUF file from here.
 
 from __future__ import annotations
 
-from convoy.plan.spec.family import GGUF_CHOICE, GGUF_EXPERTS, Family, GgufForm, GgufTensor, LayerForm
+from convoy.plan.spec.family import (
+    GGUF_CHOICE,
+    GGUF_EXPERTS,
+    Family,
+    GgufForm,
+    GgufTensor,
+    LayerForm,
+    MlxForm,
+)
 
 _DEFAULTS: dict[str, object] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 # The expert for all rows, and its gate.
@@ -29,6 +37,7 @@ ROWS = (
         gguf=GgufForm("qwen2"),
         plain_attention=True,
         plain_layers=True,
+        mlx=MlxForm(),
         layer_form=LayerForm(),
     ),
     Family(

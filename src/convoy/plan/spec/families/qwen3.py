@@ -12,6 +12,7 @@ from convoy.plan.spec.family import (
     GgufForm,
     LayerForm,
     LayerHeads,
+    MlxForm,
     Tensors,
 )
 from convoy.plan.spec.tensors import expert_stacks, linear, mlp, num_experts
@@ -49,6 +50,7 @@ ROWS = (
         gguf=GgufForm("qwen3"),
         plain_attention=True,
         plain_layers=True,
+        mlx=MlxForm(),
         layer_form=LayerForm(),
     ),
     Family(
@@ -66,7 +68,7 @@ ROWS = (
         qk_norm=True,
         window="if used",
         plain_attention=True,
-        plain_experts=True,
+        mlx=MlxForm(),
         router="softmax of all",
         layer_form=LayerForm(),
         gguf=GgufForm(

@@ -16,6 +16,7 @@ from convoy.plan.spec.family import (
     GgufForm,
     GgufTensor,
     LayerHeads,
+    MlxForm,
     Shape,
     Tensors,
 )
@@ -172,6 +173,7 @@ ROWS = tuple(
         plain_attention=True,
         router="softmax of all",
         replaced={"linear_attn": "convoy.model.layers.delta:GatedDeltaNet"},
+        mlx=MlxForm(),
         gguf=gguf,
     )
     for model_type, defaults, feed_forward, gguf in (

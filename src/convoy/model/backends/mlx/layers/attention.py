@@ -37,6 +37,30 @@ class AttentionCall:
     mask: mx.array | str | None
 
 
+@dataclass
+class MlxPool:
+    """Hold one layer's keys and values, [kv_heads, places, head_dim].
+
+    No other reference to either array is kept: MLX writes in place only then, and copies the pool otherwise.
+    Without values of their own, the first ``value_dim`` elements of keys are the values.
+    """
+
+    keys: mx.array
+    values: mx.array | None
+    value_dim: int
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.keys] if self.values is None else [self.keys, self.values]
+
+    def write(self, batch: AttentionBatch, keys: mx.array, values: mx.array | None) -> None:
+        """Write the step's keys and values, [T, kv_heads, head_dim]."""
+        self.keys[:, batch.written] = keys.transpose(1, 0, 2)
+        if self.values is not None:
+            assert values is not None, "this layer has values of its own"
+            self.values[:, batch.written] = values.transpose(1, 0, 2)
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """Hold what the layers of one cache group need of a step."""
@@ -46,6 +70,14 @@ class AttentionBatch:
     calls: tuple[AttentionCall, ...]
     # The step's rows in the order of the calls' results, or None where it is the step's own.
     order: mx.array | None
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Hold one layer's pool, and what the step reads and writes there."""
+
+    pool: MlxPool
+    batch: AttentionBatch
 
 
 def describe_group(
@@ -100,15 +132,19 @@ def batches_of(decodes: Sequence[tuple[int, Slots]]) -> Iterator[list[tuple[int,
         yield batch
 
 
-def attend(q: mx.array, keys: mx.array, values: mx.array, batch: AttentionBatch, scale: float) -> mx.array:
-    """Return the attention of ``q`` [T, heads, dim] over pools [kv_heads, places, dim]: [T, heads * dim]."""
+def attend(
+    q: mx.array, pool: MlxPool, batch: AttentionBatch, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """Return the attention of ``q`` [T, heads, head_dim] over a pool: [T, heads * value_dim]."""
     found = []
     for call in batch.calls:
         own = q[call.rows].reshape(call.num_sequences, -1, *q.shape[1:]).transpose(0, 2, 1, 3)
+        keys = _taken(pool.keys, call)
+        values = keys[..., : pool.value_dim] if pool.values is None else _taken(pool.values, call)
         out = mx.fast.scaled_dot_product_attention(
-            own, _taken(keys, call), _taken(values, call), scale=scale, mask=call.mask
+            own, keys, values, scale=scale, mask=call.mask, sinks=sinks
         )
-        found.append(out.transpose(0, 2, 1, 3).reshape(-1, q.shape[1] * q.shape[2]))
+        found.append(out.transpose(0, 2, 1, 3).reshape(-1, q.shape[1] * pool.value_dim))
     whole = found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
     return whole if batch.order is None else whole[batch.order]
 

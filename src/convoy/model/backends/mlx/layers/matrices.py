@@ -1,10 +1,17 @@
-"""Multiply by matrices on MLX, plain or in codes as stored: by one for all rows, or by each row's experts."""
+"""Multiply by matrices on MLX, plain or in codes as stored: by one for all rows, or by each row's experts.
+
+A gated MLP and the activations are here too. `experts` chooses experts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+
+Activation = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,13 @@ class CodedMatrix:
             mode=self.mode,
         )
 
+    def rows_of_each(self, rows: slice) -> CodedMatrix:
+        """Return some rows of the matrix of each expert, copied."""
+        taken = [mx.contiguous(array[:, rows]) for array in self.arrays]
+        mx.eval(*taken)
+        codes, scales, *biases = taken
+        return replace(self, codes=codes, scales=scales, biases=biases[0] if biases else None)
+
     @property
     def arrays(self) -> list[mx.array]:
         return [self.codes, self.scales, *(() if self.biases is None else (self.biases,))]
@@ -114,47 +128,33 @@ class Linear:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """Compute down(silu(gate) * up)."""
+    """Compute down(activation(gate) * up)."""
 
     gate: Linear
     up: Linear
     down: Linear
+    activate: Activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        gate = self.gate(x)
-        return self.down(gate * mx.sigmoid(gate) * self.up(x))
+        return self.down(self.activate(self.gate(x)) * self.up(x))
 
     @property
     def arrays(self) -> list[mx.array]:
         return self.gate.arrays + self.up.arrays + self.down.arrays
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Compute the experts that a router chooses for each row. Matrices are [experts, outputs, inputs]."""
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
 
-    router: Linear
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-    num_chosen: int
-    # Whether the weights of the chosen ones add up to 1.
-    is_normed: bool
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the weighted sum of each row's experts, best first, for ``x`` [T, hidden]."""
-        scores = mx.softmax(self.router(x).astype(mx.float32), axis=-1)
-        numbers = mx.argsort(-scores, axis=-1)[:, : self.num_chosen]
-        weights = mx.take_along_axis(scores, numbers, axis=-1)
-        if self.is_normed:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
-        # [T, 1, 1, hidden], so that each of a row's experts multiplies a matrix of one row.
-        rows = x[:, None, None]
-        gate = self.gate.multiply_chosen(rows, numbers)
-        up = self.up.multiply_chosen(rows, numbers)
-        found = self.down.multiply_chosen(gate * mx.sigmoid(gate) * up, numbers)
-        return (found[:, :, 0] * weights[..., None].astype(x.dtype)).sum(axis=1)
+def _gelu_tanh(x: mx.array) -> mx.array:
+    """Return the approximation by a hyperbolic tangent of Hendrycks and Gimpel, 2016."""
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.router.arrays + self.gate.arrays + self.up.arrays + self.down.arrays
+
+# By the word of config.json.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": _silu,
+    "swish": _silu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}

@@ -1,0 +1,66 @@
+"""Tell whether stages on MLX run a model, from its configuration and the headers of its tensors alone."""
+
+from __future__ import annotations
+
+from convoy.errors import ModelError
+from convoy.model.backends.mlx.codes import why_not_laid_out
+from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS
+from convoy.model.checkpoints.formats.arrange import Composed, Plain
+from convoy.model.checkpoints.formats.mlx import AffineRows
+from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
+from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.registry import FAMILIES
+
+ON_CPU = 'set device = "cpu" for this member: its exact mode runs this model'
+# The groups that `quantized_matmul` takes.
+_GROUPS = (32, 64, 128)
+_ACTIVATION_KEYS = ("hidden_activation", "hidden_act")
+# Floats of a GGUF file.
+FLOAT_FORMS = frozenset({"F32", "F16", "BF16"})
+# The arrangements of which a stack of experts is taken apart again.
+_STACKED = frozenset({"alternating columns", "transposed"})
+# The arrangements that are unpacked: no linear multiplies by them as they are stored.
+_UNPACKED = frozenset({"latents", "alternating", "less one", "one row", "taps", "decays"})
+
+
+def check_supported(source: ModelSource) -> None:
+    """Raise ModelError, naming the part, for a model that no stage on MLX runs. Reads no weights."""
+    if reason := why_not(source):
+        raise ModelError(f"{source.name} does not run on mlx: {reason}", hint=ON_CPU)
+
+
+def why_not(source: ModelSource) -> str:
+    """Return what no stage on MLX runs of this model, or ""."""
+    spec = source.spec
+    if FAMILIES[spec.family].mlx is None:
+        known = ", ".join(sorted(name for name, row in FAMILIES.items() if row.mlx is not None))
+        return f"model type {spec.family} has other layers than {known}"
+    reader = ConfigReader(source.config, source.name)
+    activation = next((word for key in _ACTIVATION_KEYS if (word := reader.word(key))), "")
+    if activation and activation not in ACTIVATIONS:
+        return f"the activation is {activation}, expected {', '.join(ACTIVATIONS)}"
+    if spec.layer_input_size:
+        return "its layers have inputs of their own, from token ids"
+    if spec.kv_sources:
+        return "some layers read the K/V of another"
+    reasons = (_why_not_form(name, whole) for name, whole in source.layout.made.items())
+    return next((reason for reason in reasons if reason), "")
+
+
+def _why_not_form(name: str, whole: Unpacking) -> str:
+    """Return why `quantized_matmul` does not take a stored tensor, or ""."""
+    is_unpacked = isinstance(whole, Composed) and whole.arrangement in _UNPACKED
+    if is_unpacked or isinstance(whole, RowFloats | TurnedFloats | Plain) or whole.kept_form in FLOAT_FORMS:
+        return ""
+    # mlx-lm's stacks of experts, which are arranged in another way in `transformers`.
+    is_stack = isinstance(whole, JoinedRows) and len(whole.shape) == 3
+    if is_stack or (isinstance(whole, Composed) and whole.arrangement in _STACKED):
+        assert isinstance(whole, JoinedRows | Composed), "both have parts"
+        return next((reason for one in whole.wholes if (reason := _why_not_form(name, one))), "")
+    if not isinstance(whole, AffineRows):
+        return why_not_laid_out(name, whole)
+    if whole.group_size not in _GROUPS:
+        return f"{name} has groups of {whole.group_size}, expected {', '.join(map(str, _GROUPS))}"
+    return ""

@@ -1,0 +1,101 @@
+"""Codes of other formats in MLX's form: the same values to the bit, and the logits of the unpacked model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.mlx_device import why_no_mlx
+from support.mlx_stages import Loader
+from support.quantised_models import (
+    Quantise,
+    Writer,
+    awq,
+    compressed,
+    gptq,
+    library_model,
+    write,
+    write_gguf,
+)
+from support.tiny_models import Chain
+
+if why_no_mlx():
+    pytest.skip(f"{why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
+
+import gguf
+import mlx.core as mx
+import numpy as np
+
+from convoy.model.backends.mlx.arrays import to_torch
+from convoy.model.backends.mlx.codes import lay_out
+from convoy.model.checkpoints.read_tensor import read_kept, read_tensor
+from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+
+PROMPT = list(range(3, 40))
+QUANTISERS: dict[str, Quantise] = {
+    "gptq 4 bits": gptq(4, 32),
+    "gptq 8 bits": gptq(8, 64),
+    "awq": awq(32),
+    "compressed 4 bits": compressed(4, 32),
+    "compressed 8 bits with zeros": compressed(8, 64, symmetric=False),
+    "compressed, a scale for a row": compressed(4, None),
+}
+
+
+def check_values(one: StoredRange, expected: torch.Tensor) -> None:
+    """Check the laid-out values bit by bit, with factors in the two dtypes of stages."""
+    for dtype in (mx.float32, mx.bfloat16):
+        found = lay_out(one, dtype)
+        assert found.biases is not None
+        scales, biases = (factor.astype(mx.float32) for factor in (found.scales, found.biases))
+        values = mx.dequantize(found.codes, scales, biases, group_size=found.group_size, bits=found.bits)
+        assert torch.equal(to_torch(values), expected)
+
+
+@pytest.mark.parametrize("kind", QUANTISERS)
+def test_codes_are_laid_out_without_a_rounding(kind: str, load: Loader, tmp_path: Path) -> None:
+    written = write(tmp_path, "llama", QUANTISERS[kind])
+    source, dense = (ModelSource.resolve(str(path)) for path in (written.quantised, written.dense))
+    name = "model.layers.1.mlp.down_proj.weight"
+    matrix = read_kept(source, name)
+    assert isinstance(matrix, StoredMatrix)
+    (one,) = matrix.ranges
+    assert isinstance(one, StoredRange)
+    check_values(one, read_tensor(source, name))
+    found, expected = (Chain(load(each)).run((0, PROMPT))[0] for each in (source, dense))
+    assert float((found - expected).abs().max()) <= 5e-5
+    for cut in (1, 2):
+        assert torch.equal(Chain(load(source, cut)).run((0, PROMPT))[0], found)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_gguf_file_has_the_logits_of_its_values(kind: str, load: Loader, tmp_path: Path) -> None:
+    written = write_gguf(tmp_path, Writer(library_model("llama")), kind)
+    source, dense = (ModelSource.resolve(str(path)) for path in (written.quantised, written.dense))
+    found, expected = (Chain(load(each)).run((0, PROMPT))[0] for each in (source, dense))
+    assert float((found - expected).abs().max()) <= 5e-5
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_blocks_of_ggml_are_laid_out_without_a_rounding(kind: str) -> None:
+    generator = np.random.default_rng(3)
+    number = gguf.GGMLQuantizationType[kind]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    blocks = generator.integers(0, 256, (8, 2, block_bytes), dtype=np.uint8)
+    halves = generator.normal(size=(8, 2, 2)).astype(np.float16).view(np.uint8).reshape(8, 2, 4)
+    at = 4 if kind in ("Q4_1", "Q4_K") else 2
+    blocks[..., :at] = halves[..., :at]
+    packed = torch.from_numpy(blocks.reshape(8, -1))
+    inputs = 2 * gguf.GGML_QUANT_SIZES[number][0]
+    expected = torch.from_numpy(gguf.quants.dequantize(packed.numpy(), number))
+    check_values(StoredRange(f"gguf:{kind}", 8, inputs, {"stored": packed}), expected)
+
+
+def test_groups_that_are_no_runs_are_refused_by_name(load: Loader, tmp_path: Path) -> None:
+    source = ModelSource.resolve(str(write(tmp_path, "llama", gptq(4, 32, shuffled=True)).quantised))
+    with pytest.raises(ModelError, match=r"a form \(TurnedColumns\) that quantized_matmul does not take"):
+        load(source)
