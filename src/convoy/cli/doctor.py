@@ -103,6 +103,7 @@ def _checks(path: Path | None) -> Iterator[Check]:
 
 def _machine_checks() -> Iterator[Check]:
     from convoy.cluster.checkup import machine
+    from convoy.cluster.checkup.apple import check_mac
     from convoy.cluster.checkup.finding import Check
 
     yield Check("python", machine.check_python)
@@ -110,6 +111,8 @@ def _machine_checks() -> Iterator[Check]:
     yield Check("exact", machine.check_exact, "computing a sample in exact mode ...")
     yield Check("ciphers", machine.check_ciphers)
     yield Check("memory", machine.check_memory)
+    if sys.platform == "darwin":
+        yield Check("mac", check_mac)
     yield Check("disk", lambda: machine.check_disk(Path.cwd()))
     yield Check("leaks", machine.check_leaks)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.running.process import announced, running_processes
+from convoy.cli.running.process import announced, keep_awake, running_processes
 from support.notified import notify_socket
 
 
@@ -56,3 +56,18 @@ def test_a_manager_that_has_gone_ends_no_server(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nothing"))
     with announced("serve", "alpha", tmp_path) as here:
         here.ready("serves demo")
+
+
+def test_a_mac_stays_awake_as_long_as_the_process_runs() -> None:
+    started: list[list[str]] = []
+    keep_awake(4711, "darwin", lambda command: started.append(list(command)))
+    assert started == [["/usr/bin/caffeinate", "-i", "-w", "4711"]]
+
+
+def test_other_systems_start_nothing_and_a_mac_without_the_command_goes_on() -> None:
+    keep_awake(4711, "linux", lambda _command: pytest.fail("nothing is needed"))
+
+    def missing(_command: object) -> None:
+        raise FileNotFoundError
+
+    keep_awake(4711, "darwin", missing)

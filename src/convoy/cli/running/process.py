@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from convoy.errors import ConvoyError
 # systemd names its socket here (sd_notify(3)).
 _NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 _RECORD = "process.json"
+_CAFFEINATE = "/usr/bin/caffeinate"
 _MAX_RECORD_BYTES = 1 << 16
 
 
@@ -96,9 +99,22 @@ def announced(verb: str, name: str, folder: Path, *, listed: bool = True) -> Ite
             if listed:
                 _parent().mkdir(mode=0o700, parents=True, exist_ok=True)
                 place = stack.enter_context(temporary_folder(_parent()))
+        keep_awake(record.pid)
         process = AnnouncedProcess(record, place, notify_socket)
         stack.callback(process.end)
         yield process
+
+
+def keep_awake(
+    pid: int,
+    system: str = sys.platform,
+    start: Callable[[Sequence[str]], object] = subprocess.Popen,
+) -> None:
+    """Keep a Mac from idle sleep as long as the process ``pid`` runs. A closed lid still ends its links."""
+    if system == "darwin":
+        # It ends by itself with the process that it waits for.
+        with contextlib.suppress(OSError):
+            start((_CAFFEINATE, "-i", "-w", str(pid)))
 
 
 def running_processes() -> list[ProcessRecord]:

@@ -188,7 +188,7 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
         device_memory_bytes,
         why_no_cuda,
     )
-    from convoy.model.mlx_device import why_no_mlx
+    from convoy.model.mlx_device import Platform, why_no_mlx, why_not_default
 
     reason = why_no_cuda()
     for number in range(0 if reason else torch.cuda.device_count()):
@@ -202,6 +202,8 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
     except UsageError as error:
         yield fail(error.message, error.hint or "set device under [model]")
         return
+    if wish == "auto" and reason and Platform.here().is_apple_silicon:
+        reason = why_not_default()
     yield ok(f"computes on {chosen}" + (f": {reason}" if reason and wish == "auto" else ""))
 
 
