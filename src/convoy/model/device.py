@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -94,12 +95,19 @@ def _joined(wish: str) -> list[str]:
     return names
 
 
-def choose_devices(wish: str, kernel: str = AUTO, asked_by: str = "[model] kernel") -> tuple[str, ...]:
+def choose_devices(
+    wish: str,
+    kernel: str = AUTO,
+    asked_by: str = "[model] kernel",
+    *,
+    why_not_mlx: Callable[[], str] = mlx_device.why_not_default,
+) -> tuple[str, ...]:
     """Return the devices for ``wish``.
 
     ``wish`` is auto, cpu, mlx, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or
     cuda:0+cuda:1 for ranks. auto means the first CUDA device, if there is one and the requested kernel does
-    not run on hosts alone. Raises UsageError for an invalid device, a device that this machine lacks, and a
+    not run on hosts alone. Without one, and without a requested kernel, it means MLX unless ``why_not_mlx``
+    has a reason. Raises UsageError for an invalid device, a device that this machine lacks, and a
     ``kernel`` that does not run there; its hint names ``asked_by``, the flag or key with the kernel.
     """
     if kernel == CUDA_FP8:
@@ -111,8 +119,9 @@ def choose_devices(wish: str, kernel: str = AUTO, asked_by: str = "[model] kerne
                 f"kernel {kernel} runs on CUDA, and {reason}",
                 hint=f"leave out {asked_by}; --compute int8 is for CPUs",
             )
-        on_host = kernel not in _ON_CUDA or bool(reason)
-        return (HOST,) if on_host else ("cuda:0",)
+        if kernel in _ON_CUDA and not reason:
+            return ("cuda:0",)
+        return (MLX,) if kernel == AUTO and not why_not_mlx() else (HOST,)
     names = _joined(wish) if RANKS in wish else split_devices(wish)
     if names == [HOST] or (RANKS in wish and HOST in names):
         if on_device(kernel):
@@ -142,8 +151,9 @@ def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
     if RANKS in wish:
         return [stage_device(wish, kernel)] * num_members
     if wish == AUTO:
-        on_host = choose_devices(AUTO, kernel) == (HOST,)
-        names = [HOST] if on_host else [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        names = list(choose_devices(AUTO, kernel))
+        if names not in ([HOST], [MLX]):
+            names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     else:
         names = split_devices(wish)
     if len(names) <= num_members:

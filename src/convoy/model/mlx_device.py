@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import platform
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 
@@ -18,6 +23,7 @@ INSTALL = "pip install 'convoy-llm[mlx]', or set device = \"cpu\""
 # Of the memory that Metal recommends to wire at most: the rest is left to the system and to steps.
 _WIRED_SHARE = 0.8
 _MEASURE_S = 0.2
+_CHECK_S = 120.0
 _READ_SHAPE = (8192, 2048)
 _WIDTH, _ROWS = 1024, 256
 
@@ -33,6 +39,47 @@ def why_no_mlx() -> str:
         return ""
     least, below = (".".join(map(str, bound)) for bound in (_LEAST, _BELOW))
     return f"mlx is {version}, expected {least} or later and below {below}"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Name a kind of machine, as the module `platform` does."""
+
+    system: str
+    machine: str
+
+    @classmethod
+    def here(cls) -> Platform:
+        """Return this machine's."""
+        return cls(platform.system(), platform.machine())
+
+    @property
+    def is_apple_silicon(self) -> bool:
+        return (self.system, self.machine) == ("Darwin", "arm64")
+
+
+@functools.cache
+def why_not_steady() -> str:
+    """Return what the start-up check of MLX's layers found wrong here, or "". It runs once in a process.
+
+    It has a process of its own, so that a fault of a driver does not end this one.
+    """
+    command = [sys.executable, "-m", "convoy.model.backends.mlx.selfcheck"]
+    try:
+        found = subprocess.run(command, capture_output=True, check=False, timeout=_CHECK_S, text=True)
+    except subprocess.TimeoutExpired:
+        return f"its start-up check did not end within {_CHECK_S:.0f} s"
+    except OSError:
+        return "its start-up check could not start"
+    lines = found.stderr.strip().splitlines()
+    return (lines or ["its start-up check failed"])[-1] if found.returncode else ""
+
+
+def why_not_default(here: Platform | None = None, check: Callable[[], str] = why_not_steady) -> str:
+    """Return the reason why ``auto`` does not choose MLX on this machine, or ""."""
+    if not (here or Platform.here()).is_apple_silicon:
+        return "this machine is no Mac with Apple silicon"
+    return why_no_mlx() or check()
 
 
 def memory_bytes() -> int:

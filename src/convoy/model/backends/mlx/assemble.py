@@ -21,10 +21,10 @@ from convoy.model.backends.mlx.layers.experts import (
     clamped_gate,
     plain_gate,
 )
-from convoy.model.backends.mlx.layers.latent import LatentAttention
+from convoy.model.backends.mlx.layers.latent import MlxLatentAttention
 from convoy.model.backends.mlx.layers.layer import HeadAttention, LayerNorms, MlxLayerWeights
 from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS, GatedMlp, Matrix
-from convoy.model.backends.mlx.layers.rotation import Rotations
+from convoy.model.backends.mlx.layers.rotation import MlxRotations
 from convoy.model.backends.mlx.weights import LoadProgress, TensorReader
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.tied import check_tied
@@ -41,7 +41,7 @@ class MlxWeights:
     """Hold a stage's weights. Parts that the stage does not own are None."""
 
     layers: dict[int, MlxLayerWeights]
-    rotations: Rotations
+    rotations: MlxRotations
     embedding: Matrix | None
     embedding_scale: float
     norm: mx.array | None
@@ -97,7 +97,7 @@ def load_weights(
         head = embedding if tied and embedding is not None else reader.matrix(own)
     return MlxWeights(
         layers,
-        Rotations(source.name, config, _turned_widths(source, wanted)),
+        MlxRotations(source.name, config, _turned_widths(source, wanted)),
         embedding,
         config.hidden_size**0.5 if assembler.form.scaled_embeddings else 1.0,
         norm,
@@ -147,7 +147,7 @@ class LayerAssembler:
         prefix = f"model.layers.{number}."
         group = self._groups[number]
         if group.is_state:
-            mixer: HeadAttention | LatentAttention | DeltaNet = self._delta_net(f"{prefix}linear_attn.")
+            mixer: HeadAttention | MlxLatentAttention | DeltaNet = self._delta_net(f"{prefix}linear_attn.")
         elif group.is_latent:
             mixer = self._latent(f"{prefix}self_attn.", group)
         else:
@@ -186,14 +186,14 @@ class LayerAssembler:
             gated=self._family.gated,
         )
 
-    def _latent(self, prefix: str, group: CacheGroup) -> LatentAttention:
+    def _latent(self, prefix: str, group: CacheGroup) -> MlxLatentAttention:
         reader, config = self._reader, self._config
         rank, value = group.value_dim, config.v_head_dim
         expand = reader.plain(f"{prefix}kv_b_proj.weight").reshape(group.num_heads, -1, rank)
         key_up, value_up = mx.contiguous(expand[:, :-value]), mx.contiguous(expand[:, -value:].swapaxes(1, 2))
         mx.eval(key_up, value_up)
         has_two = config.q_lora_rank is not None
-        return LatentAttention(
+        return MlxLatentAttention(
             q=reader.linear(f"{prefix}q_a_proj" if has_two else f"{prefix}q_proj"),
             q_norm=self.norm(f"{prefix}q_a_layernorm") if has_two else None,
             q_up=reader.linear(f"{prefix}q_b_proj") if has_two else None,

@@ -18,7 +18,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class MlxLatentAttention:
     """Compute attention over latents."""
 
     # One linear makes queries, or two with a norm between.

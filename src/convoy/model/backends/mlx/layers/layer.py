@@ -14,7 +14,7 @@ from torch import nn
 from convoy.model.backends.mlx.layers.attention import AttentionMemory, attend
 from convoy.model.backends.mlx.layers.delta import DeltaMemory, DeltaNet
 from convoy.model.backends.mlx.layers.experts import FeedForward
-from convoy.model.backends.mlx.layers.latent import LatentAttention
+from convoy.model.backends.mlx.layers.latent import MlxLatentAttention
 from convoy.model.backends.mlx.layers.matrices import Linear
 from convoy.model.backends.mlx.layers.rotation import Rotation, rotate
 
@@ -83,7 +83,7 @@ class MlxLayerWeights:
     """Hold one decoder layer."""
 
     norms: LayerNorms
-    mixer: HeadAttention | LatentAttention | DeltaNet
+    mixer: HeadAttention | MlxLatentAttention | DeltaNet
     feed_forward: FeedForward
     # A factor of the layer's result.
     scalar: mx.array | None

@@ -34,7 +34,7 @@ class _Table:
         return mx.array(cos), mx.array(sin)
 
 
-class Rotations:
+class MlxRotations:
     """Hold a table for each kind of layer: types of layers may turn in different ways."""
 
     def __init__(self, name: str, config: Any, widths: Mapping[int, int]) -> None:

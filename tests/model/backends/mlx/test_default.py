@@ -1,0 +1,35 @@
+"""``auto`` chooses MLX on Apple silicon alone, and only if the layers pass a check there."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.config.kernels import AUTO
+from convoy.model.device import HOST, MLX, choose_devices
+from convoy.model.mlx_device import Platform, why_no_mlx, why_not_default, why_not_steady
+
+MAC = Platform("Darwin", "arm64")
+without = pytest.mark.skipif(bool(why_no_mlx()), reason=f"{why_no_mlx()}: `make test-mlx` installs it")
+
+
+@pytest.mark.parametrize("here", [Platform("Linux", "x86_64"), Platform("Darwin", "x86_64")])
+def test_other_machines_compute_on_the_host(here: Platform) -> None:
+    reason = why_not_default(here, lambda: pytest.fail("no check is needed"))
+    assert reason == "this machine is no Mac with Apple silicon"
+    assert choose_devices(AUTO, why_not_mlx=lambda: reason) == (HOST,)
+
+
+@without
+def test_the_check_passes_here_and_a_mac_would_compute_on_mlx() -> None:
+    assert not why_not_steady()
+    assert not why_not_default(MAC)
+    assert choose_devices(AUTO, why_not_mlx=lambda: why_not_default(MAC)) == (MLX,)
+    # A kernel of hosts is asked for.
+    assert choose_devices(AUTO, "exact-f32", why_not_mlx=lambda: "") == (HOST,)
+
+
+@without
+def test_a_mac_that_fails_the_check_computes_on_the_host_with_the_reason() -> None:
+    reason = why_not_default(MAC, lambda: "its start-up check found 1 over a cut, expected at most 0")
+    assert "over a cut" in reason
+    assert choose_devices(AUTO, why_not_mlx=lambda: reason) == (HOST,)
