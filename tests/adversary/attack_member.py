@@ -94,7 +94,7 @@ def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
         "operator": operator.public_key.hex(),
         "port": port,
     }
-    process = VictimProcess(setup, "adversary.peer_victim", start_s=60)
+    process = VictimProcess(setup, "adversary.peer_victim")
     yield Besieged(process, *(LocalMember(name, identities[name], roster) for name in identities))
     process.stop()
 

@@ -22,9 +22,7 @@ Event = dict[str, Any]
 class VictimProcess:
     """Run `adversary.victim`, or another module that speaks as it does."""
 
-    def __init__(
-        self, setup: dict[str, Any], module: str = "adversary.victim", *, start_s: float = WAIT_S
-    ) -> None:
+    def __init__(self, setup: dict[str, Any], module: str = "adversary.victim") -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -43,7 +41,7 @@ class VictimProcess:
         self.heard: list[Event] = []
         self._keys = itertools.count()
         threading.Thread(target=self._read, daemon=True).start()
-        self.port: int = self.wait("listening", timeout_s=start_s)["port"]
+        self.port = self._wait_until_it_listens()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -105,6 +103,13 @@ class VictimProcess:
             time.sleep(0.002)  # two queues have no common wait
         raise AssertionError(f"{self.name}: none of {events} for {key!r} in {timeout_s:g} s")
 
+    def _wait_until_it_listens(self) -> int:
+        """Return its port. A start takes as long as the machine is busy, so no time is a hang here."""
+        event = self._events["listening", ""].get()
+        assert event["event"] == "listening", f"{self.name} ended before it listened"
+        port: int = event["port"]
+        return port
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -115,3 +120,5 @@ class VictimProcess:
             self._events[event["event"], event.get("key", "")].put(event)
             if event["event"] == "link" and event["key"].startswith("in "):
                 self._events["link in", ""].put(event)
+        # For one that waits until it listens.
+        self._events["listening", ""].put({"event": "ended"})
