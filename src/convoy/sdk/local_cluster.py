@@ -252,8 +252,9 @@ class LocalCluster(Started):
 
 
 def pin_process(process_id: int, cores: Cores) -> None:
-    """Pin a process right after its start. Threads that it starts later inherit the cores."""
-    os.sched_setaffinity(process_id, cores)
+    """Pin a process right after its start, on Linux. Threads that it starts later inherit the cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process_id, cores)
 
 
 def _kernel_on(device: str, kernel: str) -> str:

@@ -84,7 +84,9 @@ def chosen_forms(text: str, known: tuple[str, ...] | None = None) -> list[str]:
 
 def num_threads(run: BenchRun) -> int:
     """Return the threads of one member: as asked, or one for each core that this process may use."""
-    return run.threads or len(os.sched_getaffinity(0))
+    if run.threads:
+        return run.threads
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def settings_of(run: BenchRun, options: RateOptions) -> dict[str, int | float | str | bool]:
