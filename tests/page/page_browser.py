@@ -268,3 +268,9 @@ def test_a_lost_member_is_seen_within_a_second_and_a_chat_streams_over_it(
         expect(page.locator(".turn p.quiet-text").last).to_have_text(re.compile("tokens"), timeout=60_000)
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(watching.locator(".machine h3")).to_have_text(["alpha", "beta"], timeout=30_000)
+        watching.get_by_role("link", name="Requests").click()
+        log = watching.get_by_role("log")
+        expect(log).to_contain_text("gamma is lost.")
+        expect(log).to_contain_text("A loss was survived: the requests go on.")
+        expect(log).to_contain_text(re.compile("Plan [0-9]+ counts: layers on alpha, beta"))
+        assert serious(watching) == []

@@ -2,10 +2,28 @@
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 const MAX_POINTS = 1200;
+const MAX_EVENTS = 200;
+
+const membersOf = (status) => [...new Set(status.stages.map((stage) => stage.member))].join(", ");
+
+// Return what happened to the cluster between two statuses, in sentences. No status holds a text of a request.
+function changes(before, now) {
+  const told = [];
+  const gone = now.absent.filter((name) => !before.absent.includes(name));
+  const back = before.absent.filter((name) => !now.absent.includes(name));
+  for (const name of gone) told.push(`${name} is lost.`);
+  for (const name of back) told.push(`${name} is back.`);
+  if (now.recoveries > before.recoveries) told.push("A loss was survived: the requests go on.");
+  if (now.generation !== before.generation) told.push(`Plan ${now.generation} counts: layers on ${membersOf(now)}.`);
+  if (now.ready !== before.ready) told.push(now.ready ? "Ready." : `Not ready: ${now.reason}.`);
+  if (now.roster_epoch !== before.roster_epoch) told.push(`Epoch ${now.roster_epoch} of the roster counts.`);
+  return told;
+}
 
 export class History {
   constructor() {
     this.columns = [[], [], [], [], [], []];
+    this.events = [];
     this.last = null;
   }
 
@@ -20,6 +38,8 @@ export class History {
     const row = [now, status.running, status.waiting, rate("generated_tokens"), rate("prompt_tokens"), used];
     row.forEach((value, index) => this.columns[index].push(value));
     if (this.columns[0].length > MAX_POINTS) this.columns.forEach((column) => column.shift());
+    if (this.last) this.events.unshift(...changes(this.last.status, status).reverse().map((text) => ({ at: now, text })));
+    this.events.length = Math.min(this.events.length, MAX_EVENTS);
     this.last = { now, status };
   }
 }
@@ -72,5 +92,8 @@ export function Requests({ status, history }) {
       <${Chart} title="Requests" history=${history} now=${now} least=${4} lines=${[{ label: "running", column: 1, colour: "--one" }, { label: "waiting", column: 2, colour: "--two" }]} />
       <${Chart} title="K/V in use, %" history=${history} now=${now} least=${100} lines=${[{ label: "in use", column: 5, colour: "--one" }]} />
     </div>
-    <p class="quiet-text">Counts are of the whole head, since it began. The curves begin when this page was opened; no text of a request is here.</p>`;
+    <section aria-labelledby="events"><h2 id="events">Events</h2>
+      ${history.events.length === 0 ? html`<p class="quiet-text">Nothing happened to the cluster since this page was opened.</p>` : html`<div role="log" aria-labelledby="events"><ol class="others">${history.events.map((event) =>
+        html`<li class="card"><time>${timeOf(event.at)}</time> <span>${event.text}</span></li>`)}</ol></div>`}</section>
+    <p class="quiet-text">Counts are of the whole head, since it began. The curves and events begin when this page was opened; no text of a request is here.</p>`;
 }
