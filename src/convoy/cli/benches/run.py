@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,13 @@ ThreadsFlag = Annotated[int | None, typer.Option(min=1, help="CPU threads of eac
 MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after this many seconds.")]
 CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this CSV file.")]
 PlotFlag = Annotated[Path | None, typer.Option("--plot", help="Also write a plot to this SVG file.")]
+
+# How the best figure is found, by the unit of a plot.
+_BEST: dict[str, Callable[[Iterable[float]], float]] = {
+    "tokens/s": max,
+    "ms for a token": min,
+    "ms for a step": min,
+}
 
 # Flags of the benches of a model, and flags of every bench.
 _MODEL_FLAGS: dict[str, tuple[Any, Any]] = {
@@ -248,8 +255,19 @@ class BenchRun:
             replace_file(self.plot, plot(title, *axes, lines).encode())
         if self.as_json:
             print_json(report)
-        else:
-            (table or print_rows)(report)
+            return
+        if told := headline(axes[1], lines):
+            print(told)
+        (table or print_rows)(report)
+
+
+def headline(unit: str, lines: Lines) -> str:
+    """Return the best figure of each line of a plot in one sentence; "" for a unit without a best."""
+    best = _BEST.get(unit)
+    if best is None:
+        return ""
+    parts = (f"{name} {best(value for _, value in points):.3g}" for name, points in lines.items() if points)
+    return f"at best, in {unit}: {', '.join(parts)}"
 
 
 def print_rows(report: Report) -> None:
