@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**SIZES, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": (
         "GptOss",
         {
@@ -298,7 +299,9 @@ def mlx(bits: int = 4, group: int = 64, own: Mapping[str, int] | None = None) ->
             module = name.removesuffix(".weight")
             chosen = next((b for suffix, b in (own or {}).items() if module.endswith(suffix)), bits)
             if chosen != bits:
-                settings[module] = {"group_size": group, "bits": chosen}
+                # Mixed recipes write null for the usual size.
+                size = None if group == 64 else group
+                settings[module] = {"group_size": size, "bits": chosen, "mode": "affine"}
             values = writer.state[name].numpy()
             codes, scales, biases, dense = affine(values, chosen, group)
             writer.put(
@@ -362,6 +365,55 @@ def mxfp4(writer: Writer) -> None:
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
     }
+
+
+def mlx_mixtral(writer: Writer) -> None:
+    """Quantise Mixtral as `mlx_lm.convert` does, under its publisher's names of blocks."""
+    mlx(4, 32)(writer)
+    for tensors in (writer.stored, writer.state, writer.dense):
+        for name in [name for name in tensors if ".mlp." in name]:
+            tensors[name.replace(".mlp.", ".block_sparse_moe.")] = tensors.pop(name)
+    for name in [name for name in writer.dense if ".experts." in name]:
+        prefix, _, rest = name.partition("_proj.")
+        stem, _, part = prefix.rpartition(".")
+        theirs = {"gate": "w1", "up": "w3", "down": "w2"}[part]
+        writer.dense[f"{stem}.{theirs}.{rest}"] = writer.dense.pop(name)
+
+
+def _small_groups(values: Array, mode: str) -> tuple[Array, torch.Tensor, Array]:
+    """Return bytes of codes along rows, bytes of scales, and values of MXFP4, MXFP8 or NVFP4."""
+    if mode == "mxfp4":
+        packed, exponents, dense = _power_blocks(values)
+        return packed.reshape(len(values), -1), torch.from_numpy(exponents.astype(np.uint8)), dense
+    groups = values.reshape(len(values), -1, 16 if mode == "nvfp4" else 32)
+    greatest = np.abs(groups).max(-1)
+    if mode == "nvfp4":
+        stored, scales = float8(greatest / 6)
+        packed, dense = _small_floats(groups / np.maximum(scales, 1e-9)[..., None])
+        codes = packed.reshape(len(values), -1)
+    else:
+        exponents = np.ceil(np.log2(greatest / 448)).astype(np.int64)
+        scales, stored = 2.0**exponents, torch.from_numpy((exponents + 127).astype(np.uint8))
+        rounded, dense = float8(groups / scales[..., None])
+        codes = rounded.view(torch.uint8).numpy().reshape(len(values), -1)
+    found = (dense.astype(np.float32) * scales[..., None].astype(np.float32)).reshape(values.shape)
+    return codes, stored.view(torch.uint8), found
+
+
+def mlx_floats(mode: str) -> Quantise:
+    """Quantise as `mlx_lm.convert` does with a mode of small floats."""
+
+    def quantise(writer: Writer) -> None:
+        for name in [*writer.linears(), "model.embed_tokens.weight"]:
+            codes, scales, dense = _small_groups(writer.state[name].numpy(), mode)
+            words = torch.from_numpy(np.ascontiguousarray(codes).view(np.uint32))
+            writer.put(name, dense, weight=words, scales=scales)
+        _stack(writer.stored)
+        bits, group = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
+        settings = {"group_size": group, "bits": bits, "mode": mode}
+        writer.config["quantization"] = writer.config["quantization_config"] = settings
+
+    return quantise
 
 
 def mlx_gpt_oss(writer: Writer) -> None:
@@ -618,6 +670,39 @@ def compressed_float8(writer: Writer) -> None:
     _compressed_config(writer, "float-quantized", weights)
 
 
+def compressed_powers(mode: str) -> Quantise:
+    """Quantise to llm-compressor's MXFP4 or MXFP8, with powers of two in bytes."""
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            codes, scales, dense = _small_groups(writer.state[name].numpy(), mode)
+            stored = torch.from_numpy(np.ascontiguousarray(codes))
+            parts = (
+                {"weight_packed": stored} if mode == "mxfp4" else {"weight": stored.view(torch.float8_e4m3fn)}
+            )
+            writer.put(name, dense, weight_scale=scales, **parts)
+        bits, form = (4, "mxfp4-pack-quantized") if mode == "mxfp4" else (8, "mxfp8-quantized")
+        weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": "group"}
+        _compressed_config(writer, form, {**weights, "group_size": 32})
+
+    return quantise
+
+
+def compressed_mixed(writer: Writer) -> None:
+    """Quantise attention to 4 bits and the rest to 8, for targets that are patterns."""
+    kept = {name: writer.state.pop(name) for name in writer.linears() if ".mlp." in name}
+    groups: dict[str, Any] = {}
+    for target, bits, group in (("re:.*self_attn.*", 4, 32), ("re:.*mlp\\..*_proj$", 8, None)):
+        compressed(bits, group)(writer)
+        (own,) = writer.config["quantization_config"]["config_groups"].values()
+        groups[f"group_{len(groups)}"] = {**own, "targets": [target]}
+        writer.state.update(kept)
+        kept = {}
+    # As for scales of keys and values: a group without weights.
+    groups["group_2"] = {"targets": ["LlamaAttention"], "weights": None}
+    writer.config["quantization_config"]["config_groups"] = groups
+
+
 def _compressed_config(writer: Writer, form: str, weights: Mapping[str, Any]) -> None:
     writer.config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -652,7 +737,9 @@ def gptq(bits: int, group: int, *, version: str = "gptq", shuffled: bool = False
             "group_size": group,
             "desc_act": shuffled,
             "sym": False,
-            "checkpoint_format": version,
+            # Later versions of the writer have the second name.
+            "checkpoint_format" if version == "gptq" else "format": version,
+            "dynamic": {"-:.*lm_head.*": {}},
         }
 
     return quantise

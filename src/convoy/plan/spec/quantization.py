@@ -13,7 +13,7 @@ MLX = "mlx"
 # Written by `formats.gguf` into the config.json that it makes of a file's settings.
 GGUF = "gguf"
 METHODS: dict[str, str] = {
-    MLX: "MLX affine, 2 to 8 bits",
+    MLX: "MLX affine, 2 to 8 bits, and its small floats",
     "mxfp4": "4-bit floats with a power of two for each block (GPT-OSS)",
     "fp8": "8-bit floats with a scale for each square, row or matrix",
     "fbgemm_fp8": "8-bit floats with a scale for each row",

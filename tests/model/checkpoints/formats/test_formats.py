@@ -31,12 +31,16 @@ from support.quantised_models import (
     awq,
     compressed,
     compressed_float8,
+    compressed_mixed,
+    compressed_powers,
     deepseek_v4,
     fp8,
     gptq,
     mlx,
+    mlx_floats,
     mlx_gpt_oss,
     mlx_latents,
+    mlx_mixtral,
     mxfp4,
     nf4,
     nvfp4,
@@ -51,9 +55,12 @@ CASES: dict[str, tuple[str, Quantise]] = {
     "mlx tied": ("tied", mlx(4, 32)),
     "mlx mixed": (
         "llama",
-        mlx(4, 32, {"mlp.down_proj": 8, "q_proj": 3, "k_proj": 6, "v_proj": 5, "o_proj": 2}),
+        mlx(4, 64, {"mlp.down_proj": 8, "q_proj": 3, "k_proj": 6, "v_proj": 5, "o_proj": 2}),
     ),
     "mlx moe": ("qwen3_moe", mlx(4, 32)),
+    "mlx mixtral": ("mixtral", mlx_mixtral),
+    "mlx nvfp4": ("qwen3_moe", mlx_floats("nvfp4")),
+    "mlx mxfp8": ("qwen3_moe", mlx_floats("mxfp8")),
     "mxfp4": ("gpt_oss", mxfp4),
     "fp8 squares": ("llama", fp8((128, 128))),
     "fp8 squares moe": ("qwen3_moe", fp8((32, 64))),
@@ -64,6 +71,9 @@ CASES: dict[str, tuple[str, Quantise]] = {
     "compressed int4 order": ("llama", compressed(4, 32, shuffled=True)),
     "compressed int8 rows": ("llama", compressed(8, None)),
     "compressed fp8": ("llama", compressed_float8),
+    "compressed mxfp4": ("llama", compressed_powers("mxfp4")),
+    "compressed mxfp8": ("llama", compressed_powers("mxfp8")),
+    "compressed mixed": ("llama", compressed_mixed),
     "gptq 4-bit": ("llama", gptq(4, 64)),
     "gptq 4-bit order": ("llama", gptq(4, 32, shuffled=True)),
     "gptq 8-bit v2": ("llama", gptq(8, 32, version="gptq_v2")),
@@ -124,7 +134,8 @@ def library_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
 # Of these, another case has the same format, width and layout, and more besides.
 SLOW = (
     *("mlx 4-bit", "mlx mixed", "fp8 squares", "fp8 squares moe", "fp8 matrix", "compressed int4"),
-    *("compressed int8 rows", "compressed fp8", "gptq 4-bit", "gptq 8-bit v2", "nvfp4 compressed", "nf4"),
+    *("compressed int8 rows", "compressed fp8", "compressed mxfp8", "compressed mxfp4", "gptq 4-bit"),
+    *("gptq 8-bit v2", "nvfp4 compressed", "nf4"),
 )
 
 

@@ -167,11 +167,14 @@ class _Packing:
 def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
     """Describe a GPTQ checkpoint. Raises ModelError naming settings or tensors that do not fit together."""
     settings = quantization.settings
-    version = settings.get("checkpoint_format", "gptq")
+    key = "checkpoint_format" if "checkpoint_format" in settings else "format"
+    version = settings.get(key, "gptq")
     if version not in ("gptq", "gptq_v2"):
-        raise quantization.wrong("checkpoint_format", "gptq or gptq_v2")
-    if settings.get("dynamic"):
-        raise quantization.wrong("dynamic", "the same for all modules")
+        raise quantization.wrong(key, "gptq or gptq_v2")
+    dynamic = settings.get("dynamic") or {}
+    # rules that begin so leave modules as they are, and the tensors show these
+    if not isinstance(dynamic, Mapping) or not all(rule.startswith("-:") for rule in dynamic):
+        raise quantization.wrong("dynamic", "the same bits and groups for all modules")
     bits, group_size = _bits(quantization, (2, 4, 8)), _group_size(quantization)
     # the first version stores each zero minus one
     offset = 1 if version == "gptq" else 0

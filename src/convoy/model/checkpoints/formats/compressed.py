@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
-from convoy.model.checkpoints.formats.fp8 import of_activations, scaled_floats
+from convoy.model.checkpoints.formats.fp8 import of_activations, scaled_floats, word_floats
 from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.formats.mxfp4 import row_floats
 from convoy.model.checkpoints.formats.nvfp4 import grouped_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
@@ -32,6 +33,8 @@ _FORMATS = (
     "naive-quantized",
     "float-quantized",
     "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "dense",
     "mixed-precision",
 )
@@ -73,24 +76,33 @@ def describe_compressed(quantization: Quantization, tensors: Mapping[str, Stored
         module = name.removesuffix(".weight_scale")
         if module == name:
             continue
-        weights = _weights_of(quantization, groups, module)
+        weights = _weights_of(quantization, groups, module, tensors)
         packed = tensors.get(f"{module}.weight{_PACKED}")
         if weights.kind == "float" and weights.bits == 4:
             packed = part_of(tensors, f"{module}.weight{_PACKED}", name)
-            factor = part_of(tensors, f"{module}.weight_global_scale", name)
-            made[f"{module}.weight"] = grouped_floats(
-                f"{module}.weight", packed, scales, factor, divides=True
-            )
+            made[f"{module}.weight"] = _small_floats(f"{module}.weight", packed, scales, tensors)
         elif packed is not None:
             made[f"{module}.weight"] = _packed(module, tensors, weights)
             # the stored shape follows from the other tensors
             shapes.add(f"{module}.weight_shape")
         elif part_of(tensors, f"{module}.weight", name).dtype == "I8":
             made[f"{module}.weight"] = _bytes(module, tensors, weights)
+        elif scales.dtype == "U8":
+            made[f"{module}.weight"] = word_floats(f"{module}.weight", tensors[f"{module}.weight"], scales)
         else:
             block = weights.block if weights.strategy == "block" else None
             made[f"{module}.weight"] = scaled_floats(f"{module}.weight", tensors, block)
     return StoredLayout(made, of_activations(tensors) | (shapes & tensors.keys()))
+
+
+def _small_floats(
+    name: str, packed: StoredTensor, scales: StoredTensor, tensors: Mapping[str, StoredTensor]
+) -> Unpacking:
+    """Describe a matrix of 4-bit floats: MXFP4 with bytes as scales, NVFP4 with 8-bit floats."""
+    if scales.dtype == "U8":
+        return row_floats(name, packed, scales)
+    factor = part_of(tensors, f"{name}_global_scale", scales.name)
+    return grouped_floats(name, packed, scales, factor, divides=True)
 
 
 def _packed(module: str, tensors: Mapping[str, StoredTensor], weights: _Weights) -> Unpacking:
@@ -150,6 +162,9 @@ def _groups(quantization: Quantization) -> dict[tuple[str, ...], _Weights]:
     found = {}
     for name, group in listed.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(group, Mapping) and "weights" in group and weights is None:
+            # a group for activations alone
+            continue
         targets = group.get("targets") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or not isinstance(targets, list):
             raise quantization.wrong("config_groups", f"weights and targets in {name}")
@@ -167,7 +182,7 @@ def _read_weights(quantization: Quantization, settings: Mapping[str, object]) ->
         None if settings.get("group_size") == -1 else reader.optional_count("group_size", most=_MAX_GROUP)
     )
     if kind == "float" and bits == 4:
-        # NVFP4 has one form: the tensors show it
+        # NVFP4 and MXFP4 have one form each: the tensors show it
         return _Weights(kind, bits, "tensor", None, None)
     strategy = reader.word("strategy") or ("group" if group_size else "tensor")
     block = settings.get("block_structure")
@@ -183,15 +198,41 @@ def _read_weights(quantization: Quantization, settings: Mapping[str, object]) ->
 
 
 def _weights_of(
-    quantization: Quantization, groups: Mapping[tuple[str, ...], _Weights], module: str
+    quantization: Quantization,
+    groups: Mapping[tuple[str, ...], _Weights],
+    module: str,
+    tensors: Mapping[str, StoredTensor],
 ) -> _Weights:
-    """Return the only settings there are, or those of the group that names the module."""
+    """Return the only settings there are, those of the group that names the module, or those that fit it.
+
+    Targets may be patterns. They are not run, because a pattern may take for ever: the stored tensors show
+    which settings are theirs. Raises ModelError where they do not.
+    """
     if len(set(groups.values())) == 1:
         return next(iter(groups.values()))
     for targets, weights in groups.items():
         if any(module == one or module.endswith(f".{one}") for one in targets):
             return weights
+    fitting = {weights for weights in groups.values() if _fits(weights, module, tensors)}
+    if len(fitting) == 1:
+        return fitting.pop()
     general = [weights for targets, weights in groups.items() if "Linear" in targets]
     if len(general) != 1 or any(one.startswith("re:") for targets in groups for one in targets):
         raise quantization.wrong("config_groups", f"one group for {module}, by its name or as Linear")
     return general[0]
+
+
+def _fits(weights: _Weights, module: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether a module's tensors have the dtypes and shapes of these settings."""
+    stored = tensors.get(f"{module}.weight{_PACKED}") or tensors.get(f"{module}.weight")
+    if stored is None or len(stored.shape) != 2:
+        return False
+    is_packed = stored.name.endswith(_PACKED)
+    if weights.kind == "float":
+        return stored.dtype == "U8" if weights.bits == 4 else stored.dtype.startswith("F8_")
+    if stored.dtype != ("I32" if is_packed else "I8"):
+        return False
+    num_rows, width = stored.shape[0], stored.shape[1] * (32 // weights.bits if is_packed else 1)
+    tile = weights.tile(num_rows, width)
+    grid = (-(-num_rows // tile[0]), -(-width // tile[1]))
+    return tensors[f"{module}.weight_scale"].shape in (grid, *_flat(grid))

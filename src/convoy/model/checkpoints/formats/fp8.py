@@ -8,13 +8,18 @@ floats. Scales of activations are not used: activations are not quantised here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.grid import GridScaled
 from convoy.model.checkpoints.formats.mxfp4 import row_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
+    Index,
+    Parts,
     StoredLayout,
     Unpacking,
     part_of,
@@ -23,15 +28,62 @@ from convoy.model.checkpoints.formats.unpacking import (
 )
 from convoy.plan.spec.quantization import Quantization
 
+if TYPE_CHECKING:
+    import torch
+
+    from convoy.model.kernels.stored.weights import Stored
+
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 # pairs of 4-bit floats
 _FLOAT4 = ("I8", "U8")
 _WEIGHT = ".weight"
 _MAX_BLOCK = 1 << 16
+# inputs of MXFP8 under one power of two, and the 8-bit floats in an element of a stored tensor
+_MX_BLOCK = 32
+_MX_FLOATS = {"F8_E4M3": 1, "U32": 4}
 _OF_ACTIVATIONS = (
     *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
     *(".input_global_scale", ".input_scale_ub", ".input_zero_point", ".output_zero_point"),
 )
+
+
+@dataclass(frozen=True)
+class WordFloats(GridScaled):
+    """Unpack MXFP8: 8-bit floats, plain or in words, with a power of two in a byte for 32 inputs."""
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield rows, expert by expert."""
+        yield from super().pieces(_as_floats(parts))
+
+    def kept(self, parts: Parts) -> Stored | None:
+        """Return the matrix or the stack, with scales in bfloat16, which is exact."""
+        return super().kept(_as_floats(parts))
+
+    @property
+    def _form(self) -> str:
+        return _FLOAT8[0]
+
+
+def _as_floats(parts: Parts) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {
+        "weight": parts["weight"].contiguous().view(torch.float8_e4m3fn),
+        "scales": parts["scales"].contiguous().view(torch.float8_e8m0fnu),
+    }
+
+
+def word_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> WordFloats:
+    """Describe a matrix of MXFP8, or one for each expert. Raises ModelError for tensors that do not fit."""
+    require_rank(require(weight, tuple(_MX_FLOATS)), 2, 3)
+    *lead, num_words = weight.shape
+    width = num_words * _MX_FLOATS[weight.dtype]
+    if width % _MX_BLOCK:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {_MX_BLOCK}"
+        )
+    require(scales, ("U8", "F8_E8M0"), (*lead, width // _MX_BLOCK))
+    return WordFloats(name, (*lead, width), {"weight": weight, "scales": scales}, (1, _MX_BLOCK))
 
 
 def describe_fp8(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:

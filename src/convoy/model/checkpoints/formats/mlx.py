@@ -1,8 +1,8 @@
-"""Unpack MLX's affine quantisation: groups along a row, each of which is ``scale * code + bias``.
+"""Unpack MLX's modes of quantisation: affine, where a group is ``scale * code + bias``, and small floats.
 
 The layout is that of MLX's `quantize`, the names are those of `mlx_lm.convert`: ``weight`` in uint32 words
-beside ``scales`` and ``biases``. config.json holds the settings of all layers, and those of single layers
-under their names.
+beside ``scales``, and ``biases`` of affine groups. config.json holds the settings of all layers, and those of
+single layers under their names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.arrange import arranged, plain
+from convoy.model.checkpoints.formats.fp8 import word_floats
 from convoy.model.checkpoints.formats.mxfp4 import row_floats
+from convoy.model.checkpoints.formats.nvfp4 import grouped_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
     Index,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from convoy.model.kernels.stored.weights import Stored
 
 _BITS = (2, 3, 4, 5, 6, 8)
+# bits and group size of an affine layer that has none of its own, or null
+_USUAL = {"bits": 4, "group_size": 64}
 _MAX_GROUP = 1 << 16
 # inputs of which codes of any width fill whole bytes
 _CODES = 8
@@ -56,6 +60,11 @@ def _rows(*rows: _Row) -> dict[str, _Row]:
 # by the module's name; checkpoints for transformers have other names for these
 _STACKS: dict[str, dict[str, _Row]] = {
     ".mlp.switch_mlp.": _rows(
+        _Row(".mlp.experts.gate_up_proj", "joined", ("gate_proj.weight", "up_proj.weight")),
+        _Row(".mlp.experts.down_proj", "as stored", ("down_proj.weight",)),
+    ),
+    # Mixtral
+    ".block_sparse_moe.switch_mlp.": _rows(
         _Row(".mlp.experts.gate_up_proj", "joined", ("gate_proj.weight", "up_proj.weight")),
         _Row(".mlp.experts.down_proj", "as stored", ("down_proj.weight",)),
     ),
@@ -142,13 +151,16 @@ def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]
 
 def _quantised(quantization: Quantization, tensors: Mapping[str, StoredTensor], module: str) -> Unpacking:
     quantization = _own_settings(quantization, module)
-    mode = quantization.settings.get("mode", "affine")
-    if mode == "mxfp4":
-        weight = part_of(tensors, f"{module}.weight", f"{module}.scales")
-        return row_floats(weight.name, weight, tensors[f"{module}.scales"])
-    if mode != "affine":
-        raise quantization.wrong("mode", "affine or mxfp4")
-    return _affine(quantization, tensors, module)
+    mode = quantization.settings.get("mode") or "affine"
+    if mode == "affine":
+        return _affine(quantization, tensors, module)
+    if mode not in ("mxfp4", "mxfp8", "nvfp4"):
+        raise quantization.wrong("mode", "affine, mxfp4, mxfp8 or nvfp4")
+    scales = tensors[f"{module}.scales"]
+    weight = part_of(tensors, f"{module}.weight", scales.name)
+    if mode == "nvfp4":
+        return grouped_floats(weight.name, weight, scales, None)
+    return (row_floats if mode == "mxfp4" else word_floats)(weight.name, weight, scales)
 
 
 def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], module: str) -> AffineRows:
@@ -186,10 +198,13 @@ def _own_settings(quantization: Quantization, module: str) -> Quantization:
 
 def _settings(quantization: Quantization) -> tuple[int, int]:
     """Return bits and group size."""
-    bits = quantization.reader.count("bits", most=32)
+    # mixed recipes of `mlx_lm` write null for what MLX then chooses
+    found = {key: value for key, value in quantization.settings.items() if value is not None}
+    reader = replace(quantization, settings=_USUAL | found).reader
+    bits = reader.count("bits", most=32)
     if bits not in _BITS:
         raise quantization.wrong("bits", f"one of {', '.join(map(str, _BITS))}")
-    return bits, quantization.reader.count("group_size", most=_MAX_GROUP)
+    return bits, reader.count("group_size", most=_MAX_GROUP)
 
 
 def _with_stacks(made: Mapping[str, Unpacking], tensors: Mapping[str, StoredTensor]) -> Iterator[Unpacking]:

@@ -2,11 +2,13 @@
 
 llm-compressor stores ``weight_packed`` beside ``weight_scale`` and divides scales by ``weight_global_scale``.
 ModelOpt stores ``weight`` beside them and multiplies scales by ``weight_scale_2``. Either way a scale is
-rounded once with its factor, and then a value once with its scale.
+rounded once with its factor, and then a value once with its scale. MLX has no factor, packs codes in words,
+and stacks experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,33 +38,38 @@ _E4M3_NAN = 0x7F
 _TABLE_BYTES = 4 * 256
 _SCALES = ("F8_E4M3",)
 _BYTES = ("U8",)
+# numbers in one element of a stored tensor
+_PAIRS = {"U8": 2, "U32": 8}
 
 
 @dataclass(frozen=True)
 class GroupedFloats(Unpacking):
-    """Unpack ``weight`` [rows, inputs / 2] with ``scales`` [rows, inputs / 16] and one ``factor``."""
+    """Unpack ``weight`` [..., rows, inputs] with ``scales`` [..., rows, inputs / 16], and ``factor`` if there
+    is one.
+
+    Leading dimensions are experts.
+    """
 
     # whether scales are divided by the factor
     divides: bool
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Yield rows. Raises ModelError for a factor or a scale that is not a number."""
-        import torch
-
-        num_rows, width = self.shape
-        factor = self._factor(parts)
-        for rows in self.row_slices(num_rows, width):
-            scales = parts["scales"][rows].to(torch.float32)
-            if not bool(torch.isfinite(scales).all()):
-                raise self._wrong("scales")
-            scales = scales / factor if self.divides else scales * factor
-            values = pairs_of_floats(parts["weight"][rows]).view(-1, width // _GROUP, _GROUP)
-            yield (rows,), (values * scales.unsqueeze(-1)).flatten(1)
+        """Yield rows, expert by expert. Raises ModelError for a factor or a scale that is not a number."""
+        weight, scale_bytes = self._bytes(parts)
+        num_rows, width = self.shape[-2:]
+        values = self._scale_values(parts)
+        leads: list[tuple[int, ...]] = [()] if len(self.shape) == 2 else [(e,) for e in range(self.shape[0])]
+        for lead in leads:
+            for rows in self.row_slices(num_rows, width):
+                place: Index = (*lead, rows)
+                scales = values[scale_bytes[place].int()]
+                found = pairs_of_floats(weight[place]).view(-1, width // _GROUP, _GROUP)
+                yield place, (found * scales.unsqueeze(-1)).flatten(1)
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of codes and scales, and of a table of the scales' values."""
-        return self.row_bytes + _TABLE_BYTES
+        """Return the bytes of codes and scales, and of a table of the scales' values for each matrix."""
+        return self.row_bytes + math.prod(self.shape[:-2]) * _TABLE_BYTES
 
     @property
     def row_bytes(self) -> int:
@@ -75,31 +82,48 @@ class GroupedFloats(Unpacking):
         return "NVFP4"
 
     def kept(self, parts: Parts) -> Stored | None:
-        """Return the matrix, with the values of scales under the factor for each byte.
+        """Return the matrix, or a stack of one for each expert, with the values of scales for each byte.
 
         Raises ModelError for a factor or a scale that is not a number.
         """
+        from convoy.model.kernels.stored.matrix import SCALE_VALUES, StoredMatrix, StoredRange
+        from convoy.model.kernels.stored.weights import StoredStack
+
+        num_rows, width = self.shape[-2:]
+        weight, scales = self._bytes(parts)
+        values = self._scale_values(parts)
+
+        def matrix(codes: torch.Tensor, of_groups: torch.Tensor) -> StoredMatrix:
+            found = {"codes": codes, "scales": of_groups, SCALE_VALUES: values}
+            return StoredMatrix((StoredRange(self.kept_form, num_rows, width, found, _GROUP),))
+
+        return (
+            matrix(weight, scales)
+            if len(self.shape) == 2
+            else StoredStack(tuple(map(matrix, weight, scales)))
+        )
+
+    def _bytes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pairs of codes and scales in bytes. Raises ModelError for a scale that is not a number."""
         import torch
 
-        from convoy.model.kernels.stored.matrix import SCALE_VALUES, StoredMatrix, StoredRange
-
-        num_rows, width = self.shape
-        factor = self._factor(parts)
         scales = parts["scales"].view(torch.uint8)
         if bool((scales.bitwise_and(_E4M3_NAN) == _E4M3_NAN).any()):
             raise self._wrong("scales")
-        every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
-        values = every / factor if self.divides else every * factor
-        found = {"codes": parts["weight"], "scales": scales, SCALE_VALUES: values}
-        return StoredMatrix((StoredRange(self.kept_form, num_rows, width, found, _GROUP),))
+        return parts["weight"].contiguous().view(torch.uint8), scales
 
-    def _factor(self, parts: Parts) -> torch.Tensor:
+    def _scale_values(self, parts: Parts) -> torch.Tensor:
+        """Return the value of a scale for each byte, under the factor."""
         import torch
 
+        every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        every = every.to(parts["scales"].device)
+        if "factor" not in parts:
+            return every
         factor = parts["factor"].to(torch.float32).reshape(())
         if not bool(torch.isfinite(factor)) or not bool(factor):
             raise self._wrong("factor")
-        return factor
+        return every / factor if self.divides else every * factor
 
     def _wrong(self, role: str) -> ModelError:
         stored = self.parts[role]
@@ -107,21 +131,26 @@ class GroupedFloats(Unpacking):
 
 
 def grouped_floats(
-    name: str, weight: StoredTensor, scales: StoredTensor, factor: StoredTensor, *, divides: bool
+    name: str,
+    weight: StoredTensor,
+    scales: StoredTensor,
+    factor: StoredTensor | None,
+    *,
+    divides: bool = False,
 ) -> GroupedFloats:
-    """Describe one matrix. Raises ModelError naming tensors that do not fit together."""
-    require_rank(require(weight, _BYTES), 2)
-    num_rows, width = weight.shape[0], 2 * weight.shape[1]
+    """Describe one matrix, or one for each expert. Raises ModelError naming tensors that do not fit."""
+    require_rank(require(weight, tuple(_PAIRS)), 2, 3)
+    *lead, num_words = weight.shape
+    width = num_words * _PAIRS[weight.dtype]
     if width % _GROUP:
         raise ModelError(
             f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {_GROUP}"
         )
-    parts = {
-        "weight": weight,
-        "scales": require(scales, _SCALES, (num_rows, width // _GROUP)),
-        "factor": require(factor, ("F32",), (1,), ()),
-    }
-    return GroupedFloats(name, (num_rows, width), parts, divides)
+    dtypes = _BYTES if factor is None else _SCALES
+    parts = {"weight": weight, "scales": require(scales, dtypes, (*lead, width // _GROUP))}
+    if factor is not None:
+        parts["factor"] = require(factor, ("F32",), (1,), ())
+    return GroupedFloats(name, (*lead, width), parts, divides)
 
 
 def describe_modelopt(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:

@@ -100,14 +100,15 @@ def _plain_shapes(inputs: int) -> dict[str, Shape]:
 
 
 def sample_range(shape: Shape, outputs: int) -> StoredRange:
-    """Return a range [outputs, inputs] of finite values. The same shape gives the same numbers."""
+    """Return a range [outputs, inputs] of finite values. A shape has the same numbers on every machine."""
     generator = torch.Generator().manual_seed(20)
     groups = max(width for role, _, width in shape.parts if role in ("scales", "values", "stored"))
     sizes = {PLACES: shape.inputs, CODE_VALUES: 16, SCALE_VALUES: 256, OFFSET: 1}
     made: dict[str, torch.Tensor] = {}
     for role, dtype, width in shape.parts:
         size = (sizes[role],) if is_shared(role) else (outputs, width)
-        numbers = torch.randn(size, generator=generator)
+        # A normal distribution would depend on the machine's logarithm.
+        numbers = torch.randint(-(1 << 22), 1 << 22, size, generator=generator).to(torch.float32) * 2.0**-21
         raw = torch.randint(
             0, 256, (*size[:-1], size[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator
         )
