@@ -2,5 +2,5 @@
 
 `server` starts a model and `client` calls one; `planning` and `parity` compute plans and certificates.
 `local_cluster` runs members as processes of this machine, `names` names them, `head` and `models` prepare a
-serving head, and `endpoint` speaks HTTP. Nothing here prints.
+serving head from `options`, and `endpoint` speaks HTTP. Nothing here prints.
 """
