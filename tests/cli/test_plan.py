@@ -60,6 +60,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
+def test_a_model_whose_files_lack_its_layers_is_refused_by_name(folder: Path) -> None:
+    config = CONFIG | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    (folder / "odd" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    told = run_here(["plan", "odd", *HERE], folder)
+    assert told.returncode != 0
+    assert "error: the model's files have no weights of its layers 0 to 5\n" in told.stderr
+    assert "hint: download all files of the model" in told.stderr
+
+
 def test_a_plan_names_every_stage_and_who_can_read_prompts(folder: Path) -> None:
     done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2", "--threads", "1"], folder)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from convoy.errors import ModelError
 from convoy.plan.cost import balanced, equals, layer_costs, output_cost
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive, shares
@@ -71,10 +72,18 @@ def arrangements(
 
 
 def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
-    """Return the parts that these members would have without rules. Raises PlanError as `shares` does."""
+    """Return the parts that these members would have without rules.
+
+    Raises PlanError as `shares` does, and ModelError for layers without weights.
+    """
     sizes = {
         member.form: [one.num_bytes(member.form) for one in spec.layers[slice(*rest.run)]] for member in order
     }
+    if not all(map(sum, sizes.values())):
+        raise ModelError(
+            f"the model's files have no weights of its layers {rest.start} to {rest.end - 1}",
+            hint="download all files of the model: the index and every file that it names",
+        )
     # In whole runs of these layers, since members may hold them in other forms.
     weights = [Fraction(member.share_bytes, sum(sizes[member.form])) for member in order]
     counts = _by_bytes(shares(rest.end - rest.start, weights), weights, sizes[order[0].form])
