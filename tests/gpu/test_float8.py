@@ -84,17 +84,19 @@ def test_products_are_those_of_the_rounded_numbers(rows: int, device: torch.devi
     assert error_of(multiply_float8(x, matrix, None), linear(x.float(), weight.float())) <= 0.1
 
 
-@pytest.mark.parametrize("outputs", [96, 4096])
-@pytest.mark.parametrize("rows", [2, 17, 64])
-def test_our_own_product_is_the_librarys(rows: int, outputs: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 1024), (4096, 1024), (512, 2048)])
+@pytest.mark.parametrize("rows", [2, 17, 64, 200])
+def test_our_own_product_is_the_librarys(rows: int, outputs: int, inputs: int, device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("Triton's interpreter has no products of 8-bit floats")
-    inputs, bias = 1024, drawn(outputs, device=device, seed=2)
+    bias = drawn(outputs, device=device, seed=2)
     one = round_to_float8(drawn(outputs, inputs, device=device, seed=1), "a matrix")
     x = round_rows(drawn(rows, inputs, device=device))
     expected = linear(x.dense(), one.dense(), bias.float())
     tile = float8_tile(rows, outputs, inputs)
-    assert tile is not None
+    if tile is None:
+        assert rows > 64, "few rows are our own kernel's"
+        pytest.skip("the library's product takes less time")
     for splits in (1, 2, 4):
         found = few_float8(x, one.ranges[0], bias, replace(tile, splits=splits))
         assert error_of(found, expected) <= 1e-2

@@ -18,10 +18,10 @@ import torch
 from torch.nn.functional import linear
 
 from comparisons.cuda.single import Findings, measure_machine, replayed_ms
-from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES, few_rows
+from convoy.model.backends.cuda.kernels.few_rows import FEW_TILES, MAX_FEW, few_rows
 from convoy.model.backends.cuda.kernels.float8 import round_to_float8
 from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
-from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
+from convoy.model.backends.cuda.kernels.linears import multiply
 from convoy.model.backends.cuda.kernels.packing import pack_matrix
 from convoy.model.backends.cuda.kernels.single_row import CODE_TILES, lone_linear
 from convoy.model.kernels.stored.matrix import StoredMatrix
@@ -108,7 +108,7 @@ def _works(copies: Sequence[Matrix], name: str, num_rows: int, *, sweeps: bool) 
         for tile in CODE_TILES if sweeps else ():
             text = f"{tile.outputs}x{tile.inputs}/{tile.num_warps}"
             yield text, lambda i, tile=tile: lone(copies[i], tile=tile)  # type: ignore[misc]
-    elif num_rows <= 2 * MAX_FEW:
+    elif num_rows <= MAX_FEW:
         for few in FEW_TILES if sweeps else ():
             text = f"{few.outputs}/{few.splits}/{few.num_warps}/{few.num_stages}"
             yield text, lambda i, few=few: few_rows(x, coded[i], None, few)  # type: ignore[misc]

@@ -1,7 +1,8 @@
 """Derive a CUDA card's speed with linears in a form from two rates that are measured in bfloat16.
 
 A card's kernels for codes read memory at other rates than the product of bfloat16. `FORMS` has their times as
-measured on one H200 (`bench/results/cuda-linears-h200-2026-11-24-b.json`), for matrices of 28,672 by 4,096.
+measured on one H200 (`bench/results/cuda-linears-h200-2026-11-24-b.json`; 4 and 8 bits of one row and 16 in
+`cuda-4bit-h200-2026-11-28.json`), for matrices of 28,672 by 4,096, in 8 bits of 128,256 by 4,096.
 Steps have overheads beside products, which were measured with steps of small models on the same card.
 """
 
@@ -16,7 +17,7 @@ BFLOAT16_BYTES = 2
 _LAYER_S = 20e-6
 # The host's work, in times that it takes to start one operation of torch: a step's schedule, tables, sampling
 # and text; the same of each further row, in each layer; and a chunk's layer, which is not captured.
-_STEP, _ROW, _CHUNK_LAYER = 140, 0.4, 92
+_STEP, _ROW, _CHUNK_LAYER = 140, 0.4, 112
 _USUAL_START_S = 4e-6
 
 
@@ -31,7 +32,7 @@ class FormTimes:
     many: float
 
 
-_FOUR, _EIGHT = FormTimes(0.53, 0.59, 0.83, 1.14), FormTimes(1.06, 0.64, 0.95, 1.16)
+_FOUR, _EIGHT = FormTimes(0.53, 0.44, 0.71, 1.14), FormTimes(1.06, 0.53, 0.82, 1.16)
 # With scales that are products of two.
 _DOUBLE_FOUR, _DOUBLE_EIGHT = FormTimes(0.58, 0.67, 1.59, 1.25), FormTimes(1.08, 0.77, 1.63, 1.25)
 # By the form of the file, or by what weights are rounded to.

@@ -8,44 +8,84 @@ bfloat16, which gives the same number.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton.language as tl
-from torch.nn.functional import pad
 
-from convoy.model.backends.cuda.kernels.forms import RUN, UNIT, DeviceMatrix, DeviceRange
+from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, DeviceRange
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 
 # The least number of rows of a matrix product in Triton.
 _LEAST_ROWS = 16
-# Inputs of a tile: 64 words of 4-bit codes, or bytes.
-_TILE_INPUTS = {4: 256, 8: 128}
+# Steps of 64 inputs would be faster, but 3 of 85 products had wrong numbers (one H200, Triton 3.6).
+_LEAST_INPUTS = 128
+# Of a card's shared memory, for scales and alignment.
+_SPARE_BYTES = 16 << 10
+# The interpreter has no limit.
+_INTERPRETED_BYTES = 1 << 30
+# Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
+MAX_FEW = 256
+# Outputs that occupy the card without splits, with few rows and with more.
+_MANY_OUTPUTS, _SOME_OUTPUTS = 16384, 6144
 # Inputs that one program unpacks.
 _UNPACKED = 2048
 
 
 @dataclass(frozen=True)
 class FewTile:
-    """Describe a tile: outputs, programs that share an output's inputs, warps and pipeline stages."""
+    """Describe a tile of outputs, rows and inputs.
+
+    ``splits`` programs share an output's inputs. ``num_stages`` tiles are loaded ahead.
+    """
 
     outputs: int
     splits: int = 1
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
+    rows: int = 64
+    inputs: int = 256
+
+    def fitted(self, bits: int, room: int) -> FewTile:
+        """Return this tile, made smaller until its loads fit into ``room`` bytes of shared memory."""
+        tile = self
+        while tile.num_stages * tile.inputs * (2 * tile.rows + tile.outputs * bits // 8) > room:
+            fewer = tile.inputs > _LEAST_INPUTS
+            tile = replace(tile, inputs=tile.inputs // 2) if fewer else replace(tile, rows=tile.rows // 2)
+        return tile
 
 
 # The candidates that `comparisons.cuda.forms` measures and reports.
 FEW_TILES = (
-    FewTile(32, 1, 2),
     FewTile(64),
-    FewTile(64, 2),
     FewTile(64, 4),
-    FewTile(128, 1, 8),
+    FewTile(64, 2, num_stages=4, inputs=128),
+    FewTile(128, 1, 8, 3),
     FewTile(128, 4, 8),
+    FewTile(128, 2, 8, 3, rows=128, inputs=128),
 )
-# By the number of outputs: fewer outputs need more splits to occupy the card.
-_BY_OUTPUTS = ((16384, FewTile(64)), (6144, FewTile(64, 2)), (0, FewTile(64, 4)))
+
+
+def few_tile(rows: int, outputs: int, bits: int) -> FewTile | None:
+    """Return the tile that takes the least time, or None where unpacking does (one H200)."""
+    if rows > MAX_FEW:
+        return None
+    if rows > FewTile.rows:
+        if bits == 4:
+            return FewTile(128, 1 if outputs >= _SOME_OUTPUTS else 2, 8, 3, rows=128, inputs=128)
+        if outputs >= _SOME_OUTPUTS:
+            return FewTile(128, 1, 8, rows=256, inputs=128)
+        if rows > 2 * FewTile.rows:
+            return None
+    if outputs < _MANY_OUTPUTS:
+        return FewTile(64, 4)
+    return FewTile(64, 1, 4, 3) if rows <= FewTile.rows // 2 else FewTile(128, 1, 8, 3)
+
+
+def takes_few(weight: DeviceMatrix, rows: int) -> bool:
+    """Return whether `few_rows` multiplies so many rows in less time than unpacking takes."""
+    return all(few_tile(rows, one.shape[0], one.bits) is not None for one in weight.ranges)
 
 
 def few_rows(
@@ -66,16 +106,16 @@ def _few(
     x: torch.Tensor, one: DeviceRange, bias: torch.Tensor | None, out: torch.Tensor, tile: FewTile | None
 ) -> None:
     (outputs, inputs), rows = one.shape, x.shape[0]
-    tile = tile or next(tile for least, tile in _BY_OUTPUTS if outputs >= least)
-    step = _TILE_INPUTS[one.bits]
+    tile = tile or few_tile(rows, outputs, one.bits) or FewTile(64)
+    block = next_power(min(rows, tile.rows), _LEAST_ROWS)
+    tile = replace(tile, rows=block).fitted(one.bits, shared_room(x))
+    step = min(tile.inputs, 128) if one.bits == 8 else tile.inputs
     # Splits must be whole numbers of tiles, because a program has no mask at the end of its share.
     splits = tile.splits if inputs % (tile.splits * step) == 0 else 1
-    block = next_power(min(rows, 64), _LEAST_ROWS)
-    x = _by_planes(x, step) if one.bits == 4 else x
     parts = out if splits == 1 else x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    few_codes_kernel[-(-outputs // tile.outputs), -(-rows // block), splits](
+    few_codes_kernel[-(-outputs // tile.outputs), -(-rows // tile.rows), splits](
         *(parts, x, one.words, *one.arguments, out if bias is None else bias, rows, x.stride(0)),
-        *(parts.stride(-2), rows * outputs), INPUTS=inputs, OUTPUTS=outputs, BLOCK_M=block,
+        *(parts.stride(-2), rows * outputs), INPUTS=inputs, OUTPUTS=outputs, BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs, BLOCK_K=step, SUB=math.gcd(one.group, step), SPLITS=splits,
         BIASED=bias is not None, FAST=_is_fast(one, x), PACKED=_packs(x), STAGES=tile.num_stages,
         num_warps=tile.num_warps, **one.constants,
@@ -87,15 +127,13 @@ def _few(
         )
 
 
-def _by_planes(x: torch.Tensor, step: int) -> torch.Tensor:
-    """Return ``x`` with the inputs of each tile in the order in which the words' codes are multiplied.
-
-    All first codes of the tile's words come first, then all second ones. In the order of ``x`` itself, a tile
-    would be read in runs of eight inputs, and 64 rows take twice as long (one H200).
-    """
-    rows, inputs = x.shape
-    x = pad(x, (0, -inputs % step)) if inputs % step else x
-    return x.view(rows, -1, step // UNIT, 4, RUN).transpose(2, 3).reshape(rows, -1)
+def shared_room(x: torch.Tensor) -> int:
+    """Return the bytes of shared memory for the loads of one program."""
+    if not x.is_cuda:
+        return _INTERPRETED_BYTES
+    # Its stubs lack this number.
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    return int(properties.shared_memory_per_block_optin) - _SPARE_BYTES
 
 
 def unpack(weight: DeviceMatrix, dtype: torch.dtype) -> torch.Tensor:
@@ -137,37 +175,37 @@ def few_codes_kernel(out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.
     """Multiply by codes. Grid (OUTPUTS / BLOCK_N, rows / BLOCK_M, SPLITS)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real, present = output < OUTPUTS, row < rows
     steps: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K // SPLITS
+    whole: tl.constexpr = INPUTS % BLOCK_K == 0
     first = tl.program_id(2) * steps
-    word = tl.arange(0, BLOCK_K // 4 if BITS == 4 else BLOCK_K)
     width: tl.constexpr = INPUTS // 4 if BITS == 4 else INPUTS
     per_step: tl.constexpr = BLOCK_K // 4 if BITS == 4 else BLOCK_K
-    codes_at = codes + output.to(tl.int64)[:, None] * width
-    some_at = x + row.to(tl.int64)[None, :] * stride
-    sub = tl.arange(0, BLOCK_K // SUB)
+    word, lane, sub = tl.arange(0, per_step), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // SUB)
+    # Rows and outputs beyond the last repeat it, and are not stored.
+    some, own = tl.minimum(row, rows - 1), tl.minimum(output, OUTPUTS - 1)
+    codes_at = codes + own.to(tl.int64)[:, None] * width
+    rows_at = x + some.to(tl.int64)[None, :] * stride
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         start = (first + step) * BLOCK_K
         at = (first + step) * per_step + word
-        packed = tl.load(codes_at + at[None, :], mask=real[:, None] & (at < width)[None, :], other=0)
-        group = (start + sub * SUB) // GROUP
-        both = real[:, None] & (start + sub * SUB < INPUTS)[None, :]
-        scale, added, zero = _numbers(scales, least, outers, outer_least, output, group, both, INPUTS, GROUP,
-                                      ZERO, LEAST, OUTER)
-        if BITS == 4:
-            one, two, three, four = _planes(packed, PACKED)
-            total = _times(total, one, some_at, start + word, present, scale, added, zero, INPUTS, BLOCK_N,
-                           BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, two, some_at, start + word + 64, present, scale, added, zero, INPUTS,
-                           BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, three, some_at, start + word + 128, present, scale, added, zero, INPUTS,
-                           BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
-            total = _times(total, four, some_at, start + word + 192, present, scale, added, zero, INPUTS,
-                           BLOCK_N, BLOCK_K, SUB, 4, 128, ZERO, LEAST, FAST)
+        # Written so, the compiler sees that groups follow each other, and loads them ahead.
+        group = start // SUB + sub if SUB == GROUP else (start + sub * SUB) // GROUP
+        if whole:
+            packed = tl.load(codes_at + at[None, :])
+            numbers = tl.load(rows_at + (start + lane)[:, None])
+            both = (own >= 0)[:, None]
         else:
-            total = _times(total, _number(packed, FLOATS), some_at, start + word, present, scale, added, zero,
-                           INPUTS, BLOCK_N, BLOCK_K, SUB, 1, 0, ZERO, LEAST, FAST)
+            packed = tl.load(codes_at + at[None, :], mask=(at < width)[None, :], other=0)
+            numbers = tl.load(rows_at + (start + lane)[:, None], mask=(start + lane < INPUTS)[:, None],
+                              other=0.0)
+            both = (start + sub * SUB < INPUTS)[None, :]
+        scale, added, zero = _numbers(scales, least, outers, outer_least, own, group, both, INPUTS, GROUP,
+                                      ZERO, LEAST, OUTER)
+        value = _valued(_read(packed, BLOCK_N, BLOCK_K, BITS, FLOATS, PACKED), scale, added, zero, BLOCK_N,
+                        BLOCK_K, SUB, 128 if BITS == 4 else 0, ZERO, LEAST, FAST)
+        total = tl.dot(value.to(numbers.dtype), numbers, total)
+    real, present = output < OUTPUTS, row < rows
     split = tl.program_id(2)
     if BIASED:
         more = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
@@ -184,17 +222,13 @@ def _planes(packed: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
             """
             {
             .reg .b32 t;
-            and.b32 t, $4, 0x000f000f;
-            or.b32 $0, t, 0x43004300;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
             shr.b32 t, $4, 4;
-            and.b32 t, t, 0x000f000f;
-            or.b32 $1, t, 0x43004300;
+            lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea;
             shr.b32 t, $4, 8;
-            and.b32 t, t, 0x000f000f;
-            or.b32 $2, t, 0x43004300;
+            lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
             shr.b32 t, $4, 12;
-            and.b32 t, t, 0x000f000f;
-            or.b32 $3, t, 0x43004300;
+            lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xea;
             }
             """, "=r,=r,=r,=r,r", [packed],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
@@ -243,26 +277,38 @@ def _numbers(scales: tl.tensor, least: tl.tensor, outers: tl.tensor, outer_least
 
 
 @kernel
-def _times(total: tl.tensor, numbers: tl.tensor, some_at: tl.tensor, lane: tl.tensor, present: tl.tensor,
-           scale: tl.tensor, added: tl.tensor, zero: tl.tensor, INPUTS: tl.constexpr, BLOCK_N: tl.constexpr,
-           BLOCK_K: tl.constexpr, SUB: tl.constexpr, PLANES: tl.constexpr, EXCESS: tl.constexpr,
-           ZERO: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Add the product of one plane of codes, [BLOCK_N, BLOCK_K / PLANES], to the sums."""
-    # With four planes, ``x`` has zeros up to a whole tile.
-    known = lane < INPUTS if PLANES == 1 else lane >= 0
-    some = tl.load(some_at + lane[:, None], mask=known[:, None] & present[None, :], other=0.0)
-    dtype: tl.constexpr = some.dtype
+def _read(packed: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+          FLOATS: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Return codes in the order of the inputs, [BLOCK_N, BLOCK_K]; of 4 bits, 128 too large.
+
+    A thread of the tensor cores holds two neighbours of each run of eight inputs, which are the codes of two
+    neighbouring words. So this order moves no number between threads.
+    """
+    if BITS == 4:
+        one, two, three, four = _planes(packed, PACKED)
+        planes = tl.join(tl.join(one, two), tl.join(three, four))
+        planes = tl.reshape(planes, [BLOCK_N, BLOCK_K // 32, 8, 2, 2])
+        found = tl.reshape(tl.permute(planes, (0, 1, 4, 3, 2)), [BLOCK_N, BLOCK_K])
+    else:
+        found = _number(packed, FLOATS)
+    return found
+
+
+@kernel
+def _valued(numbers: tl.tensor, scale: tl.tensor, added: tl.tensor, zero: tl.tensor, BLOCK_N: tl.constexpr,
+            BLOCK_K: tl.constexpr, SUB: tl.constexpr, EXCESS: tl.constexpr, ZERO: tl.constexpr,
+            LEAST: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the values of codes that are ``EXCESS`` too large."""
     sums: tl.constexpr = tl.bfloat16 if FAST else tl.float32
     subs: tl.constexpr = BLOCK_K // SUB
-    each: tl.constexpr = SUB // PLANES
     if LEAST == 2:
-        value = numbers.to(sums) - _spread((zero + EXCESS).to(sums), BLOCK_N, subs, each)
+        value = numbers.to(sums) - _spread((zero + EXCESS).to(sums), BLOCK_N, subs, SUB)
     else:
         value = numbers.to(sums) - (ZERO + EXCESS + 0.0)
-    value *= _spread(scale.to(sums), BLOCK_N, subs, each)
+    value *= _spread(scale.to(sums), BLOCK_N, subs, SUB)
     if LEAST == 1:
-        value += _spread(added.to(sums), BLOCK_N, subs, each)
-    return tl.dot(value.to(dtype), some, total)
+        value += _spread(added.to(sums), BLOCK_N, subs, SUB)
+    return value
 
 
 @kernel

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from convoy.config.kernels import KernelForm
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.kernels.few_rows import FewTile, few_rows, unpack
+from convoy.model.backends.cuda.kernels.few_rows import MAX_FEW, FewTile, few_rows, takes_few, unpack
 from convoy.model.backends.cuda.kernels.float8 import (
     RoundedRows,
     fits_float8,
@@ -19,9 +19,6 @@ from convoy.model.backends.cuda.kernels.forms import DeviceMatrix, Matrix
 from convoy.model.backends.cuda.kernels.packing import pack_matrix, round_on_device
 from convoy.model.backends.cuda.kernels.single_row import lone_linear
 from convoy.model.quantize.search import GROUP
-
-# Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
-MAX_FEW = 128
 
 
 def multiply(
@@ -37,7 +34,7 @@ def multiply(
     assert isinstance(x, torch.Tensor), "rows are rounded for such matrices alone"
     if isinstance(weight, torch.Tensor):
         return linear(x, weight, bias)
-    if x.shape[0] > MAX_FEW:
+    if tile is None and not takes_few(weight, x.shape[0]):
         return linear(x, unpack(weight, x.dtype), bias)
     return few_rows(x, weight, bias, tile)
 

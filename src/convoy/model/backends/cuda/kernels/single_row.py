@@ -35,9 +35,9 @@ TILES = (Tile(2, 1024, 4), Tile(4, 512, 4), Tile(4, 1024, 4), Tile(8, 512, 4), T
 PLAIN_TILE = Tile(4, 1024, 8)
 GATED_TILE = Tile(4, 1024, 4)
 # The candidates for codes: outputs, units of 16 bytes, warps.
-CODE_TILES = (Tile(8, 64, 2), Tile(4, 128, 4), Tile(4, 32, 1), Tile(8, 32, 1), Tile(8, 128, 4))
-# The outputs from which a warp for each tile is best with 8 bits.
-_MANY_OUTPUTS = 16384
+CODE_TILES = (Tile(8, 64, 2), Tile(4, 64, 2), Tile(4, 32, 1), Tile(8, 32, 1), Tile(8, 128, 4))
+# The outputs from which a warp for each tile is best with 8 bits, and those for large tiles with 4.
+_MANY_OUTPUTS, _SOME_OUTPUTS = 16384, 6144
 
 
 def lone_linear(
@@ -85,7 +85,7 @@ def lone_linear(
 
 def _code_tile(bits: int, outputs: int, *, gated: bool) -> Tile:
     if bits == 4:
-        return Tile(4, 128, 4) if gated else Tile(8, 64, 2)
+        return Tile(8, 128, 4) if gated else Tile(8, 64, 2) if outputs >= _SOME_OUTPUTS else Tile(4, 64, 2)
     if gated:
         return Tile(4, 32, 1)
     return Tile(8, 32, 1) if outputs >= _MANY_OUTPUTS else Tile(8, 128, 4)
@@ -110,8 +110,8 @@ def _lone_codes(
     block = min(tile.inputs, next_power(words.shape[1] // 4))
     lone_codes_kernel[-(-outputs // tile.outputs),](
         *(out, pairs, words, *one.arguments, x if bias is None else bias, norms, eps), INPUTS=x.shape[1],
-        OUTPUTS=outputs, BLOCK_N=tile.outputs, BLOCK_U=block, num_warps=tile.num_warps, **one.constants,
-        **common,
+        OUTPUTS=outputs, BLOCK_N=tile.outputs, BLOCK_U=block, num_warps=tile.num_warps, PACKED=x.is_cuda,
+        **one.constants, **common,
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
                       GROUP: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr, OUTER: tl.constexpr,
                       FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_U: tl.constexpr,
                       BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
-                      GATED: tl.constexpr) -> None:
+                      GATED: tl.constexpr, PACKED: tl.constexpr) -> None:
     """Multiply by codes, read as words of 32 bits. Grid (OUTPUTS / BLOCK_N,).
 
     A unit is 16 inputs with 8 bits, and 32 with 4. A group has whole units, and its scale is applied to the
@@ -172,7 +172,7 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
     # All tensors are [units, outputs, words]. With other orders or with fewer dimensions, Triton gives the
     # loads different layouts, and moves numbers between threads.
     output = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
-    total = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
+    total = tl.zeros([BLOCK_U, BLOCK_N, 1], dtype=tl.float32)
     ups, squares = total, tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
     size: tl.constexpr = 128 // BITS
     units: tl.constexpr = INPUTS // size
@@ -184,28 +184,16 @@ def lone_codes_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl
         both = real & known
         at = words + output.to(tl.int64) * (units * 4) + (unit * 4 + within)
         row = tl.load(at, mask=both, other=0, eviction_policy="evict_first")
-        part = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
-        amount = tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
-        above, other = row, part
+        above = row
         if GATED:
             above = tl.load(at + OUTPUTS * units * 4, mask=both, other=0, eviction_policy="evict_first")
-        # Two neighbours of ``x`` are one word too: the upper half of it is already a float32 number.
-        for place in tl.static_range(4 if BITS == 4 else 2):
-            lane = unit * 16 + place * 4 + within if BITS == 4 else unit * 8 + within * 2 + place
-            low, high = _halves(tl.load(x + lane, mask=known, other=0))
-            if NORMED:
-                squares += low * low + high * high
-                some, more = _halves(tl.load(norm + lane, mask=known, other=0))
-                low, high = low * some, high * more
-            amount += low + high
-            part = _products(part, row, low, high, place, BITS, FLOATS)
-            if GATED:
-                other = _products(other, above, low, high, place, BITS, FLOATS)
+        part, other, amount, squares = _units(row, above, x, norm, unit, within, known, squares, BLOCK_U,
+                                              BLOCK_N, BITS, FLOATS, NORMED, GATED, PACKED)
         total += _scaled(part, amount, scales, least, outers, outer_least, output, unit, real, size, units,
-                         BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
+                         GROUP, ZERO, LEAST, OUTER)
         if GATED:
             ups += _scaled(other, amount, scales, least, outers, outer_least, output + OUTPUTS, unit, real,
-                           size, units, BITS, GROUP, ZERO, LEAST, OUTER, FLOATS)
+                           size, units, GROUP, ZERO, LEAST, OUTER)
     found = _summed(total, squares, eps, INPUTS, NORMED)
     beside = found
     if GATED:
@@ -225,25 +213,150 @@ def _summed(total: tl.tensor, squares: tl.tensor, eps: tl.tensor, INPUTS: tl.con
 
 
 @kernel
-def _products(part: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, place: tl.constexpr,
-              BITS: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
-    """Add the products of two codes of each word to the sums."""
+def _units(row: tl.tensor, above: tl.tensor, x: tl.tensor, norm: tl.tensor, unit: tl.tensor,
+           within: tl.tensor, known: tl.tensor, squares: tl.tensor, BLOCK_U: tl.constexpr,
+           BLOCK_N: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, NORMED: tl.constexpr,
+           GATED: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Return sums of units: of products with whole codes, the same of gated outputs, of ``x`` and squares."""
+    part = tl.zeros([BLOCK_U, BLOCK_N, 4], dtype=tl.float32)
+    amount = tl.zeros([BLOCK_U, 1, 4], dtype=tl.float32)
+    other, small = part, amount
+    # Two neighbours of ``x`` are one word too: the upper half of it is already a float32 number.
+    for place in tl.static_range(2):
+        lane = unit * 16 + place * 8 + within if BITS == 4 else unit * 8 + within * 2 + place
+        low, high, squares = _two(x, norm, lane, known, squares, NORMED)
+        if BITS == 4:
+            # The codes of the first and the fourth place, then those of the third and the second.
+            less, more, squares = _two(x, norm, lane + (12 - 16 * place), known, squares, NORMED)
+            less, more = less * 16.0, more * 16.0
+            small += less
+            small += more
+            part = _four(part, row, low, high, less, more, place, PACKED)
+            if GATED:
+                other = _four(other, above, low, high, less, more, place, PACKED)
+        else:
+            part = _two_bytes(part, row, low, high, place, FLOATS, PACKED)
+            if GATED:
+                other = _two_bytes(other, above, low, high, place, FLOATS, PACKED)
+        amount += low
+        amount += high
+    # Codes were read as 128 too large, but for those of floats.
+    excess = amount * (0.0 if FLOATS else 128.0)
     if BITS == 4:
-        # Codes stay where they are in the word, and ``x`` takes the power of two.
-        part += _whole(row & (15 << (4 * place))) * (low * (1.0 / (1 << (4 * place))))
-        part += _whole((row >> 16) & (15 << (4 * place))) * (high * (1.0 / (1 << (4 * place))))
+        excess += small * 128.0
+        amount += small * 0.0625
+    excess = tl.sum(excess, 2, keep_dims=True)
+    part = tl.sum(part, 2, keep_dims=True) - excess
+    other = tl.sum(other, 2, keep_dims=True) - excess
+    return part, other, tl.sum(amount, 2, keep_dims=True), squares
+
+
+@kernel
+def _two(x: tl.tensor, norm: tl.tensor, lane: tl.tensor, known: tl.tensor, squares: tl.tensor,
+         NORMED: tl.constexpr) -> tl.tensor:
+    """Return two neighbours of ``x`` times the norm's weights, and the sum of squares with theirs."""
+    low, high = _halves(tl.load(x + lane, mask=known, other=0))
+    if NORMED:
+        squares += low * low
+        squares += high * high
+        some, more = _halves(tl.load(norm + lane, mask=known, other=0))
+        low, high = low * some, high * more
+    return low, high, squares
+
+
+@kernel
+def _four(part: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, less: tl.tensor, more: tl.tensor,
+          place: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Add the products of four 4-bit codes of each word to the sums.
+
+    One operation makes a float32 number of a code, where it is in the word or after a shift by a byte: 128
+    and the code, or 128 and 1/16 of it. Numbers for the latter are 16 times as large.
+    """
+    if PACKED:
+        if place == 0:
+            one, two, three, four = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 t;
+                prmt.b32 t, $4, $4, 0x1032;
+                lop3.b32 $0, t, 0x000f0000, 0x43000000, 0xea;
+                lop3.b32 $1, $4, 0x000f0000, 0x43000000, 0xea;
+                lop3.b32 $2, $4, 0x0000f000, 0x43000000, 0xea;
+                lop3.b32 $3, t, 0x0000f000, 0x43000000, 0xea;
+                }
+                """, "=f,=f,=f,=f,r", [row], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=True, pack=1)
+        else:
+            one, two, three, four = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 s, t;
+                shl.b32 s, $4, 8;
+                shr.b32 t, $4, 8;
+                lop3.b32 $0, s, 0x000f0000, 0x43000000, 0xea;
+                lop3.b32 $1, t, 0x000f0000, 0x43000000, 0xea;
+                lop3.b32 $2, s, 0x0000f000, 0x43000000, 0xea;
+                lop3.b32 $3, t, 0x0000f000, 0x43000000, 0xea;
+                }
+                """, "=f,=f,=f,=f,r", [row], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=True, pack=1)
     else:
-        part += _byte(row, 2 * place, FLOATS) * low
-        part += _byte(row, 2 * place + 1, FLOATS) * high
+        first = (row << 16) | ((row >> 16) & 0xFFFF) if place == 0 else row << 8
+        second = row if place == 0 else row >> 8
+        one, two = _magic(first & 0xF0000), _magic(second & 0xF0000)
+        three = _magic((second if place == 0 else first) & 0xF000)
+        four = _magic((first if place == 0 else second) & 0xF000)
+    part += one * low
+    part += two * high
+    part += three * less
+    part += four * more
+    return part
+
+
+@kernel
+def _magic(code: tl.tensor) -> tl.tensor:
+    return (code | 0x43000000).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _two_bytes(part: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, place: tl.constexpr,
+               FLOATS: tl.constexpr, PACKED: tl.constexpr) -> tl.tensor:
+    """Add the products of two 8-bit codes of each word to the sums."""
+    if PACKED and not FLOATS:
+        if place == 0:
+            one, two = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 t;
+                xor.b32 t, $2, 0x80808080;
+                prmt.b32 $0, t, 0x4b000000, 0x7540;
+                prmt.b32 $1, t, 0x4b000000, 0x7541;
+                }
+                """, "=f,=f,r", [row], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
+        else:
+            one, two = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 t;
+                xor.b32 t, $2, 0x80808080;
+                prmt.b32 $0, t, 0x4b000000, 0x7542;
+                prmt.b32 $1, t, 0x4b000000, 0x7543;
+                }
+                """, "=f,=f,r", [row], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
+        one, two = one - 8388608.0, two - 8388608.0
+    else:
+        one, two = _byte(row, 2 * place, FLOATS), _byte(row, 2 * place + 1, FLOATS)
+    part += one * low
+    part += two * high
     return part
 
 
 @kernel
 def _scaled(part: tl.tensor, amount: tl.tensor, scales: tl.tensor, least: tl.tensor, outers: tl.tensor,
             outer_least: tl.tensor, output: tl.tensor, unit: tl.tensor, known: tl.tensor, SIZE: tl.constexpr,
-            UNITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-            LEAST: tl.constexpr, OUTER: tl.constexpr, FLOATS: tl.constexpr) -> tl.tensor:
-    """Apply scales and least numbers to sums of words, [BLOCK_U, BLOCK_N, 4]."""
+            UNITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, LEAST: tl.constexpr,
+            OUTER: tl.constexpr) -> tl.tensor:
+    """Apply scales and least numbers to sums of units, [BLOCK_U, BLOCK_N, 1]."""
     groups: tl.constexpr = UNITS * SIZE // GROUP
     group = unit * SIZE // GROUP
     at = output.to(tl.int64) * groups + group
@@ -251,8 +364,7 @@ def _scaled(part: tl.tensor, amount: tl.tensor, scales: tl.tensor, least: tl.ten
     if OUTER:
         outer = output.to(tl.int64) * (groups // OUTER) + group // OUTER
         scale *= tl.load(outers + outer, mask=known, other=0.0).to(tl.float32)
-    # The bytes of whole numbers were read as 128 too large.
-    part -= amount * (ZERO + (128.0 if BITS == 8 and not FLOATS else 0.0))
+    part -= amount * (ZERO + 0.0)
     if LEAST == 2:
         part -= amount * tl.load(least + at, mask=known, other=0).to(tl.float32)
     part *= scale
