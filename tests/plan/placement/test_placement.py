@@ -237,6 +237,16 @@ def test_a_forbidden_cut_is_refused_with_its_reason() -> None:
     place(spec, members(GB, GB), {"alpha": "0:4,output"})
 
 
+def test_cuts_are_moved_to_the_nearest_ones_that_the_model_allows() -> None:
+    spec = replace(spec_of(), forbidden_cuts=dict.fromkeys(range(3, 12), "layer 9 reads the K/V of layer 2"))
+    two = owned(place(spec, members(GB, GB)))
+    assert [(start, end) for _, start, end, _, _ in two] == [(0, 2), (2, 12)]
+    three = owned(place(spec, members(GB, GB, GB)))
+    assert [(start, end) for _, start, end, _, _ in three] == [(0, 1), (1, 2), (2, 12)]
+    with pytest.raises(SpanError, match="reads the K/V of layer 2"):
+        place(spec, members(GB, GB, GB, GB))
+
+
 def test_a_stage_that_cannot_fit_is_refused_with_both_numbers() -> None:
     # 36 layers of about 0.5 GB in float32
     spec = spec_of(36, hidden_size=3072, intermediate_size=9728, num_attention_heads=24, vocab_size=4096)

@@ -91,7 +91,24 @@ def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> li
         owners = owners_of(order, consecutive(counts, rest.start), rest.output)
         extras = [output_cost(spec) if span.output else 0 for _, span in owners]
         counts = balanced(layer_costs(spec)[rest.start : rest.end], extras)
-    return consecutive(counts, rest.start)
+    return _between_allowed_cuts(spec, consecutive(counts, rest.start))
+
+
+def _between_allowed_cuts(spec: ModelSpec, runs: list[Run]) -> list[Run]:
+    """Return ``runs`` with each cut moved to the nearest one that the model allows.
+
+    With fewer allowed cuts than are needed, they stay: a check then refuses them with the reason.
+    """
+    start, end = runs[0][0], runs[-1][1]
+    allowed = [cut for cut in range(start + 1, end) if cut not in spec.forbidden_cuts]
+    if len(allowed) < len(runs) - 1:
+        return runs
+    cuts, first = [start], 0
+    for left, (wanted, _) in zip(reversed(range(len(runs) - 1)), runs[1:], strict=True):
+        chosen = min(range(first, len(allowed) - left), key=lambda one: abs(allowed[one] - wanted))
+        cuts.append(allowed[chosen])
+        first = chosen + 1
+    return list(itertools.pairwise([*cuts, end]))
 
 
 def _by_bytes(counts: list[int], weights: Sequence[Fraction], sizes: Sequence[int]) -> list[int]:
