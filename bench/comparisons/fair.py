@@ -96,6 +96,10 @@ class TimedExecutor:
         return self._executor.depth
 
     @property
+    def feeds(self) -> bool:
+        return self._executor.feeds
+
+    @property
     def oldest(self) -> int | None:
         return self._executor.oldest
 

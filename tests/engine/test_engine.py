@@ -1,5 +1,6 @@
 """The engine over a fake executor: a real loop and a real thread, no model."""
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import FED
 from support.fake_executor import VOCAB, FakeExecutor, next_token
 from support.fake_tokenizer import EOS, FakeTokenizer
 
@@ -43,9 +45,18 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[1, 3], ids=["one in flight", "three in flight"])
+def fed_executor() -> FakeExecutor:
+    """Return an executor that takes its own samples, and has the wrong one every fifth time."""
+    executor, numbers = FakeExecutor(depth=2, feeds=True), itertools.count(1)
+    executor.misfeeds = lambda: next(numbers) % 5 == 0
+    return executor
+
+
+@pytest.fixture(params=["one in flight", "three in flight", "fed"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = make_engine(FakeExecutor(depth=request.param), replace(LIMITS, micro_batches=request.param))
+    depth = 3 if request.param == "three in flight" else 1
+    executor = fed_executor() if request.param == "fed" else FakeExecutor(depth=depth)
+    engine = make_engine(executor, replace(LIMITS, micro_batches=depth))
     engine.start()
     yield engine
     engine.close()
@@ -117,6 +128,43 @@ def test_an_end_of_text_token_ends_the_choice_and_is_never_shown() -> None:
     answer = generate(engine, request(prompt, 40, ignore_eos=False))
     assert list(answer.token_ids) == shown
     assert answer.finish_reason == "stop"
+    engine.close()
+
+
+def test_what_a_device_runs_behind_the_end_of_a_text_is_neither_shown_nor_counted_nor_kept() -> None:
+    prompt = next([i] for i in range(VOCAB) if EOS in expected([i], 40)[6:])
+    shown = expected(prompt, 40)
+    shown = shown[: shown.index(EOS)]
+    executor = fed_executor()
+    engine = make_engine(executor)
+    engine.start()
+    answer = generate(engine, request(prompt, 40, ignore_eos=False))
+    assert (list(answer.token_ids), answer.finish_reason) == (shown, "stop")
+    assert engine.stats().generated_tokens == len(shown)
+    last = max(row.start for step in executor.steps for row in step.rows)
+    assert last > len(shown), "the device ran on"
+    behind = [*prompt, *shown, EOS, next_token([*prompt, *shown, EOS])]
+    generate(engine, request([*behind, 1, 2, 3, 4], 1))
+    assert engine.stats().cached_tokens <= len(prompt) + len(shown)
+    engine.close()
+
+
+def test_texts_that_a_device_feeds_itself_are_those_of_each_alone_also_without_room() -> None:
+    executor = fed_executor()
+    engine = make_engine(executor, replace(LIMITS, groups=(GroupLimits(16),)))
+    engine.start()
+    answers: dict[int, list[int]] = {}
+
+    def run(index: int) -> None:
+        answers[index] = list(generate(engine, request([index, 9], 12 + 3 * index)).token_ids)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {i: expected([i, 9], 12 + 3 * i) for i in range(6)}
+    assert any(FED.to_bytes(4, "little") in step.tokens for step in executor.steps)
     engine.close()
 
 

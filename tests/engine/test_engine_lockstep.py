@@ -71,14 +71,19 @@ class World:
 
     limits: SchedulerLimits
     random: Random
+    feeds: bool = False
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.limits, drafter=Guesser(self.random))
+        # sequences that guess are not fed
+        drafter = None if self.feeds else Guesser(self.random)
+        self.scheduler = Scheduler(self.limits, drafter=drafter)
+        self.scheduler.feeds = self.feeds
         self.in_flight: deque[Scheduled] = deque()
         self._begin()
 
     def _begin(self) -> None:
-        self.executor = FakeExecutor(depth=8, block_size=BLOCK)
+        self.executor = FakeExecutor(depth=8, block_size=BLOCK, feeds=self.feeds)
+        self.executor.misfeeds = lambda: self.random.random() < 0.2
         self.first, self.last = tables_of(self.limits), tables_of(self.limits)
 
     def lose_every_stage(self) -> None:
@@ -101,12 +106,17 @@ class World:
         scheduled = self.in_flight.popleft()
         take(self.last, scheduled.step)
         self.scheduler.collected(scheduled)
-        tokens = deque(outcome.sampled.token_id for outcome in self.executor.collect().outcomes)
+        outcomes = deque(self.executor.collect().outcomes)
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         for row, sequence, drafts in parts:
-            sampled = [tokens.popleft() for _ in range(row.num_outputs)]
-            if sequence.state is not SequenceState.FINISHED:
-                self._advance(sequence, row.start + row.num_tokens - len(drafts), list(drafts), sampled)
+            of_row = [outcomes.popleft() for _ in range(row.num_outputs)]
+            number = scheduled.step.number
+            if sequence.state is SequenceState.FINISHED or sequence.void_step == number:
+                continue
+            sampled = [outcome.sampled.token_id for outcome in of_row]
+            self._advance(sequence, row.start + row.num_tokens - len(drafts), list(drafts), sampled)
+            if sequence.fed_step > number and not of_row[-1].feeds:
+                self.scheduler.refuse_fed(sequence)
 
     def _advance(self, sequence: Sequence, known: int, drafts: list[int], sampled: list[int]) -> None:
         if known < len(sequence.tokens) or not sampled:
@@ -141,6 +151,7 @@ shapes = st.lists(
     st.integers(0, 5),
     st.sampled_from([30, 40, 64]),
     st.sampled_from([None, STEEP]),
+    st.booleans(),
     st.integers(0, 2**32 - 1),
 )
 def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
@@ -149,21 +160,28 @@ def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
     window: int,
     num_blocks: int,
     cost: TokenCost | None,
+    feeds: bool,
     seed: int,
 ) -> None:
     random = Random(seed)  # evenly spread, so that every event happens
     limits = replace(
         LIMITS,
-        micro_batches=micro_batches,
-        prefill_window=window,
+        # only one stage that holds the whole model is fed
+        micro_batches=1 if feeds else micro_batches,
+        prefill_window=0 if feeds else window,
         groups=(GroupLimits(num_blocks),),
         cost=cost,
     )
-    world = World(limits, random)
-    depth = max(micro_batches, limits.max_chunks)
+    world = World(limits, random, feeds=feeds)
+    depth = max(limits.micro_batches, limits.max_chunks, 1 + feeds)
     sequences = [
         # few beginnings, so that many share blocks
-        Sequence(tuple((i * (1 + kind)) % 9 for i in range(size)), max_tokens, all_outputs=scored)
+        Sequence(
+            tuple((i * (1 + kind)) % 9 for i in range(size)),
+            max_tokens,
+            all_outputs=scored,
+            feeds=feeds and not scored,
+        )
         for size, max_tokens, scored, kind in asked
     ]
     arriving = list(sequences)

@@ -5,15 +5,16 @@ or misplaced token shows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.sampling.output_rows import SampleJob, sample_all, with_states
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, sample_all, with_states
 from convoy.transport.link.link import Link, Received
-from convoy.wire.messages.control import Step
+from convoy.wire.messages.control import FED, Step
 
 VOCAB = 64
 # No test has so many steps: an engine that preempts for ever would take all memory here.
@@ -32,11 +33,17 @@ class FakeExecutor:
     """Keep tokens by block and offset, as a stage keeps K/V, so that a wrongly shared block shows.
 
     ``fail_at`` makes that step's `collect` raise. ``rival`` is (position, distance): at that position
-    another token is that near to the best one.
+    another token is that near to the best one. With ``feeds`` it takes its own samples; ``misfeeds`` tells
+    for each of them whether the stage has another token than the host.
     """
 
-    def __init__(self, depth: int = 1, fail_at: int | None = None, block_size: int = 4) -> None:
+    def __init__(
+        self, depth: int = 1, fail_at: int | None = None, block_size: int = 4, *, feeds: bool = False
+    ) -> None:
         self.depth = depth
+        self.feeds = feeds
+        self.misfeeds: Callable[[], bool] = lambda: False
+        self._fed: dict[int, int] = {}
         self._block_size = block_size
         self.fail_at = fail_at
         self.rival: tuple[int, float] | None = None
@@ -67,7 +74,8 @@ class FakeExecutor:
             table = self._tables[row.sequence]
             places = [(block, offset) for block in table for offset in range(self._block_size)]
             for place in places[row.start : row.start + row.num_tokens]:
-                self._tokens[place] = tokens.popleft()
+                token = tokens.popleft()
+                self._tokens[place] = self._fed[row.sequence] if token == FED else token
             for end in range(row.start + row.num_tokens - row.num_outputs, row.start + row.num_tokens):
                 known = [self._tokens[place] for place in places[: end + 1]]
                 logits.append(np.eye(VOCAB, dtype=np.float32)[next_token(known)] * 10)
@@ -79,7 +87,20 @@ class FakeExecutor:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
             # The final state of a row is its logits.
             outcomes = with_states(sample_all(stacked, jobs), jobs, lambda rows: stacked[rows])
-            self.results.append(StepResult(step.number, outcomes))
+            self.results.append(StepResult(step.number, self._feed(step, outcomes)))
+
+    def _feed(self, step: Step, outcomes: tuple[SampleResult, ...]) -> tuple[SampleResult, ...]:
+        """Keep the sample of each row for the next step, and return the outcomes."""
+        if not (self.feeds and step.rows):
+            return outcomes
+        outcomes = tuple(replace(one, feeds=not self.misfeeds()) for one in outcomes)
+        self._fed, end = {}, 0
+        for row in step.rows:
+            end += row.num_outputs
+            if row.num_outputs:
+                one = outcomes[end - 1]
+                self._fed[row.sequence] = (one.sampled.token_id + (not one.feeds)) % VOCAB
+        return outcomes
 
     def collect(self) -> StepResult:
         result = self.results.popleft()

@@ -7,6 +7,8 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
 
 import anyio.to_thread
 
@@ -17,6 +19,43 @@ from convoy.errors import ConvoyError
 
 # Pairs of (index of the request, output).
 Batch = list[tuple[int, Output]]
+
+
+class LoopWaker:
+    """Set events of one loop from another thread, many with one call of the loop.
+
+    A step of the engine brings outputs for every stream. Each call of the loop from another thread is a
+    system call, during which the engine's thread gives up the interpreter.
+    """
+
+    _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._lock = threading.Lock()
+        self._events: list[asyncio.Event] = []
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopWaker:
+        """Return the one of ``loop``. Call it on the loop's thread."""
+        return cls._of_loop.setdefault(loop, cls(loop))
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Set ``event`` soon, on the loop's thread."""
+        with self._lock:
+            is_first = not self._events
+            self._events.append(event)
+        loop = self._loop()
+        if is_first and loop is not None:
+            # A closed loop means that the server has ended, and nothing reads these outputs.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for event in events:
+            event.set()
 
 
 class EngineStream:
@@ -31,6 +70,7 @@ class EngineStream:
         self._engine = engine
         self._requests = requests
         self._loop = asyncio.get_running_loop()
+        self._waker = LoopWaker.of(self._loop)
         self._woken = asyncio.Event()
         # Guards the fields that both threads touch: _arrived, _handles and _left.
         self._lock = threading.Lock()
@@ -109,12 +149,7 @@ class EngineStream:
             wake = not self._arrived
             self._arrived.append((index, output))
         if wake:
-            self._wake()
-
-    def _wake(self) -> None:
-        # A closed loop means that the server has ended, and nothing reads these outputs.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._woken.set)
+            self._waker.wake(self._woken)
 
     def _leave(self) -> None:
         with self._lock:

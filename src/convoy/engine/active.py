@@ -120,12 +120,16 @@ class ActiveSequences(Mapping[Sequence, SequenceOwner]):
         """Pass a step's sampling results to the owners; return the number of generated tokens."""
         num_generated = offset = 0
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        number = scheduled.step.number
         for row, sequence, drafts in parts:
             of_row = outcomes[offset : offset + row.num_outputs]
             offset += row.num_outputs
             owner = self._owners.get(sequence)
-            if owner is not None:
-                num_generated += self._advance(owner, row, drafts, of_row)
+            if owner is None or sequence.void_step == number:
+                continue
+            num_generated += self._advance(owner, row, drafts, of_row)
+            if sequence.fed_step > number and not of_row[-1].feeds:
+                self._scheduler.refuse_fed(sequence)
         return num_generated
 
     def mark_replayed_inexact(self, near_tie: float) -> None:

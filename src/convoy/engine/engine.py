@@ -104,6 +104,7 @@ class Engine:
         self._max_context = options.max_context
         self._tags = PrefixTags(limits.block_size)
         self._scheduler = Scheduler(limits, self._tags, drafter)
+        self._scheduler.feeds = executor.feeds
         self._live = ActiveSequences(self._scheduler)
         self._in_flight: deque[_InFlight] = deque()
         self._between = PausedWork()
@@ -389,6 +390,7 @@ class Engine:
             self._failed = None
             # The new stages hold no K/V, so every sequence starts again from its known tokens.
             self._scheduler.reset(recovered.limits)
+            self._scheduler.feeds = self._executor.feeds
             over = []
             if recovered.without_loss and not isinstance(cause, Replan):
                 # No member was lost, so a request in flight may make the stages fail: end those that fail

@@ -17,6 +17,11 @@ about the same time. A prompt that runs alone is cut so that no stage waits for 
 decodes, no more steps are in flight than keep the stages busy, because a token waits for all steps ahead of
 it.
 
+Stages that take their own samples are fed: while a step is in flight, the next one follows with the same
+streams, and names no token where only the stages know it. The host thus works while a device computes. If
+the sequence has ended meanwhile, the row is dropped. If it ran on another token than the host got, it is
+void, and its position runs again.
+
 A sequence with nothing to run (a session between two calls) idles: it keeps its blocks until another sequence
 needs them, and takes no place in the batch.
 """
@@ -37,7 +42,7 @@ from convoy.engine.kv.prefix_cache import PrefixCache
 from convoy.engine.sequence import Drafter, Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
 from convoy.plan.cost import TILE
-from convoy.wire.messages.control import BlockGrant, Row, Step
+from convoy.wire.messages.control import FED, BlockGrant, Row, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,15 @@ class StepBuilder:
             start, known = sequence.num_scheduled, self.known_end(sequence)
             # Only a row that reaches the end of the known tokens is sampled: once after them, and once after
             # each draft.
-            num_outputs = (1 + len(drafts)) * int(known == len(sequence.tokens))
+            num_outputs = (1 + len(drafts)) * int(known >= len(sequence.tokens))
             if sequence.all_outputs and start < sequence.num_prompt:
                 # Prompt log-probabilities need an output at every position.
                 num_outputs = num_tokens
             rows.append(_tagged_row(tags, sequence, num_tokens, num_outputs, drafts))
             tokens.extend(sequence.tokens[start:known])
             tokens.extend(drafts)
+            if known > len(sequence.tokens):
+                tokens.append(FED)
         encoded = np.array(tokens, dtype="<u4").tobytes()
         drafted = tuple([tuple(self.drafts.get(sequence, ())) for sequence in self.rows])
         return Scheduled(Step(number, released, self.grants, rows, encoded), tuple(self.rows), drafted)
@@ -98,12 +105,30 @@ def _tagged_row(
     tags: PrefixTags, sequence: Sequence, num_tokens: int, num_outputs: int, drafts: SequenceOf[int]
 ) -> Row:
     start, end = sequence.num_scheduled, sequence.num_scheduled + num_tokens
+    if start == len(sequence.tokens):
+        tag, after = tags.of_fed(sequence.tags, sequence.tokens)
+        return Row(sequence.table_id, start, num_tokens, num_outputs, tag, after)
     # Drafts may turn out wrong, so tags of blocks that end in drafts go into a copy of the sequence's own
     # chain.
     chain = list(sequence.tags) if drafts else sequence.tags
     tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
     tag, after = tags.of_row(chain, tokens, start, end, num_outputs)
     return Row(sequence.table_id, start, num_tokens, num_outputs, tag, after)
+
+
+# A step waits for its samples if more than one of so many streams cannot be fed.
+_UNFED_SHARE = 8
+
+
+def _can_be_fed(sequence: Sequence) -> bool:
+    """Return whether a row may follow the token that a step in flight samples; not behind the last one."""
+    num_tokens = len(sequence.tokens)
+    return (
+        sequence.feeds
+        and sequence.num_scheduled == num_tokens
+        and sequence.num_in_flight == 1
+        and num_tokens + 1 < min(sequence.num_prompt + sequence.max_tokens, sequence.wall)
+    )
 
 
 __all__ = ["Drafter", "GroupLimits", "Scheduled", "Scheduler", "SchedulerLimits"]
@@ -134,6 +159,8 @@ class Scheduler:
         self.num_drafted = self.num_accepted = 0
         # Steps with rows.
         self._num_in_flight = 0
+        # Whether the stages take their own samples.
+        self.feeds = False
         # Each suspect's number of tokens when it was marked.
         self._suspects: dict[Sequence, int] = {}
         self._released: list[int] = []
@@ -197,6 +224,7 @@ class Scheduler:
         self.idle.clear()
         for sequence in self.waiting:
             sequence.num_scheduled = sequence.num_in_flight = 0
+            sequence.fed_step = -1
         self._num_in_flight = 0
         self._make_pools(limits)
         self._released = []
@@ -216,9 +244,10 @@ class Scheduler:
         plan = StepBuilder()
         self._wake()
         num_streams = self._num_streams()
-        if self._num_in_flight < self._max_in_flight(num_streams):
-            self._plan_decodes(plan, num_streams)
-            self._plan_prefills(plan)
+        feeds = self._feeds_now()
+        if self._num_in_flight < max(self._max_in_flight(num_streams), 1 + feeds):
+            self._plan_decodes(plan, num_streams, feeds=feeds)
+            self._plan_prefills(plan, max(self.limits.max_chunks, 1 + feeds))
             self._admit(plan)
         if not plan.rows and not self._released:
             return None
@@ -261,6 +290,12 @@ class Scheduler:
             sequence.num_scheduled += num_accepted
             self._prefixes.label(sequence, start, sequence.num_scheduled)
 
+    def refuse_fed(self, sequence: Sequence) -> None:
+        """Run the last token of a sequence again: its row in flight was fed with another one."""
+        sequence.void_step, sequence.fed_step = sequence.fed_step, -1
+        if sequence.state is SequenceState.RUNNING:
+            sequence.num_scheduled = len(sequence.tokens) - 1
+
     def tags_of(self, tokens: SequenceOf[int], salt: bytes, num_blocks: int) -> list[bytes]:
         """Return the tags at the ends of the first blocks of these tokens."""
         chain = [self._tags.root(salt)]
@@ -280,6 +315,7 @@ class Scheduler:
         self.limits = limits
         self.pools = BlockPools(limits.groups, limits.block_size)
         self._prefixes = PrefixCache(self.pools, limits, self._tags)
+        self._can_rewind = all(group.ring is None and group.stride == 1 for group in limits.groups)
 
     def _wake(self) -> None:
         for sequence in [s for s in self.idle if s.num_pending]:
@@ -288,7 +324,15 @@ class Scheduler:
                 self.running.append(sequence)
                 sequence.state = SequenceState.RUNNING
 
-    def _plan_decodes(self, plan: StepBuilder, num_streams: int) -> None:
+    def _feeds_now(self) -> bool:
+        """Return whether a step may follow another before the host knows the samples of that one."""
+        # A guess needs the last token on the host.
+        if not (self.feeds and self._can_rewind and self._drafter is None):
+            return False
+        # Those that cannot be fed run in every other step, so a few of them do not hold up the others.
+        return _UNFED_SHARE * sum([not sequence.feeds for sequence in self.running]) <= len(self.running)
+
+    def _plan_decodes(self, plan: StepBuilder, num_streams: int, *, feeds: bool) -> None:
         max_rows = self._max_rows(num_streams)
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
@@ -296,6 +340,8 @@ class Scheduler:
             # This is `num_pending == 1`, inlined: it runs for hundreds of sequences several times a step.
             if sequence.num_scheduled > 0 and len(sequence.tokens) == sequence.num_scheduled + 1:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
+            elif feeds and _can_be_fed(sequence):
+                self._plan_row(sequence, 1, plan)
 
     def _num_streams(self) -> int:
         """Return how many sequences decode, or are about to."""
@@ -327,12 +373,12 @@ class Scheduler:
         most = self._prefixes.num_unshared(sequence, most + 1) - 1
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
 
-    def _plan_prefills(self, plan: StepBuilder) -> None:
+    def _plan_prefills(self, plan: StepBuilder, max_chunks: int) -> None:
         for sequence in list(self.running):
             if (
                 len(sequence.tokens) > sequence.num_scheduled + 1
                 and sequence not in plan.rows
-                and sequence.num_in_flight < self.limits.max_chunks
+                and sequence.num_in_flight < max_chunks
             ):
                 self._plan_chunk(sequence, plan)
 
@@ -439,6 +485,7 @@ class Scheduler:
         self._release(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_scheduled = 0
+        sequence.fed_step = -1
         self.waiting.appendleft(sequence)
 
     def _drop_idle(self) -> bool:
@@ -458,10 +505,12 @@ class Scheduler:
         scheduled = plan.write(self.next_step, self._released, self._tags)
         for sequence in plan.rows:
             # Only known tokens count as run and become findable: drafts may be wrong, and `keep` adds the
-            # accepted ones.
-            known = plan.known_end(sequence)
-            self._prefixes.label(sequence, sequence.num_scheduled, known)
+            # accepted ones. A fed token is known once the row behind it is planned.
+            known, num_tokens = plan.known_end(sequence), len(sequence.tokens)
+            start = sequence.num_scheduled - (sequence.fed_step >= 0)
+            self._prefixes.label(sequence, start, min(known, num_tokens))
             sequence.num_scheduled = known
+            sequence.fed_step = self.next_step if known > num_tokens else -1
             sequence.num_in_flight += 1
         self._released = []
         self.next_step += 1

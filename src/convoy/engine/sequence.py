@@ -32,7 +32,7 @@ class Sequence:
 
     ``tokens`` is the prompt followed by the generated tokens. ``num_scheduled`` positions are computed or in
     flight. When it reaches ``len(tokens)``, the sequence waits for its next token, which the step in flight
-    brings.
+    brings. It is greater by one while a row runs on a fed token, which only the stages know yet.
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,6 +43,8 @@ class Sequence:
     salt: bytes = b""
     # The place of the generated tokens in the request's grammar.
     matcher: Matcher | None = None
+    # Whether its next token can be sampled while only the stages know the one before.
+    feeds: bool = False
     tokens: list[int] = field(init=False)
     # The most tokens that there is room for after a loss.
     wall: int = field(init=False, default=sys.maxsize)
@@ -63,6 +65,10 @@ class Sequence:
     marks: frozenset[int] = field(init=False, default=frozenset())
     # The tag of its last state between marks.
     passing: bytes | None = field(init=False, default=None)
+    # The step of its last row if that row began with a fed token, else -1.
+    fed_step: int = field(init=False, default=-1)
+    # The last step in which it ran on a wrong token: the result there does not count.
+    void_step: int = field(init=False, default=-1)
     # Prompt tokens that its first admission found in the prefix cache.
     num_cached: int | None = field(init=False, default=None)
 

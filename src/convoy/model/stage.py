@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -200,6 +200,22 @@ class Stage(Protocol):
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of a `read_blocks` result. Raises StepError above `span_kv.MAX_CARRIED_BYTES`."""
+
+
+@runtime_checkable
+class FeedingStage(Stage, Protocol):
+    """Describe a stage that can run on its own samples before the host has them."""
+
+    @property
+    def feeds(self) -> bool:
+        """Return whether it owns embedding and output, so that `start_fed` may be called."""
+
+    def start_fed(self, step: Step, tokens: torch.Tensor, samples: PendingSamples) -> PendingHidden:
+        """Start a step like `start`, with ``selects``.
+
+        A negative token, -1 - i, is what job i of ``samples``, from the last call of `sample`, gets. Raises
+        StepError.
+        """
 
 
 class LoadedStage(Stage, Protocol):

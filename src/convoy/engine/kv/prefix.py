@@ -13,7 +13,7 @@ import secrets
 import struct
 from collections.abc import Sequence
 
-from convoy.wire.messages.control import PREFIX_TAG_BYTES
+from convoy.wire.messages.control import OPEN_TAG, PREFIX_TAG_BYTES
 
 _KEY_BYTES = 32
 _HASH_BLOCK_BYTES = 64
@@ -66,6 +66,15 @@ class PrefixTags:
         self.extend(chain, tokens, last)
         after = [self.at(chain, tokens, p) for p in range(end - max(1, num_outputs) + 1, end + 1)]
         return tag, b"".join(chain[first + 1 : last + 1] + after)
+
+    def of_fed(self, chain: list[bytes], tokens: Sequence[int]) -> tuple[bytes, bytes]:
+        """Return the tags as `of_row` does, for a row of the one token behind all known ``tokens``.
+
+        Its own tags are open: the next row has them.
+        """
+        start = len(tokens)
+        num_ends = (start + 1) // self._block_size - start // self._block_size
+        return self.at(chain, tokens, start), OPEN_TAG * (num_ends + 1)
 
     def _of_decode(
         self, chain: list[bytes], tokens: Sequence[int], position: int, block: int

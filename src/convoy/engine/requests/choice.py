@@ -219,12 +219,18 @@ def make_choices(
     group = object()
     seen = distinct(request.prompt_ids) if request.params.repetition_penalty != 1 else ()
     restrictions = Restrictions.of(request, tokenizer.eos_ids)
+    # Nothing here may look at the tokens before the one that is sampled.
+    feeds = not (request.params.reshapes or restrictions or request.embeds or request.grammar is not None)
     choices = []
     for index in range(request.num_choices):
         all_outputs = request.prompt_logprobs is not None and index == 0
         matcher = None if request.grammar is None else request.grammar.matcher()
         sequence = Sequence(
-            request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt, matcher=matcher
+            *(request.prompt_ids, request.max_tokens),
+            all_outputs=all_outputs,
+            salt=salt,
+            matcher=matcher,
+            feeds=feeds and not all_outputs,
         )
         stream = TextStream(tokenizer, request.stop)
         meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))

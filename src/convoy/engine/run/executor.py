@@ -41,6 +41,10 @@ class Executor(Protocol):
         """Return how many steps may be in flight at once."""
 
     @property
+    def feeds(self) -> bool:
+        """Return whether a step may have `FED` tokens."""
+
+    @property
     def oldest(self) -> int | None:
         """Return the number of the step that `collect` waits for, or None."""
 

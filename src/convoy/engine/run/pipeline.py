@@ -78,6 +78,8 @@ class PipelineExecutor:
     One thread submits and collects.
     """
 
+    feeds = False
+
     def __init__(
         self,
         stage: Stage,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from convoy.errors import StepError
-from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlockGrant, Row, Step
+from convoy.wire.messages.control import OPEN_TAG, PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
 # the number of a cache group, and of a block in it
 _Block = tuple[int, int]
@@ -100,6 +100,7 @@ class BlockTables:
         # blocks are carried only if one full group exists: with several groups, or a ring, no single block
         # holds all that a sequence builds on
         self._one_full = len(self._groups) == 1 and self._groups[0].is_full
+        self._all_full = all(group.is_full for group in self._groups)
         self._block_size = block_size
         self._max_context = max_context
         # positions of a block; all that there are for one that holds a state
@@ -210,6 +211,8 @@ class BlockTables:
         """Store a row's tags, and remove the tags of the positions that it overwrote."""
         size, end = self._block_size, row.start + row.num_tokens
         first, num_ends = row.start // size, end // size - row.start // size
+        if table.tag_at(row.start, size) == OPEN_TAG:
+            self._name(row, table)
         # every block that the row wrote to loses its tag; the full ones get the new tags below
         full = self._full
         for index in range(len(self._groups)):
@@ -217,6 +220,11 @@ class BlockTables:
                 full.pop((index, block), None)
         table.last = {}
         if not row.tag:
+            return
+        if row.tags.endswith(OPEN_TAG):
+            # the row may be void: then the next one starts here again
+            table.last = {row.start: row.tag, end: OPEN_TAG}
+            table.ends[first + 1 :] = [OPEN_TAG] * num_ends
             return
         # the fast path: a decode within a block, as most rows are
         if not num_ends and row.num_outputs <= 1 and table.ends:
@@ -236,6 +244,15 @@ class BlockTables:
                     self._full[index, blocks[run % len(blocks)]] = table.ends[(run + 1) * group.stride]
             elif end % size == 0:
                 self._full[index, blocks[0]] = table.ends[end // size]
+
+    def _name(self, row: Row, table: BlockTable) -> None:
+        """Store a row's tag as that of the positions before it, which the row before left open."""
+        if row.start % self._block_size or not row.tag:
+            return
+        run = row.start // self._block_size
+        table.ends[run] = row.tag
+        for index in range(len(self._groups)):
+            self._full[index, table.blocks[index][run - 1]] = row.tag
 
     def _written(self, group: int, row: Row, table: BlockTable) -> Sequence[int]:
         """Return the blocks of a group that a checked row writes to."""
@@ -428,11 +445,13 @@ class BlockTables:
                 f"a row of sequence {row.sequence} has tags of {len(row.tag)} and {len(row.tags)} bytes, "
                 f"expected {PREFIX_TAG_BYTES} and {expected}"
             )
+        if row.tags.endswith(OPEN_TAG) and not (row.start and row.num_tokens == 1 and self._all_full):
+            raise StepError(f"a row of sequence {row.sequence} leaves its tags open, which it may not")
         known = table.tag_at(row.start, self._block_size)
         # nothing precedes position 0, so a sequence may start there with any tag
         begins = not row.start and not known and not (table.ends and not row.tag)
         untagged = not row.tag and not table.ends
-        if known != row.tag and not begins and not untagged:
+        if known not in (row.tag, OPEN_TAG) and not begins and not untagged:
             raise StepError(
                 f"a row of sequence {row.sequence} starts at {row.start} "
                 "after another prefix than the known one"

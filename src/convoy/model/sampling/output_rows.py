@@ -51,13 +51,14 @@ class SampleJob:
 @dataclass(frozen=True, slots=True)
 class SampleResult:
     """Hold the result of a `SampleJob`. With an ``error``, no token is sampled and ``sampled`` is
-    meaningless.
+    meaningless. Unless it ``feeds``, a stage that takes its own samples has another token in this place.
     """
 
     sampled: Sampled
     logits: Logits | None = None
     error: ConvoyError | None = None
     state: FinalState | None = None
+    feeds: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,6 +318,12 @@ class Activated(Message, frozen=True):
     plan_id: int
 
 
+# In place of a token's id: the token that the step before samples for the same sequence. It crosses no wire.
+FED = 0xFFFF_FFFF
+# In place of the tags behind a token that the head does not know yet. The sequence's next row has them.
+OPEN_TAG = bytes(PREFIX_TAG_BYTES)
+
+
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Describe a run of tokens of one sequence: a prefill chunk, a decode, a check of drafts or a replay
     alike.

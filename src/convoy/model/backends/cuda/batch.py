@@ -61,6 +61,8 @@ class CheckedStep:
     host: HostBatch | None
     hidden: torch.Tensor | None
     ids: torch.Tensor | None
+    # Samples on the device that negative ids name.
+    fed: torch.Tensor | None = None
 
     @property
     def told(self) -> Ints | None:

@@ -92,13 +92,21 @@ class DecodeGraph:
         return host.tables.size <= self.size * self._shape.max_blocks
 
     def run(
-        self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
+        self,
+        host: HostBatch,
+        tokens: Ints | None,
+        hidden: torch.Tensor | None,
+        staging: Staging,
+        feed: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Run a batch of at most ``size`` lone tokens, from token ids or hidden states [rows, hidden_size].
 
-        Returns [rows, hidden_size], which the next run of this graph overwrites.
+        ``feed`` may replace token ids on the device. Returns [rows, hidden_size], which the next run of this
+        graph overwrites.
         """
         self.fill(host, tokens, hidden, staging)
+        if feed is not None:
+            feed(self._tokens)
         if self._shape.sums is not None:
             self._shape.sums.meet()
         self.replay()

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from convoy.errors import StepError
 from convoy.model.backends.cuda.kernels import draws
-from convoy.model.backends.cuda.kernels.language import kernel, next_power
+from convoy.model.backends.cuda.kernels.language import kernel, kernel_of_any, next_power
 from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.constraints.matcher import mask_bytes
@@ -40,8 +40,9 @@ class DeviceSamples:
     # Of the rows in ``here``, [len(here), vocab_size] on the device, for rows that the host must take.
     kept: torch.Tensor
     here: tuple[int, ...]  # indices into ``jobs``
-    # int32 [2, len(here)]: token ids, and a status that is 0 for a good one.
+    # int32 [2, len(here)]: token ids, and a status that is 0 for a good one; on the device too.
     found: PendingResult
+    drawn: torch.Tensor
     # The rows of ``here`` with log-probabilities, and float64 [rows, 1 + 2 * top]: see `kernels.draws`.
     scored: tuple[int, ...]
     scores: PendingResult
@@ -58,14 +59,15 @@ class DeviceSamples:
         for place, (index, token, status) in enumerate(zip(self.here, tokens, statuses, strict=True)):
             if status:
                 # The host finds the error, or draws a token that lies too near to a limit.
-                done[index] = sample_row(self.kept[place].float().cpu().numpy(), self.jobs[index])
+                drawn = sample_row(self.kept[place].float().cpu().numpy(), self.jobs[index])
+                done[index] = replace(drawn, feeds=False)
             elif place in scores:
                 done[index] = SampleResult(_scored(token, scores[place], self.jobs[index]))
             else:
                 done[index] = SampleResult(Sampled(token))
         rows = self.logits.wait().numpy()
         for index, row in zip(self.others, rows, strict=True):
-            done[index] = sample_row(row, self.jobs[index])
+            done[index] = replace(sample_row(row, self.jobs[index]), feeds=False)
         results = tuple(done[index] for index in range(len(self.jobs)))
         states = self.states
         return (
@@ -105,7 +107,9 @@ def start_sampling(
     scores = score_tokens(own, found[0], scored, most, staging)
     return DeviceSamples(
         *(jobs, own),
-        *(here, PendingResult.copied(found, copies)),
+        here,
+        PendingResult.copied(found, copies),
+        found,
         *(scored, PendingResult.copied(scores, copies)),
         *(others, PendingResult.copied(_rows(logits, others, staging).float(), copies)),
         None if states is None else PendingResult.copied(states, copies),
@@ -229,6 +233,15 @@ def score_tokens(
     return out
 
 
+def feed(tokens: torch.Tensor, samples: torch.Tensor, width: int) -> None:
+    """Replace negative ``tokens``, int32 on a device: -1 - i by the token i of ``samples``, int32 [2, rows].
+
+    A token without a meaning becomes 0, so that none is outside the vocabulary of ``width`` tokens.
+    """
+    count = tokens.shape[0]
+    feed_kernel[(-(-count // _EDITS),)](tokens, samples, count, samples.shape[1], width, BLOCK=_EDITS)
+
+
 def rehearse_sampling(logits: torch.Tensor, staging: Staging) -> None:
     """Run every kernel once over ``logits``, with all the memory that a step of as many rows may take."""
     width = logits.shape[1]
@@ -239,6 +252,7 @@ def rehearse_sampling(logits: torch.Tensor, staging: Staging) -> None:
         for job in (edited, masked):
             draw_tokens(logits, params_of([job] * len(logits), width), staging)
     found = best_tokens(logits)
+    feed(found[0].clone(), found, width)
     for top in _TOPS:
         score_tokens(logits, found[0], range(len(logits)), top, staging)
 
@@ -317,6 +331,19 @@ def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> to
 
 
 # fmt: off
+
+
+@kernel_of_any("count", "rows", "width")
+def feed_kernel(tokens: tl.tensor, samples: tl.tensor, count: tl.tensor, rows: tl.tensor, width: tl.tensor,
+                BLOCK: tl.constexpr) -> None:
+    """Put samples in the places of the tokens that name them. Grid (parts of the tokens,)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    asked = tl.load(tokens + at, mask=at < count, other=0)
+    place = -1 - asked
+    known = (asked < 0) & (place < rows)
+    token = tl.load(samples + place, mask=known, other=0)
+    token = tl.where((token >= 0) & (token < width), token, 0)
+    tl.store(tokens + at, token, mask=(at < count) & (asked < 0))
 
 
 @kernel

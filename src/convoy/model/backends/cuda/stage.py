@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from convoy.config.table import MAX_STEP_TOKENS
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.backends.cuda.batch import CheckedStep, DeviceBatch, describe_rows, on_device
 from convoy.model.backends.cuda.decoder import DeviceDecoder
@@ -25,16 +28,19 @@ from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
 from convoy.model.backends.cuda.options import DTYPES, DeviceOptions
-from convoy.model.backends.cuda.sampling import DeviceSamples, rehearse_sampling, start_sampling
+from convoy.model.backends.cuda.sampling import DeviceSamples, feed, rehearse_sampling, start_sampling
 from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.kv.pools import BlockTable
 from convoy.model.sampling.output_rows import SampleJob, rows_with_state
-from convoy.model.stage import LoadedStage
+from convoy.model.stage import LoadedStage, PendingSamples
 from convoy.model.tensors import check_hidden, check_tokens, output_rows
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import MAX_BATCH, Row, StageAssignment, Step
+
+# Beyond any place of a sample.
+_NO_PLACE = MAX_STEP_TOKENS
 
 
 class CudaStage(CarriesKv):
@@ -268,6 +274,28 @@ class CudaStage(CarriesKv):
         """
         return self.launch(self.check(step, hidden, tokens), stays=stays, selects=selects)
 
+    @property
+    def feeds(self) -> bool:
+        """Return whether the whole model runs on this device, so that `start_fed` may be called."""
+        return self.assignment.embed and self._goes_on and self._sums is None
+
+    @torch.inference_mode()
+    def start_fed(self, step: Step, tokens: torch.Tensor, samples: PendingSamples) -> PendingResult:
+        """Start a step like `start`, with ``selects``; negative tokens name ``samples`` of the device.
+
+        It waits for them on the device alone. Raises StepError.
+        """
+        assert isinstance(samples, DeviceSamples), "a stage is fed with its own samples"
+        checked = self.check(step, None, tokens.clamp(min=0))
+        place = {job: place for place, job in enumerate(samples.here)}
+        # The host sampled a job without a place. Its row is void, so any token will do.
+        own = [token if token >= 0 else -1 - place.get(-1 - token, _NO_PLACE) for token in tokens.tolist()]
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._outputs)
+            samples.drawn.record_stream(current)
+        return self.launch(replace(checked, ids=torch.tensor(own), fed=samples.drawn), selects=True)
+
     def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
         """Apply the step, and return it for `launch`, here or on another rank. Raises StepError."""
         tables = self._kv.tables
@@ -404,14 +432,17 @@ class CudaStage(CarriesKv):
         host, hidden, ids = checked.host, checked.hidden, checked.ids
         if host is None:
             return self._finished(self._enter(hidden, None if ids is None else self._staging.on_card(ids)))
-        tokens = checked.told
+        tokens, fed = checked.told, checked.fed
+        replaces = None if fed is None else partial(feed, samples=fed, width=self.vocab_size)
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
             # The graph's next run overwrites its result, so the caller gets a copy.
-            return graph.run(host, tokens, hidden, self._staging).clone()
+            return graph.run(host, tokens, hidden, self._staging, replaces).clone()
         told = np.empty(0, np.int32) if tokens is None else tokens
         batch, copied = on_device(host, told, self._kv.shapes, self.device, self._num_units)
         here = None if ids is None else copied
+        if replaces is not None:
+            replaces(copied)
         return self._finished(self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers))
 
     def _run_decode(self, ids: torch.Tensor, hidden: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
