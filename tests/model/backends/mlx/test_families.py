@@ -15,6 +15,8 @@ from convoy.config.kernels import KERNELS, ErrorBounds
 from convoy.errors import ModelError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.mlx_device import why_no_mlx
+from convoy.model.stage import LoadedStage
+from convoy.wire.messages.control import Step
 from support.mlx_stages import Loader
 from support.quantised_models import Quantise, mlx, mxfp4, write
 from support.tiny_models import Chain, Models, build_model
@@ -156,3 +158,36 @@ def test_qwen3_5_as_mlx_lm_converts_it_has_the_same_logits(load: Loader, tmp_pat
 def test_layers_with_inputs_from_token_ids_are_refused_by_name(load: Loader, models: Models) -> None:
     with pytest.raises(ModelError, match="its layers have inputs of their own, from token ids"):
         load(models.source("gemma4 e"))
+
+
+class Spoiling:
+    """Stand for a stage of another member, whose results are no numbers while it is ``broken``."""
+
+    def __init__(self, stage: LoadedStage) -> None:
+        self._stage = stage
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        found = self._stage.run(step, hidden, tokens)
+        return torch.full_like(found, torch.nan) if self.broken else found
+
+
+def test_a_sequence_begins_without_the_state_that_another_left_in_its_slot(
+    load: Loader, models: Models
+) -> None:
+    source = models.source("qwen3_5_moe")
+    before, after = load(source, 1)
+    first = Spoiling(before)
+    # A slot is the one block of a ring, and the one released last is granted next.
+    chain = Chain([first, after], rings=[group.ring_blocks(16, 40) for group in source.spec.cache_groups])
+    (expected,) = chain.run((0, PROMPT))
+    chain.release(0)
+    first.broken = True
+    chain.run((1, PROMPT))
+    chain.release(1)
+    first.broken = False
+    (found,) = chain.run((2, PROMPT))
+    assert torch.equal(found, expected)

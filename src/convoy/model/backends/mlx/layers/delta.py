@@ -53,7 +53,7 @@ class StateRows:
 
     places: mx.array
     slots: mx.array
-    # 0 for rows that begin a sequence, and 1 for others; None: all are others.
+    # False for rows that begin a sequence; None: none does.
     goes_on: mx.array | None
 
 
@@ -98,7 +98,7 @@ def describe_states(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: D
 
 
 def _part(places: np.ndarray, slots: Sequence[int], starts: Sequence[int]) -> StateRows:
-    goes_on = None if all(starts) else mx.array([float(start > 0) for start in starts])
+    goes_on = None if all(starts) else mx.array([start > 0 for start in starts])
     return StateRows(mx.array(places), mx.array(list(slots)), goes_on)
 
 
@@ -143,8 +143,9 @@ class DeltaNet:
         pool, shape = memory.pool, memory.batch.shape
         past, state = pool.past[part.slots], pool.states[part.slots]
         if part.goes_on is not None:
-            past = past * part.goes_on[:, None, None].astype(past.dtype)
-            state = state * part.goes_on[:, None, None, None]
+            # The slot may hold a NaN of its last sequence, which a product with 0 would keep.
+            past = mx.where(part.goes_on[:, None, None], past, mx.zeros((), past.dtype))
+            state = mx.where(part.goes_on[:, None, None, None], state, 0.0)
         wide = mx.concatenate([past, mixed], axis=1)
         pool.past[part.slots] = wide[:, wide.shape[1] - past.shape[1] :]
         num_rows, num_tokens = part.places.shape
