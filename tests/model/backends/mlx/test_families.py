@@ -191,3 +191,9 @@ def test_a_sequence_begins_without_the_state_that_another_left_in_its_slot(
     first.broken = False
     (found,) = chain.run((2, PROMPT))
     assert torch.equal(found, expected)
+
+
+def test_a_bound_of_the_scores_of_attention_is_refused_by_name(load: Loader, tmp_path: Path) -> None:
+    build_model("gemma3", attn_logit_softcapping=3.0).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"have a bound \(attn_logit_softcapping\)"):
+        load(ModelSource.resolve(str(tmp_path)))

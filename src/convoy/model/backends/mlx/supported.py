@@ -41,6 +41,8 @@ def why_not(source: ModelSource) -> str:
     activation = next((word for key in _ACTIVATION_KEYS if (word := reader.word(key))), "")
     if activation and activation not in ACTIVATIONS:
         return f"the activation is {activation}, expected {', '.join(ACTIVATIONS)}"
+    if reader.get("attn_logit_softcapping") is not None:
+        return "its scores of attention have a bound (attn_logit_softcapping)"
     if spec.layer_input_size:
         return "its layers have inputs of their own, from token ids"
     if spec.kv_sources:
