@@ -99,3 +99,17 @@ def test_groups_that_are_no_runs_are_refused_by_name(load: Loader, tmp_path: Pat
     source = ModelSource.resolve(str(write(tmp_path, "llama", gptq(4, 32, shuffled=True)).quantised))
     with pytest.raises(ModelError, match=r"a form \(TurnedColumns\) that quantized_matmul does not take"):
         load(source)
+
+
+def test_groups_that_the_settings_call_runs_and_are_none_are_refused_by_name(
+    load: Loader, tmp_path: Path
+) -> None:
+    quantise = gptq(4, 32, shuffled=True)
+
+    def without_order(writer: Writer) -> None:
+        quantise(writer)
+        writer.config["quantization_config"]["desc_act"] = False
+
+    source = ModelSource.resolve(str(write(tmp_path, "llama", without_order).quantised))
+    with pytest.raises(ModelError, match=r"q_proj.weight has groups that are no runs of inputs"):
+        load(source)

@@ -81,7 +81,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _centred(one: StoredRange) -> _Affine:
-    assert PLACES not in one.parts, "`why_not_laid_out` was not asked"
+    assert PLACES not in one.parts, "`weights` refuses them"
     bits = _CENTRED[one.form]
     codes = stream_codes(one.parts["codes"], bits)[:, : one.inputs]
     scales, zeros = one.parts["scales"].to(torch.float32), one.parts.get("zeros")

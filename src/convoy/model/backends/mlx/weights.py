@@ -22,7 +22,7 @@ from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.read_tensor import read_tensor
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
+from convoy.model.kernels.stored.matrix import PLACES, StoredMatrix, StoredRange
 from convoy.model.kernels.stored.weights import StoredStack
 from convoy.wire.messages.control import StageAssignment
 
@@ -166,7 +166,10 @@ class TensorReader:
         return found
 
     def _laid_out(self, whole: Unpacking) -> CodedMatrix:
-        """Return a matrix or a stack of another format in MLX's form."""
+        """Return a matrix or a stack of another format in MLX's form.
+
+        Raises ModelError for groups that are no runs of inputs, where the settings say that they are.
+        """
         stored = whole.kept({role: map_tensor(part) for role, part in whole.parts.items()})
         matrices = stored.matrices if isinstance(stored, StoredStack) else (stored,)
         found = []
@@ -174,6 +177,8 @@ class TensorReader:
             assert isinstance(matrix, StoredMatrix), "`check_supported` was not asked"
             (only,) = matrix.ranges
             assert isinstance(only, StoredRange), "only joined matrices defer a range"
+            if PLACES in only.parts:
+                raise ModelError(f"{whole.name} has groups that are no runs of inputs", hint=ON_CPU)
             found.append(lay_out(only, self.dtype))
         coded = found[0] if isinstance(stored, StoredMatrix) else stacked(found)
         self._count(coded.arrays, sum(part.num_bytes for part in whole.parts.values()))
