@@ -101,6 +101,9 @@ def test_a_tile_is_made_smaller_for_a_card_with_less_shared_memory() -> None:
     assert wide.fitted(4, 200_000) == wide
     assert wide.fitted(4, 80_000) == replace(wide, inputs=128)
     assert wide.fitted(8, 80_000) == replace(wide, inputs=128, rows=32)
+    # Products take at least 16 rows.
+    assert wide.fitted(8, 49_152) == replace(wide, inputs=128, rows=16, num_stages=2)
+    assert wide.fitted(8, 1_000) == replace(wide, inputs=128, rows=16, num_stages=1)
 
 
 def test_joined_matrices_of_two_forms_are_multiplied_as_one(device: torch.device) -> None:

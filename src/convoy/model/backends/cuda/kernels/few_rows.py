@@ -51,8 +51,15 @@ class FewTile:
         """Return this tile, made smaller until its loads fit into ``room`` bytes of shared memory."""
         tile = self
         while tile.num_stages * tile.inputs * (2 * tile.rows + tile.outputs * bits // 8) > room:
-            fewer = tile.inputs > _LEAST_INPUTS
-            tile = replace(tile, inputs=tile.inputs // 2) if fewer else replace(tile, rows=tile.rows // 2)
+            if tile.inputs > _LEAST_INPUTS:
+                tile = replace(tile, inputs=tile.inputs // 2)
+            elif tile.rows > _LEAST_ROWS:
+                tile = replace(tile, rows=tile.rows // 2)
+            elif tile.num_stages > 1:
+                tile = replace(tile, num_stages=tile.num_stages - 1)
+            else:
+                # The least tile there is: the driver refuses it where it does not fit.
+                break
         return tile
 
 
