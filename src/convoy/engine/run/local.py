@@ -50,7 +50,8 @@ class LocalExecutor:
             self._running.append((step.number, samples))
         if self.feeds and step.rows:
             ends = accumulate(row.num_outputs for row in step.rows)
-            self._places = {row.sequence: end - 1 for row, end in zip(step.rows, ends, strict=True)}
+            ended = zip(step.rows, ends, strict=True)
+            self._places = {row.sequence: end - 1 for row, end in ended if row.num_outputs}
             self._samples = samples
 
     def _start(self, step: Step) -> PendingHidden:
