@@ -12,6 +12,7 @@ import pytest
 from cli.transcript import run_here
 from convoy.cli.machine.managers import Launchd, Systemd, manager_here
 from convoy.cli.machine.units import ServiceUnit
+from convoy.errors import UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze") or ""
@@ -53,6 +54,25 @@ def test_systemd_finds_no_fault_in_a_unit(tmp_path: Path, user: str | None) -> N
     assert (done.returncode, [line for line in done.stderr.splitlines() if file.name in line]) == (0, [])
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [
+        ServiceUnit("alpha", ("serve", "demo\nExecStartPost=/bin/false"), Path("/srv")),
+        ServiceUnit("alpha", ("serve", "demo"), Path("/srv\nUser=root")),
+    ],
+)
+def test_a_word_that_would_add_a_line_to_a_unit_is_refused(unit: ServiceUnit) -> None:
+    with pytest.raises(UsageError, match="cannot stand in the unit"):
+        unit.systemd(255)
+
+
+def test_a_file_in_the_folder_takes_the_place_of_no_module(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit(1)")
+    command = ServiceUnit("alpha", ("--version",), tmp_path).command
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_property_list_has_the_command_and_restarts_after_a_failure_only() -> None:
     found = plistlib.loads(Launchd().text(UNIT))
     assert found["ProgramArguments"] == UNIT.command
@@ -76,7 +96,7 @@ def test_a_peers_service_joins_and_a_heads_serves(tmp_path: Path) -> None:
             verb = "serve demo" if name == "alpha" else "join"
             assert done.returncode == 0, done.stderr
             assert f"Description=Convoy {verb.split(maxsplit=1)[0]} ({name})" in done.stdout
-            assert f" -m convoy {verb} --dir {home}\n" in done.stdout
+            assert f" -P -m convoy {verb} --dir {home}\n" in done.stdout
 
 
 @pytest.mark.parametrize(

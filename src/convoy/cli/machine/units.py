@@ -13,6 +13,7 @@ from pathlib import Path
 
 from convoy.api.ending import END_S
 from convoy.cli.show.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_USAGE
+from convoy.errors import UsageError
 
 UNIT_PREFIX = "convoy-"
 LABEL_PREFIX = "org.convoy."
@@ -37,7 +38,7 @@ _HARDENING = (
 
 @dataclass(frozen=True, slots=True)
 class ServiceUnit:
-    """Hold the facts of one service. ``arguments`` follow ``python -m convoy``.
+    """Hold the facts of one service. ``arguments`` follow ``python -P -m convoy``.
 
     ``folder`` is the working directory, so that relative paths in ``arguments`` hold. ``user`` runs a service
     of the system; None is a service of the present user.
@@ -50,11 +51,14 @@ class ServiceUnit:
 
     @property
     def command(self) -> list[str]:
-        """Return the command line with the Python of this process."""
-        return [sys.executable, "-m", "convoy", *self.arguments]
+        """Return the command line with the Python of this process.
+
+        Without -P, a ``queue.py`` in the folder would take the place of the library's module.
+        """
+        return [sys.executable, "-P", "-m", "convoy", *self.arguments]
 
     def systemd(self, version: int) -> bytes:
-        """Return the unit file for systemd of ``version``."""
+        """Return the unit file for systemd of ``version``. Raises `UsageError` for a line end in a word."""
         back_off = ("RestartSteps=8", f"RestartMaxDelaySec={_MAX_RESTART_S}")
         lines = [
             "[Unit]",
@@ -113,4 +117,10 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(text: str) -> str:
+    """Return ``text`` without specifiers. Raises `UsageError` for one that would not stay on its line."""
+    if not text.isprintable():
+        raise UsageError(
+            f"{text[:200]!a} cannot stand in the unit of a service: not all of it is printable",
+            hint="rename the file or the folder, or leave the argument out",
+        )
     return text.replace("%", "%%")
