@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
-from convoy.cli.running.process import announced, keep_awake, running_processes
+from convoy.cli.running.process import ProcessRecord, announced, keep_awake, running_processes
 from support.notified import notify_socket
 
 
@@ -39,6 +43,20 @@ def test_a_process_is_listed_while_it_runs(tmp_path: Path, monkeypatch: pytest.M
             "http://127.0.0.1:1",
         )
     assert running_processes() == []
+
+
+@pytest.mark.parametrize("since_start_s", [1, -1000])
+def test_another_process_with_the_id_of_a_dead_one_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since_start_s: float
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # A file system without locks: there is no file that says whether the owner is dead.
+    folder = tmp_path / "convoy/running/convoy-x"
+    folder.mkdir(parents=True)
+    began = psutil.Process().create_time() + since_start_s
+    record = ProcessRecord(os.getpid(), "serve", "alpha", "/", platform.node(), began)
+    (folder / "process.json").write_text(json.dumps(asdict(record)))
+    assert [one.pid for one in running_processes()] == ([os.getpid()] if since_start_s > 0 else [])
 
 
 def test_a_cache_that_cannot_be_written_ends_no_server(

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from convoy.config.files import default_cache, replace_file
-from convoy.config.temporary_folder import remove_dead_folders, temporary_folder
+from convoy.config.temporary_folder import LOCK_NAME, remove_dead_folders, temporary_folder
 from convoy.errors import ConvoyError
 
 # systemd names its socket here (sd_notify(3)).
@@ -29,6 +29,8 @@ _NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 _RECORD = "process.json"
 _CAFFEINATE = "/usr/bin/caffeinate"
 _MAX_RECORD_BYTES = 1 << 16
+# How far the two clocks of a process's start may be apart.
+_CLOCK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,23 @@ def running_processes() -> list[ProcessRecord]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = ProcessRecord(**json.loads(file.read_bytes()[:_MAX_RECORD_BYTES]))
             # A home folder may be shared with other machines.
-            if record.host == platform.node() and psutil.pid_exists(record.pid):
+            if record.host == platform.node() and _is_its_process(record, file.parent):
                 found.append(record)
     return sorted(found, key=lambda one: one.started_unix_s)
+
+
+def _is_its_process(record: ProcessRecord, folder: Path) -> bool:
+    """Return whether the process of ``record`` runs. Another one may have the id of a dead one.
+
+    A lock that is left in ``folder`` proves it. A file system without locks keeps the records of the dead,
+    and there the process must be as old as its record: `convoy stop` sends a signal.
+    """
+    if (folder / LOCK_NAME).exists():
+        return bool(psutil.pid_exists(record.pid))
+    try:
+        return bool(psutil.Process(record.pid).create_time() <= record.started_unix_s + _CLOCK_S)
+    except psutil.Error:
+        return False
 
 
 def _parent() -> Path:
