@@ -12,6 +12,7 @@ import pytest
 
 from cli.transcript import run_here
 from convoy.cli.machine.redaction import Redaction
+from convoy.cli.running.process import announced
 from convoy.cluster.checkup.finding import fail
 from convoy.config.settings import load_config
 from convoy.sdk.endpoint import Endpoint
@@ -33,6 +34,15 @@ LINES = (
     "note: fingerprint deadbeefdeadbeefdeadbeef",
     "  /home/ada/venv/lib/python3.11/site-packages/convoy/engine/engine.py:12 in _run",
 )
+STATUS: dict[str, Any] = {
+    **dict.fromkeys(("running", "waiting", "num_blocks", "free_blocks", "steps"), 4),
+    **dict.fromkeys(("prompt_tokens", "generated_tokens", "generation"), 0),
+    "route": "",
+    "kernel": "",
+    "ready": True,
+    "ring_s": None,
+    "stages": [],
+}
 
 
 @pytest.fixture
@@ -45,15 +55,8 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr("convoy.cli.machine.report.service_log_lines", lambda: list(LINES))
     found = [("peers", fail(line)) for line in LINES[1:]]
     monkeypatch.setattr("convoy.cli.doctor.findings_of", lambda _path: iter(found))
-    status: dict[str, Any] = dict.fromkeys(("running", "waiting", "num_blocks", "free_blocks", "steps"), 4)
-    status |= dict.fromkeys(("prompt_tokens", "generated_tokens", "generation"), 0)
-    status |= {
-        "model": "/home/ada/keys/api.key",
-        "reason": "beta is at 192.0.2.77",
-        "route": "",
-        "kernel": "",
-    }
-    status |= {"ready": True, "ring_s": None, "stages": [], "versions": {"beta": "0.1.0"}, "absent": ["beta"]}
+    status = STATUS | {"model": "/home/ada/keys/api.key", "reason": "beta is at 192.0.2.77"}
+    status |= {"versions": {"beta": "0.1.0"}, "absent": ["beta"]}
     monkeypatch.setattr(Endpoint, "get", lambda *_, **__: status)
     with LocalCluster(LocalOptions(num_members=2, engine={"max_batch": 7})) as local:
         config = home / "convoy.toml"
@@ -65,13 +68,36 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     assert "log.txt" in done.stdout
     assert "1 lines of logs were left out" in done.stdout
     assert (tmp_path / "report.tar.gz").stat().st_mode & 0o777 == 0o600
-    with tarfile.open(tmp_path / "report.tar.gz") as archive:
+    return texts_in(tmp_path / "report.tar.gz")
+
+
+def texts_in(report: Path) -> dict[str, str]:
+    with tarfile.open(report) as archive:
         return {one.name: archive.extractfile(one).read().decode() for one in archive}  # type: ignore[union-attr]
 
 
 def test_no_secret_that_lies_anywhere_is_in_the_report(texts: dict[str, str]) -> None:
     for secret in (*SECRETS, "alpha", "beta"):
         assert [name for name, text in texts.items() if secret in text] == [], secret
+
+
+def test_names_of_a_head_that_has_no_folder_here_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr("convoy.cli.doctor.findings_of", lambda _path: iter([]))
+    status = STATUS | {"model": "merger", "cluster": "acme-7", "reason": "no step since gamma left"}
+    status |= {"versions": {"gamma": "0.1.0"}, "absent": ["gamma"]}
+    monkeypatch.setattr(Endpoint, "get", lambda *_, **__: status)
+    with announced("serve", "delta", tmp_path) as here:
+        here.say("waits for delta")
+        done = run_here(["report", "report.tar.gz"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = "".join(texts_in(tmp_path / "report.tar.gz").values())
+    assert "no step since member-1 left" in text
+    for word in ("gamma", "delta", "merger", "acme-7"):
+        assert word not in text
 
 
 def test_the_report_has_what_helps(texts: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from convoy.errors import ConfigError, ConvoyError
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 if TYPE_CHECKING:
+    from convoy.cluster.status import ClusterStatus
     from convoy.config.settings import Config
 
 _LOG_LINES = 1000
@@ -41,14 +42,19 @@ def report(
     """Write a file for a bug report, without keys, prompts or addresses."""
     home = Home(directory)
     settings = _settings(home)
-    hidden = Redaction(_private_words(settings))
+    status = _status(Endpoint.of(url, client_key(api_key_file), ca, timeout_s=_ENDPOINT_S))
+    # The head that answers, and other processes here, may be of another folder than ``directory``.
+    running = running_processes()
+    hidden = Redaction(
+        _names_of(status) | {one.name: "(member)" for one in running} | _private_words(settings)
+    )
     print_note("checking this machine, as `convoy doctor` does ...")
     # These two hold numbers and fixed words alone.
     own = {"versions.json": _versions(), "config.json": {} if settings is None else _config(settings)}
     parts: dict[str, object] = {
         "doctor.json": _doctor(home),
-        "status.json": _status(Endpoint.of(url, client_key(api_key_file), ca, timeout_s=_ENDPOINT_S)),
-        "processes.json": [{"verb": one.verb, "state": one.state} for one in running_processes()],
+        "status.json": {"error": status} if isinstance(status, str) else status,
+        "processes.json": [{"verb": one.verb, "state": one.state} for one in running],
     }
     told = own | {name: hidden.value(plain(part)) for name, part in parts.items()}
     texts = {name: json.dumps(part, indent=2) + "\n" for name, part in told.items()}
@@ -133,13 +139,25 @@ def _doctor(home: Home) -> object:
     return [(name, finding.level, finding.what) for name, finding in findings_of(path)]
 
 
-def _status(endpoint: Endpoint) -> object:
+def _status(endpoint: Endpoint) -> ClusterStatus | str:
+    """Return the status of the head, or the class of the error."""
     from convoy.sdk.client import cluster_status
 
     try:
         return cluster_status(endpoint)
     except ConvoyError as error:
-        return {"error": type(error).__name__}
+        return type(error).__name__
+
+
+def _names_of(status: ClusterStatus | str) -> dict[str, str]:
+    """Return the names in a status, each with its placeholder."""
+    if isinstance(status, str):
+        return {}
+    names = [*(stage.member for stage in status.stages), *(one.member for one in status.verdicts)]
+    names += [*(one.name for one in status.standbys), *(one.name for one in status.idle)]
+    names += [*status.absent, *status.versions]
+    members = {name: f"member-{number}" for number, name in enumerate(dict.fromkeys(names), 1)}
+    return members | {status.model: "(model)", status.cluster: "(cluster)"}
 
 
 def service_log_lines() -> list[str]:
