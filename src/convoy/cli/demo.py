@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 MODEL = "demo"
 QUESTIONS = ("What is 58+59? Answer with just the number.", "Tell me a short story about a fox.")
 _MAX_TOKENS = 160
-_START_WAIT_S = 120.0
+# A first start in a clone compiles for minutes on a slow machine. A process that ends is noticed at once.
+_START_WAIT_S = 600.0
 _SAY_EVERY_S = 5.0
 _SERVED = re.compile(r"^serving \S+ at (\S+)/v1$", re.MULTILINE)
 
@@ -103,7 +104,7 @@ def _ask_cluster(
 def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpoint:
     """Return the endpoint of the head, once its log has the address.
 
-    Print the head's newest log line every 5 s until then. Raises PeerUnreachable after 120 s.
+    Print the head's newest log line every 5 s until then. Raises PeerUnreachable after `_START_WAIT_S`.
     """
     began_s = said_s = time.monotonic()
     while (now_s := time.monotonic()) < began_s + _START_WAIT_S:

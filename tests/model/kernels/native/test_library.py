@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,6 +207,22 @@ def test_what_was_compiled_once_is_taken_from_the_cache(tmp_path: Path) -> None:
         build.SOURCES
     ) + 2  # of them one for its version, and one to link
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+
+
+def test_members_that_start_together_compile_once(tmp_path: Path) -> None:
+    script = f'echo x >> "$(dirname "$0")/runs"\n{WRITES_LIB}'
+    fake = compiler(tmp_path, script)
+    together = threading.Barrier(2)
+
+    def made(_number: int) -> Path:
+        together.wait(30)
+        return build.compile_into(tmp_path / "native", fake, build.AVX512)
+
+    with ThreadPoolExecutor(2) as runs:
+        first, second = runs.map(made, range(2))
+    assert first == second
+    # Each may have asked for the compiler's version, and one has linked.
+    assert (tmp_path / "runs").read_text().count("x") <= len(build.SOURCES) + 3
 
 
 @pytest.mark.skipif(bool(build.missing_features(build.AVX2)), reason="nothing is compiled for this machine")

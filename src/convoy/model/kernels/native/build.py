@@ -8,6 +8,8 @@ file of other sources is not found.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -17,7 +19,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,11 +173,26 @@ def compile_into(folder: Path, compiler: str, of: InstructionSet) -> Path:
         named = hashlib.sha256(b"\0".join((of.digest, compiler.encode(), version)))
         place = folder / f"kernels-{named.hexdigest()[:32]}.so"
         if not place.exists():
-            compile_to(place, [compiler], of)
+            with _alone(folder):
+                if not place.exists():
+                    compile_to(place, [compiler], of)
         require_own(place)
     except OSError as error:
         raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
     return place
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait while another process compiles: the members of one machine start together, and need the same."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A file system without locks has each compile for itself.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @functools.cache
