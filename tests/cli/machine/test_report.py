@@ -106,12 +106,14 @@ def test_the_report_has_what_helps(texts: dict[str, str]) -> None:
     assert "lost: member-2, at (address)" in log
     config = json.loads(texts["convoy-report/config.json"])
     assert (config["serve api_key_file"], config["engine max_batch"]) == ("(set)", 7)
-    assert json.loads(texts["convoy-report/status.json"])["num_blocks"] == 4
+    status = json.loads(texts["convoy-report/status.json"])
+    assert (status["num_blocks"], status["generated_tokens"], status["roster_expires_unix_s"]) == (4, 0, 0)
     assert "torch" in json.loads(texts["convoy-report/versions.json"])["versions"]
 
 
 def test_figures_and_ciphers_stay_readable() -> None:
     hidden = Redaction({"alpha": "member-1"})
-    assert hidden.text("alpha: ChaCha20-Poly1305 seals 0.2 GB/s, 78.1 GB free") == (
-        "member-1: ChaCha20-Poly1305 seals 0.2 GB/s, 78.1 GB free"
+    assert hidden.text("alpha: ChaCha20-Poly1305 seals 0.2 GB/s, 11 GFLOP/s, 78.1 GB free") == (
+        "member-1: ChaCha20-Poly1305 seals 0.2 GB/s, 11 GFLOP/s, 78.1 GB free"
     )
+    assert hidden.text("cannot read /home/ada/GB/s") == "cannot read (path)"

@@ -14,13 +14,14 @@ _KNOWN = re.compile(
     r"lost|refused|joined|in use|recovered|standby|roster|metrics): "
 )
 _PLACE = re.compile(r"^\s+\S*?(convoy/\S+|[^/\s]+):(\d+) in (\w+)$")
+_FIELD = re.compile(r"[a-z]+(?:_[a-z]+)+")
 # In this order: a URL has an address, and an address has digits.
 _PATTERNS = (
     (re.compile(r"(?i)\b(?:bearer|basic)\s+\S+"), "(key)"),
     (re.compile(r"[a-z][a-z0-9+.-]*://\S+"), "(url)"),
     (re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`"), "(quoted)"),
     (re.compile(r"\S*@\S+"), "(address)"),
-    (re.compile(r"(?<!\S)(?!\S*B/s\b)\S*/\S+"), "(path)"),
+    (re.compile(r"(?<!\S)(?!(?:[kMGT]?B|GFLOP)/s\b)\S*/\S+"), "(path)"),
     (re.compile(r"\[?\b[0-9a-fA-F]{0,4}(?:::?[0-9a-fA-F]{1,4}){2,7}\]?(?::\d+)?"), "(address)"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "(address)"),
     (re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}(?::\d+)?\b"), "(name)"),
@@ -64,7 +65,15 @@ class Redaction:
     def value(self, value: object) -> object:
         """Return a JSON value with numbers as they are, and each text without private parts."""
         if isinstance(value, Mapping):
-            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+            return {self._key(str(key)): self.value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
         return self.text(value) if isinstance(value, str) else value
+
+    def _key(self, key: str) -> str:
+        """Return a key of JSON. Names of fields look like secrets, and two of them must not become one."""
+        if _FIELD.fullmatch(key) is None:
+            return self.text(key)
+        for pattern, shown in self._words:
+            key = pattern.sub(shown, key)
+        return key
