@@ -58,6 +58,19 @@ def test_without_members_of_a_head_the_table_is_of_this_machine(tmp_path: Path) 
     assert "no: q4 takes 133.6 GB" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("speed", "tried"),
+    [
+        ("10,100", "Qwen/Qwen3-0.6B"),
+        ("0.1,100", "Qwen/Qwen3-0.6B"),
+        ("1000,10000", "Qwen/Qwen3-14B --quantize q4"),
+    ],
+)
+def test_the_model_to_try_is_the_largest_that_answers_in_time(tmp_path: Path, speed: str, tried: str) -> None:
+    asked = ["models", "--device", "a=cpu:16GB", "--cache", "kept", "--speed", speed]
+    assert run_here(asked, tmp_path).stdout.splitlines()[-1] == f"try: convoy serve {tried}"
+
+
 @pytest.mark.parametrize(("model", "key"), [("demo", "name"), (".", "path")])
 def test_a_new_cluster_keeps_the_model_that_it_was_made_for(
     model: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

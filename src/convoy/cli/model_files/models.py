@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CacheFlag = Annotated[Path | None, typer.Option(help="The cache folder.  [default: the one in --config]")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache.")]
 _LOOK_S = 4.0
+# Slower than this, an answer of a sentence takes ten seconds.
+_PATIENT_TOKENS_PER_S = 3.0
 # Bytes of a weight as a hub has it.
 _STORED_BYTES = 2
 
@@ -164,7 +166,7 @@ def _print_choices(found: FitReport) -> None:
                 row.source,
                 f"{row.num_elements / 1e9:.1f} billion",
                 format_bytes(row.num_elements * _STORED_BYTES),
-                _best_text(row),
+                _fit_text(_best_form(row)),
             )
             for row in rows
         ],
@@ -175,12 +177,16 @@ def _print_choices(found: FitReport) -> None:
         print(f"assumed: {'; '.join(found.assumed)}")
     fitting = [row for row in rows if row.best]
     if fitting:
-        flag = "" if fitting[-1].best == STORED else f" --quantize {fitting[-1].best}"
-        print(f"try: convoy serve {fitting[-1].source}{flag}")
+        # The largest that a person can wait for; none: the fastest.
+        quick = [row for row in fitting if _best_form(row).decode_tokens_per_s >= _PATIENT_TOKENS_PER_S]
+        tried = quick[-1] if quick else max(fitting, key=lambda row: _best_form(row).decode_tokens_per_s)
+        flag = "" if tried.best == STORED else f" --quantize {tried.best}"
+        print(f"try: convoy serve {tried.source}{flag}")
 
 
-def _best_text(row: FitRow) -> str:
-    return _fit_text(next((form for form in row.forms if form.fits), row.forms[-1]))
+def _best_form(row: FitRow) -> FitForm:
+    """Return the first form that fits, otherwise the smallest."""
+    return next((form for form in row.forms if form.fits), row.forms[-1])
 
 
 def _fit_text(form: FitForm) -> str:
