@@ -61,6 +61,15 @@ def test_a_running_process_is_listed_and_stopped(tmp_path: Path, alpha: subproce
     assert run_here(["ps", "--json"], tmp_path).stdout == "[]\n"
 
 
+def test_a_process_whose_parent_does_not_ask_for_its_end_is_stopped(
+    tmp_path: Path, alpha: subprocess.Popen[str]
+) -> None:
+    # As in a container without an init.
+    command = [sys.executable, "-m", "convoy", "stop", "alpha", "--wait", "5"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, f"stopped alpha (serve, process {alpha.pid})\n")
+
+
 def test_a_killed_process_is_not_listed(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
     alpha.kill()
     alpha.wait(30)

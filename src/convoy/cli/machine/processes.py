@@ -19,6 +19,7 @@ from convoy.errors import ConfigError, Unavailable, UsageError
 
 # A head gives its running answers 30 s, and ends within some seconds more.
 _DEFAULT_WAIT_S = 50.0
+_POLL_S = 0.05
 _NO_PROCESS = "no process of Convoy runs here for this user; `convoy` says what to do next"
 
 
@@ -68,15 +69,22 @@ def stop(
 
 
 def _wait(record: ProcessRecord, wait_s: float) -> None:
+    until_s = time.monotonic() + wait_s
+    while _runs(record.pid):
+        if time.monotonic() >= until_s:
+            raise Unavailable(
+                f"{record.name} (process {record.pid}) did not end within {wait_s:g} s",
+                hint=f"wait longer with --wait, or end it at once: kill -9 {record.pid}",
+            )
+        time.sleep(_POLL_S)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs. One that has ended keeps its id until its parent asks how."""
     try:
-        psutil.Process(record.pid).wait(wait_s)
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        pass
-    except psutil.TimeoutExpired:
-        raise Unavailable(
-            f"{record.name} (process {record.pid}) did not end within {wait_s:g} s",
-            hint=f"wait longer with --wait, or end it at once: kill -9 {record.pid}",
-        ) from None
+        return False
 
 
 def _chosen(records: list[ProcessRecord], name: str | None) -> ProcessRecord:
