@@ -30,6 +30,20 @@ def test_systemd_learns_when_a_process_is_ready_and_when_it_ends(
         assert "STATUS=serves demo" in socket.until("STOPPING=1")
 
 
+def test_a_member_that_is_quoted_sends_systemd_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with notify_socket() as socket:
+        monkeypatch.setenv("NOTIFY_SOCKET", socket.address)
+        with announced("join", "beta", tmp_path) as here:
+            here.say("ended: alpha said\nMAINPID=1\x1b[2J" + "x" * 1000)
+            (found,) = running_processes()
+        assert not [line for line in socket.until("STOPPING=1") if line.startswith("MAINPID")]
+    assert found.state.startswith("ended: alpha said MAINPID=1 [2Jx")
+    assert len(found.state) == 500
+
+
 def test_a_process_is_listed_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert running_processes() == []

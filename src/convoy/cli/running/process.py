@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from convoy.cli.show.output import one_line
 from convoy.config.files import default_cache, replace_file
 from convoy.config.temporary_folder import LOCK_NAME, remove_dead_folders, temporary_folder
 from convoy.errors import ConvoyError
@@ -29,6 +30,7 @@ _NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 _RECORD = "process.json"
 _CAFFEINATE = "/usr/bin/caffeinate"
 _MAX_RECORD_BYTES = 1 << 16
+_MAX_STATE_CHARS = 500
 # How far the two clocks of a process's start may be apart.
 _CLOCK_S = 5.0
 
@@ -72,6 +74,8 @@ class AnnouncedProcess:
         self._change("ending", self._record.url, "STOPPING=1")
 
     def _change(self, state: str, url: str | None, *words: str) -> None:
+        # It may quote another member, and a line of its own would be a command to systemd.
+        state = one_line(state[:_MAX_STATE_CHARS])
         self._record = replace(self._record, state=state, url=url)
         self._write()
         _notify(self._socket, *words, f"STATUS={state}")
