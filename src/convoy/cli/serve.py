@@ -127,8 +127,13 @@ def serve(
         if config is None:
             settings = _on_this_machine(settings, stack)
         shared = with_layers(_checked(settings, chosen), layers, chosen.source.spec)
-        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory), folder=directory)
+        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory), folder=_folder(config))
         serve_cluster(shared, chosen, show, providing=providing)
+
+
+def _folder(config: Path | None) -> Path:
+    """Return the folder of the member's files; without any, the present one."""
+    return Path() if config is None else config.parent
 
 
 def _settings(settings: Config, weights: str | None, signed: Path | None, traces: str | None) -> Config:

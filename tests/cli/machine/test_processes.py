@@ -70,6 +70,19 @@ def test_a_process_whose_parent_does_not_ask_for_its_end_is_stopped(
     assert (done.returncode, done.stderr) == (0, f"stopped alpha (serve, process {alpha.pid})\n")
 
 
+def test_a_head_is_listed_with_the_folder_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+    monkeypatch.setattr("convoy.cli.serve.serve_cluster", lambda *given, **_: seen.append(given[2].folder))
+    with LocalCluster(LocalOptions(num_members=1)) as local:
+        config = local.config_file("alpha")
+        assert run_here(["serve", "demo", "--config", str(config)], tmp_path).returncode == 0
+        assert run_here(["serve", "demo"], tmp_path).returncode == 0
+    # Without a cluster there is no folder .convoy.
+    assert seen == [config.parent, Path()]
+
+
 def test_a_killed_process_is_not_listed(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
     alpha.kill()
     alpha.wait(30)
