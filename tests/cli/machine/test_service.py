@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_here
-from convoy.cli.machine.managers import Launchd, Systemd, manager_here
+from convoy.cli.machine.managers import Launchd, Systemd, manager_here, run_command
 from convoy.cli.machine.units import ServiceUnit
-from convoy.errors import UsageError
+from convoy.errors import ConfigError, UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze") or ""
@@ -152,3 +152,9 @@ def test_a_service_is_installed_shown_and_removed(tmp_path: Path, commands: Path
     assert gone.returncode == 0, gone.stderr
     assert commands.read_text().splitlines()[-1] == "--user disable --now convoy-alone.service"
     assert not list((tmp_path / "config").rglob("*.service"))
+
+
+def test_a_manager_that_does_not_answer_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(ConfigError, match=r"`sleep 60` failed: it took more than 0\.1 s"):
+        run_command(["sleep", "60"], timeout_s=0.1)
+    assert run_command(["sleep", "60"], check=False, timeout_s=0.1) == ""

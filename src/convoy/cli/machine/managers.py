@@ -186,19 +186,23 @@ def write_unit(manager: ServiceManager, unit: ServiceUnit) -> Path:
     return file
 
 
-def run_command(command: list[str], *, check: bool = True) -> str:
+def run_command(command: list[str], *, check: bool = True, timeout_s: float = _COMMAND_S) -> str:
     """Return the output of a manager's command. Raises ConfigError with its own words if it fails.
 
     Without ``check`` a command that fails has no output.
     """
-    missing = shutil.which(command[0]) is None
-    if not missing:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-        if done.returncode == 0:
-            return done.stdout
+    why = "there is no such command"
+    if shutil.which(command[0]) is not None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            why = f"it took more than {timeout_s:g} s"
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            why = (done.stderr.strip().splitlines() or ["no reason"])[0]
     if not check:
         return ""
-    why = "there is no such command" if missing else (done.stderr.strip().splitlines() or ["no reason"])[0]
     raise ConfigError(
         f"`{' '.join(command)}` failed: {why}",
         hint="does this machine run systemd or launchd? A container and some WSL2 set-ups run neither",
