@@ -152,8 +152,8 @@ test-page: setup
 
 # The route's file is named mlx_*, as those above. Exit 3 of the script: MLX has no wheel here, and it has said why.
 test-mlx: setup
-	@sh tests/mlx/install.sh $(BIN)/python; code=$$?; \
-	if [ $$code -eq 0 ]; then $(BIN)/python -m pytest -o 'python_files=test_*.py mlx_*.py' tests/model/backends/mlx tests/mlx; \
+	@sh tests/mlx/install.sh $(BIN)/python $(VENV)/mlx-lm; code=$$?; \
+	if [ $$code -eq 0 ]; then PYTHONPATH="$(CURDIR)/$(VENV)/mlx-lm$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -o 'python_files=test_*.py mlx_*.py' tests/model/backends/mlx tests/mlx; \
 	else exit $$((code == 3 ? 0 : code)); fi
 
 # Not part of the set-up: both need what the set-up installs.
