@@ -46,10 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_shares = config.getoption("--share")
-    left_out = [item for item in items if crc32(item.nodeid.encode()) % num_shares]
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if crc32(item.nodeid.encode()) % num_shares else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:
