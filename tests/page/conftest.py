@@ -38,9 +38,12 @@ def open_page(browser: Browser) -> Iterator[Open]:
     asked: list[str] = []
     contexts = []
 
-    def opened(address: str, *, scheme: str = "light", size: ViewportSize = WIDE) -> Page:
+    def opened(
+        address: str, *, scheme: str = "light", size: ViewportSize = WIDE, first_script: str = ""
+    ) -> Page:
         context = browser.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport=size)
         contexts.append(context)
+        context.add_init_script(first_script)
         page = context.new_page()
         own = urlsplit(address).netloc
 

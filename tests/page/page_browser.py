@@ -25,6 +25,19 @@ from survival.losing import Survival, survival, wait_for
 KEY = "sk-test-0123456789"
 _AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
 PHONE = {"width": 390, "height": 844}
+# Preact runs an effect at the next frame, or after 100 ms without one. Here it comes after a status ends.
+LATE_EFFECTS = """{
+  const soon = setTimeout, ask = fetch;
+  window.setTimeout = (call, wait) => soon(call, wait === 100 ? 1500 : wait);
+  window.requestAnimationFrame = () => 0;
+  window.fetch = async (path, options) => {
+    const answer = await ask(path, options);
+    if (path !== "/status") return answer;
+    const [seen, watched] = answer.body.tee();
+    new Response(watched).text().then(() => soon(() => console.info("status ended"), 100), () => 0);
+    return new Response(seen, answer);
+  };
+}"""
 HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 2">
 <svg onload="window.ran = 3"></svg><iframe src="https://evil.example/"></iframe>
 <style>body { display: none }</style>
@@ -117,6 +130,17 @@ def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: He
     operator.get_by_role("button", name="Sign everybody out").click()
     expect(operator.get_by_role("heading", name="Sign in")).to_be_visible()
     expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible(timeout=10_000)
+
+
+def test_a_status_that_ends_before_the_page_has_signed_out_hides_no_sign_in(
+    cluster: Head, open_page: Open
+) -> None:
+    page = open_page(cluster.signed_in(), first_script=LATE_EFFECTS)
+    expect(page.get_by_role("heading", name="beta")).to_be_visible(timeout=10_000)
+    page.get_by_text("May operate").click()
+    with page.expect_console_message(lambda message: message.text == "status ended"):
+        page.get_by_role("button", name="Sign everybody out").click()
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
 def test_the_time_of_a_token_is_split_by_member(cluster: Head, open_page: Open) -> None:

@@ -62,6 +62,8 @@ function Page() {
   const [rights, setRights] = useState(null);
   const [apiKey, setApiKey] = useState("");
   const [status, setStatus] = useState(null);
+  // What `start` met. A watch that ends late may tell of a loss when nobody is signed in, which hides no sign-in.
+  const [unreached, setUnreached] = useState("");
   const [lost, setLost] = useState("");
   const [problem, setProblem] = useState("");
   const [models, setModels] = useState([]);
@@ -71,15 +73,16 @@ function Page() {
       setRights(await about(key));
       setApiKey(key);
       setProblem("");
+      setUnreached("");
       setLost("");
     } catch (error) {
       setRights(null);
       if (error.status !== 401) {
-        setLost(error.message);
+        setUnreached(error.message);
         setTimeout(() => start(key), RETRY_MS);
         return;
       }
-      setLost("");
+      setUnreached("");
       if (key) setProblem(error.message);
     }
   };
@@ -92,10 +95,11 @@ function Page() {
   useEffect(() => {
     if (!rights) return undefined;
     readModels(apiKey).then(setModels, () => setModels([]));
-    return watchStatus(apiKey, (told) => { history.add(told); setStatus(told); setLost(""); }, setLost, () => { setRights(null); setStatus(null); setLost(""); });
+    return watchStatus(apiKey, (told) => { history.add(told); setStatus(told); setLost(""); }, setLost, () => { setRights(null); setStatus(null); });
   }, [rights, apiKey]);
 
-  if (!rights && !lost) return html`<${SignIn} problem=${problem} onKey=${start} />`;
+  const notice = rights ? lost : unreached;
+  if (!rights && !notice) return html`<${SignIn} problem=${problem} onKey=${start} />`;
   const end = (how) => how().then(() => { setStatus(null); return start(apiKey); }, (error) => setProblem(error.message));
   const Shown = VIEWS[view][1];
   return html`
@@ -108,10 +112,10 @@ function Page() {
     </header>
     <main id="main" tabindex="-1">
       ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
-      ${lost && html`<p class="notice bad" role="alert">${lost}</p>`}
+      ${notice && html`<p class="notice bad" role="alert">${notice}</p>`}
       ${view !== "chat" && (status
         ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
-        : !lost && html`<p class="quiet-text">Asking the head …</p>`)}
+        : !notice && html`<p class="quiet-text">Asking the head …</p>`)}
       <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} models=${models} /></div>
     </main>`;
 }
