@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.source import ModelSource
@@ -16,8 +17,11 @@ from support.quantised_models import (
     Writer,
     awq,
     compressed,
+    compressed_powers,
     gptq,
     library_model,
+    mlx_floats,
+    nvfp4,
     write,
     write_gguf,
 )
@@ -32,6 +36,7 @@ import numpy as np
 
 from convoy.model.backends.mlx.arrays import to_torch
 from convoy.model.backends.mlx.codes import lay_out
+from convoy.model.checkpoints.formats.mxfp4 import pairs_of_floats
 from convoy.model.checkpoints.read_tensor import read_kept, read_tensor
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
 
@@ -43,6 +48,10 @@ QUANTISERS: dict[str, Quantise] = {
     "compressed 4 bits": compressed(4, 32),
     "compressed 8 bits with zeros": compressed(8, 64, symmetric=False),
     "compressed, a scale for a row": compressed(4, None),
+}
+SMALL_FLOATS: dict[str, tuple[str, Quantise]] = {
+    **{f"mlx {mode}": ("qwen3_moe", mlx_floats(mode)) for mode in ("mxfp4", "mxfp8", "nvfp4")},
+    **{f"compressed {mode}": ("llama", compressed_powers(mode)) for mode in ("mxfp4", "mxfp8")},
 }
 
 
@@ -93,6 +102,57 @@ def test_blocks_of_ggml_are_laid_out_without_a_rounding(kind: str) -> None:
     inputs = 2 * gguf.GGML_QUANT_SIZES[number][0]
     expected = torch.from_numpy(gguf.quants.dequantize(packed.numpy(), number))
     check_values(StoredRange(f"gguf:{kind}", 8, inputs, {"stored": packed}), expected)
+
+
+@pytest.mark.parametrize("kind", SMALL_FLOATS)
+def test_small_floats_stay_as_stored_and_have_the_logits_of_their_values(
+    kind: str, load: Loader, tmp_path: Path
+) -> None:
+    written = write(tmp_path, *SMALL_FLOATS[kind])
+    source, dense = (ModelSource.resolve(str(path)) for path in (written.quantised, written.dense))
+    (stage,) = stages = load(source)
+    found, expected = (Chain(each).run((0, PROMPT))[0] for each in (stages, load(dense)))
+    assert float((found - expected).abs().max()) <= 5e-5
+    # Codes are not unpacked: norms, and an embedding for float32, are all that takes more than its bytes.
+    (rounded,) = load(source, kernel="mlx-bf16")
+    assert rounded.weight_bytes <= 1.08 * sum(part.num_bytes for part in source.tensors.values())
+    assert stage.weight_bytes < sum(part.num_bytes for part in dense.tensors.values())
+    assert torch.equal(Chain(load(source, 1)).run((0, PROMPT))[0], found)
+
+
+@pytest.mark.parametrize(("mode", "group"), [("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16)])
+def test_each_code_of_a_small_float_under_each_scale_has_our_value(mode: str, group: int) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    codes = every.repeat(256, 1)
+    powers = torch.float8_e4m3fn if mode == "nvfp4" else torch.float8_e8m0fnu
+    values = codes.view(torch.float8_e4m3fn).float() if mode == "mxfp8" else pairs_of_floats(codes)
+    scales = every[:, None].repeat(1, values.shape[1] // group)
+    expected = (values.view(256, -1, group) * scales.view(powers).float()[..., None]).flatten(1)
+    words, bytes_ = (mx.array(one.numpy()) for one in (codes, scales))
+    found = to_torch(mx.dequantize(words.view(mx.uint32), bytes_, mode=mode, dtype=mx.float32))
+    # Stages refuse a scale that is not a number.
+    known = ~scales.view(powers).float().isnan().any(1)
+    assert int(known.sum()) >= 254
+    assert torch.equal(found[known].nan_to_num(7.0), expected[known].nan_to_num(7.0))
+
+
+def test_a_factor_beside_scales_is_refused_by_name(load: Loader, tmp_path: Path) -> None:
+    source = ModelSource.resolve(str(write(tmp_path, "llama", nvfp4("modelopt")).quantised))
+    with pytest.raises(ModelError, match=r"proj.weight has a factor beside its scales"):
+        load(source)
+
+
+@pytest.mark.parametrize(("mode", "byte"), [("mxfp8", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)])
+def test_a_scale_that_is_not_a_number_is_refused_by_its_tensor(
+    mode: str, byte: int, load: Loader, tmp_path: Path
+) -> None:
+    written = write(tmp_path, "llama", mlx_floats(mode)).quantised
+    (file,) = written.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.scales"][0, 0] = byte
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.scales holds a scale that is not a number"):
+        load(ModelSource.resolve(str(written)))
 
 
 def test_groups_that_are_no_runs_are_refused_by_name(load: Loader, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from convoy.errors import ModelError
 from convoy.model.backends.mlx.codes import why_not_laid_out
 from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
+from convoy.model.checkpoints.formats.fp8 import WordFloats
 from convoy.model.checkpoints.formats.mlx import AffineRows
 from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
+from convoy.model.checkpoints.formats.nvfp4 import GroupedFloats
 from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
 from convoy.model.checkpoints.source import ModelSource
 from convoy.plan.spec.config import ConfigReader
@@ -17,6 +19,8 @@ ON_CPU = 'set device = "cpu" for this member: its exact mode runs this model'
 # The groups that `quantized_matmul` takes.
 _GROUPS = (32, 64, 128)
 _ACTIVATION_KEYS = ("hidden_activation", "hidden_act")
+# Codes that are small floats. `quantized_matmul` takes their codes and scales as they are.
+FloatCodes = RowFloats | WordFloats | GroupedFloats
 # Floats of a GGUF file.
 FLOAT_FORMS = frozenset({"F32", "F16", "BF16"})
 # The arrangements of which a stack of experts is taken apart again.
@@ -54,8 +58,15 @@ def why_not(source: ModelSource) -> str:
 def _why_not_form(name: str, whole: Unpacking) -> str:
     """Return why `quantized_matmul` does not take a stored tensor, or ""."""
     is_unpacked = isinstance(whole, Composed) and whole.arrangement in _UNPACKED
-    if is_unpacked or isinstance(whole, RowFloats | TurnedFloats | Plain) or whole.kept_form in FLOAT_FORMS:
+    if is_unpacked or isinstance(whole, TurnedFloats | Plain) or whole.kept_form in FLOAT_FORMS:
         return ""
+    if isinstance(whole, FloatCodes):
+        has_factor = isinstance(whole, GroupedFloats) and "factor" in whole.parts
+        return (
+            f"{name} has a factor beside its scales, which quantized_matmul does not take"
+            if has_factor
+            else ""
+        )
     # mlx-lm's stacks of experts, which are arranged in another way in `transformers`.
     is_stack = isinstance(whole, JoinedRows) and len(whole.shape) == 3
     if is_stack or (isinstance(whole, Composed) and whole.arrangement in _STACKED):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -12,11 +12,13 @@ from convoy.model.backends.mlx.arrays import DTYPES, to_mlx
 from convoy.model.backends.mlx.codes import lay_out
 from convoy.model.backends.mlx.layers.experts import ExpertStack
 from convoy.model.backends.mlx.layers.matrices import CodedMatrix, Linear, Matrix, PlainMatrix
-from convoy.model.backends.mlx.supported import FLOAT_FORMS, ON_CPU
+from convoy.model.backends.mlx.supported import FLOAT_FORMS, ON_CPU, FloatCodes
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
+from convoy.model.checkpoints.formats.fp8 import WordFloats
 from convoy.model.checkpoints.formats.mlx import AffineRows
-from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
+from convoy.model.checkpoints.formats.mxfp4 import TurnedFloats
+from convoy.model.checkpoints.formats.nvfp4 import GroupedFloats
 from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
 from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.owned import owned_tensors
@@ -29,8 +31,21 @@ from convoy.wire.messages.control import StageAssignment
 LoadProgress = Callable[[int, int], None]
 
 _PARTS = ("gate", "up", "down")
-# The exponent of a scale that marks a NaN.
-_NOT_A_NUMBER = 255
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """Name a mode of small floats in MLX. A scale of which all bits of ``nan`` are set is not a number."""
+
+    name: str
+    group: int
+    bits: int
+    nan: int
+
+
+_MXFP4 = _Mode("mxfp4", 32, 4, 0xFF)
+_MXFP8 = _Mode("mxfp8", 32, 8, 0xFF)
+_NVFP4 = _Mode("nvfp4", 16, 4, 0x7F)
 
 Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
 
@@ -151,17 +166,17 @@ class TensorReader:
         return stacked([one for one in found if isinstance(one, CodedMatrix)])
 
     def _coded(self, whole: Unpacking) -> CodedMatrix:
-        if not isinstance(whole, AffineRows | TurnedFloats | RowFloats):
+        if not isinstance(whole, AffineRows | TurnedFloats | FloatCodes):
             return self._laid_out(whole)
         parts = {role: to_mlx(map_tensor(part)) for role, part in whole.parts.items()}
         if isinstance(whole, AffineRows):
             scales, biases = (self._scale(parts[role]) for role in ("scales", "biases"))
             found = CodedMatrix(parts["weight"], scales, biases, whole.group_size, whole.bits, "affine")
         elif isinstance(whole, TurnedFloats):
-            codes = parts["blocks"].flatten(-2).view(mx.uint32)
-            found = self._power_scaled(codes, parts["scales"], whole)
+            found = _small_floats(parts["blocks"].flatten(-2), parts["scales"], whole, _MXFP4)
         else:
-            found = self._power_scaled(parts["weight"].view(mx.uint32), parts["scales"], whole)
+            kinds = {WordFloats: _MXFP8, GroupedFloats: _NVFP4}
+            found = _small_floats(parts["weight"], parts["scales"], whole, kinds.get(type(whole), _MXFP4))
         self._count(found.arrays, sum(part.num_bytes for part in whole.parts.values()))
         return found
 
@@ -184,14 +199,6 @@ class TensorReader:
         self._count(coded.arrays, sum(part.num_bytes for part in whole.parts.values()))
         return coded
 
-    def _power_scaled(self, codes: mx.array, scales: mx.array, whole: Unpacking) -> CodedMatrix:
-        """Return a matrix of MXFP4. Raises ModelError for a scale that is NaN."""
-        scales = scales.view(mx.uint8)
-        if bool(mx.any(scales == _NOT_A_NUMBER)):
-            stored = whole.parts["scales"]
-            raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
-        return CodedMatrix(codes, scales, None, 32, 4, "mxfp4")
-
     def _scale(self, stored: mx.array) -> mx.array:
         """Return scales so that no product rounds them, and none converts them if that can be avoided."""
         return stored.astype(mx.float32) if self.dtype == mx.float32 else stored
@@ -202,6 +209,15 @@ class TensorReader:
         self.bytes_read += num_bytes
         if self._progress is not None:
             self._progress(self.bytes_read, self._total)
+
+
+def _small_floats(codes: mx.array, scales: mx.array, whole: Unpacking, mode: _Mode) -> CodedMatrix:
+    """Return a matrix or a stack of small floats. Raises ModelError for a scale that is not a number."""
+    scales = scales.view(mx.uint8)
+    if bool(mx.any((scales & mode.nan) == mode.nan)):
+        stored = whole.parts["scales"]
+        raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
+    return CodedMatrix(codes.view(mx.uint32), scales, None, mode.group, mode.bits, mode.name)
 
 
 def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix:
