@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from convoy.config.kernels import AUTO
@@ -33,3 +35,16 @@ def test_a_mac_that_fails_the_check_computes_on_the_host_with_the_reason() -> No
     reason = why_not_default(MAC, lambda: "its start-up check found 1 over a cut, expected at most 0")
     assert "over a cut" in reason
     assert choose_devices(AUTO, why_not_mlx=lambda: reason) == (HOST,)
+
+
+@without
+def test_the_check_compares_with_the_processor_and_finds_kernels_that_are_wrong_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS
+    from convoy.model.backends.mlx.selfcheck import why_not_steady
+
+    # All runs on MLX agree with each other then.
+    monkeypatch.setitem(ACTIVATIONS, "silu", lambda x: x)
+    found = r"its start-up check found [0-9.]+ from the processor's float32, expected at most 0\.\d+"
+    assert re.fullmatch(found, why_not_steady())

@@ -1,7 +1,8 @@
 """Check on this machine that MLX's layers keep what a route needs of them: over cuts, chunks and batches.
 
 Small layers in 4 bits run in bfloat16, as a stage's do. A boundary between two of them may change no bit.
-Other chunks and other rows beside a row may change it by the bound that the kernel publishes.
+Other chunks and other rows beside a row may change it by the bound that the kernel publishes. The same
+layers in torch's float32 on the processor bound an error that all runs on MLX share.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
+import torch
+from torch.nn import functional
 
 from convoy.config.kernels import KERNELS, MLX_BF16
 from convoy.model.backends.mlx.arrays import OwnerThread, to_mlx, to_torch
@@ -35,11 +38,17 @@ def why_not_steady() -> str:
 
 def _find_difference() -> str:
     mx.random.seed(0)
-    layers = [_layer() for _ in range(_NUM_LAYERS)]
+    drawn = [_layer() for _ in range(_NUM_LAYERS)]
+    layers = [layer for layer, _ in drawn]
     texts = [mx.random.normal((_TOKENS, _HIDDEN)).astype(mx.bfloat16) for _ in range(_SEQUENCES)]
     whole = [_run(layers, [texts[0]], [(0, _TOKENS)])[0]]
-    bound = KERNELS[MLX_BF16].bounds.unsplit * max(1.0, float(mx.abs(whole[0]).max()) / 10)
+    bounds, greatest = KERNELS[MLX_BF16].bounds, float(mx.abs(whole[0]).max())
+    bound = bounds.grown(bounds.unsplit, greatest)
     found = {
+        "from the processor's float32": (
+            _on_host([linears for _, linears in drawn], texts[0]),
+            bounds.grown(bounds.library, greatest),
+        ),
         "over a cut": (_run(layers, [texts[0]], [(0, _TOKENS)], cut=True)[0], 0.0),
         "over chunks": (
             _run(layers, [texts[0]], [(0, 24), (24, _TOKENS - 1), (_TOKENS - 1, _TOKENS)])[0],
@@ -85,24 +94,70 @@ def _run(
     return list(mx.concatenate(steps, axis=1))
 
 
-def _layer() -> MlxLayer:
+def _on_host(layers: Sequence[Sequence[Linear]], text: mx.array) -> mx.array:
+    """Return the result of one sequence, computed by torch from the values of the codes.
+
+    Each layer has the linears of queries, keys, values, the attention's result, gate, up and down.
+    """
+    x = to_torch(text).float()
+    angles = torch.outer(torch.arange(_TOKENS), 0.5 ** torch.arange(_HEAD_DIM // 2)).double()
+    cos, sin = (turn(angles).float()[:, None] for turn in (torch.cos, torch.sin))
+
+    def heads(values: torch.Tensor, *, turned: bool) -> torch.Tensor:
+        values = values.view(_TOKENS, -1, _HEAD_DIM)
+        if turned:
+            low, high = values.chunk(2, -1)
+            values = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        return values.transpose(0, 1)
+
+    for linears in layers:
+        q, k, v, out, gate, up, down = map(_values, linears)
+        normed = functional.rms_norm(x, (_HIDDEN,), eps=_EPS)
+        mixed = functional.scaled_dot_product_attention(
+            heads(normed @ q.T, turned=True),
+            heads(normed @ k.T, turned=True),
+            heads(normed @ v.T, turned=False),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        x = x + mixed.transpose(0, 1).flatten(1) @ out.T
+        normed = functional.rms_norm(x, (_HIDDEN,), eps=_EPS)
+        x = x + (functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+    return to_mlx(x)
+
+
+def _values(linear: Linear) -> torch.Tensor:
+    """Return the values of a matrix of codes, float32 [outputs, inputs], without MLX's arithmetic."""
+    codes, scales, biases = (to_torch(array) for array in linear.arrays)
+    apart = (codes.view(torch.int32)[..., None] >> torch.arange(0, 32, _BITS)) & ((1 << _BITS) - 1)
+    grouped = apart.view(len(codes), -1, _GROUP).float()
+    return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
+
+
+def _layer() -> tuple[MlxLayer, Sequence[Linear]]:
+    """Return a layer with random codes, and its linears in the order of `_on_host`."""
     norm = mx.ones((_HIDDEN,), mx.bfloat16)
+    shapes = (
+        *((heads * _HEAD_DIM, _HIDDEN) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)),
+        *((_HIDDEN, _HEADS * _HEAD_DIM), (_BETWEEN, _HIDDEN), (_BETWEEN, _HIDDEN), (_HIDDEN, _BETWEEN)),
+    )
+    q, k, v, out, gate, up, down = linears = [_linear(*shape) for shape in shapes]
     attention = HeadAttention(
-        q=_linear(_HEADS * _HEAD_DIM, _HIDDEN),
-        k=_linear(_KV_HEADS * _HEAD_DIM, _HIDDEN),
-        v=_linear(_KV_HEADS * _HEAD_DIM, _HIDDEN),
+        q=q,
+        k=k,
+        v=v,
         q_norm=None,
         k_norm=None,
         v_norm=None,
         sinks=None,
-        out=_linear(_HIDDEN, _HEADS * _HEAD_DIM),
+        out=out,
         head_dim=_HEAD_DIM,
         scale=_HEAD_DIM**-0.5,
         eps=_EPS,
     )
-    gate, up, down = _linear(_BETWEEN, _HIDDEN), _linear(_BETWEEN, _HIDDEN), _linear(_HIDDEN, _BETWEEN)
     mlp = GatedMlp(gate, up, down, ACTIVATIONS["silu"])
-    return MlxLayer(MlxLayerWeights(LayerNorms(norm, None, norm, None), attention, mlp, None, _EPS))
+    norms = LayerNorms(norm, None, norm, None)
+    return MlxLayer(MlxLayerWeights(norms, attention, mlp, None, _EPS)), linears
 
 
 def _linear(outputs: int, inputs: int) -> Linear:
