@@ -161,6 +161,7 @@ test-mlx: setup
 # Not part of the set-up: both need what the set-up installs.
 lock: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/lock.py --macs
 
 sbom: setup
 	@$(BIN)/python scripts/sbom.py

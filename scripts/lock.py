@@ -11,6 +11,7 @@ the CPU build of torch, which ``make setup`` takes wherever pip is told of an in
     python scripts/lock.py --upgrade    resolve anew, with the newest versions
     python scripts/lock.py --docs       resolve anew what the documentation and MLX need, and nothing else
     python scripts/lock.py --check      compare the locks with pyproject.toml; needs no network
+    python scripts/lock.py --macs       look up a wheel for Macs of every locked package; installs nothing
 
 The package index does not hold CPU builds of torch. ``--add-wheel FILE`` adds the hash of one to
 requirements-cpu.lock and to requirements.lock. It stays there as long as the version of torch does.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +45,8 @@ CPU_BUILD = "torch"
 DEV_EXTRA = "dev"
 # The extras with a lock of their own, by its name.
 APART = {DOCS_LOCK: "docs", MLX_LOCK: "mlx"}
+# MLX has wheels for this macOS and later ones.
+MACOS, MAC_PYTHONS = "14.0", ("3.11", "3.12", "3.13")
 # The editable install of the project needs this beside the build backend.
 EDITABLE_BUILD = ("editables",)
 CUDA_ONLY = re.compile(r"(?:nvidia-|cuda-|triton\b)")
@@ -180,6 +184,36 @@ def resolve(requirements: Sequence[str], python: str, preferred: Mapping[str, Pi
         return parse(out.read_text(encoding="utf-8"))
 
 
+def without_mac_wheels(project: Mapping[str, Any], root: Path) -> list[str]:
+    """Return a sentence for each Python for which a locked package has no wheel on arm64 macOS. Runs uv.
+
+    It reads the registry's metadata of the versions in the locks, and installs nothing.
+    """
+    locks, found = read_locks(root), []
+    pins = {**locks[MLX_LOCK], **locks[LOCK]}
+    users, _ = requirements_of(project)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, bounds = Path(folder, "requirements.in"), Path(folder, "constraints.txt")
+        wanted.write_text("\n".join([*users, *apart_requirements_of(project, MLX_LOCK)]), encoding="utf-8")
+        bounds.write_text("\n".join(pin.line for pin in pins.values()), encoding="utf-8")
+        for python in MAC_PYTHONS:
+            command = ["uv", "pip", "compile", str(wanted), "--constraint", str(bounds), "--quiet"]
+            command += ["--only-binary", ":all:", "--python-platform", "aarch64-apple-darwin"]
+            environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": MACOS}
+            done = subprocess.run(
+                [*command, "--python-version", python],
+                check=False,
+                capture_output=True,
+                text=True,
+                env=environment,
+            )
+            packages = [line for line in done.stdout.splitlines() if re.match(r"[a-z]", line)]
+            print(f"macOS {MACOS}, Python {python}: {len(packages)} packages have a wheel")
+            if done.returncode:
+                found.append(f"Python {python} on macOS {MACOS}: {' '.join(done.stderr.split())[:600]}")
+    return found
+
+
 def cpu_build(pin: Pin, old: Pin | None, wheels: Iterable[Path]) -> Pin:
     """Return the pin of the CPU build of ``pin``, with the hashes of ``wheels`` and of the ``old`` pin."""
     line = f"{pin.name}=={pin.version}+cpu"
@@ -243,11 +277,17 @@ def _write(file: Path, digest: str, pins: Sequence[Pin]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write or check the lock files.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a lock is not current")
+    parser.add_argument("--macs", action="store_true", help="look up wheels for Macs; changes nothing")
     parser.add_argument("--docs", action="store_true", help="resolve only for documentation and MLX")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     parser.add_argument("--add-wheel", type=Path, action="append", default=[], metavar="FILE")
     args = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    if args.macs:
+        missing = without_mac_wheels(project, ROOT)
+        for line in missing:
+            print(f"error: {line}", file=sys.stderr)
+        return 1 if missing else 0
     if not args.check and not args.docs:
         write_locks(project, ROOT, upgrade=args.upgrade, wheels=args.add_wheel)
     if not args.check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -133,3 +134,22 @@ def test_the_bill_of_materials_has_every_package_that_users_get(project: dict[st
     torch = next(component for component in bom.components if component.name == "torch")
     held = {one.content for file in torch.external_references for one in file.hashes}
     assert {f"sha256:{one}" for one in held} == set(locks[lock.LOCK]["torch"].hashes)
+
+
+def test_a_package_without_a_wheel_for_macs_is_named_with_its_python(
+    project: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *3.13) echo "some has no wheels with a matching platform tag" >&2; exit 1;; esac\n'
+        'case "$*" in *"--only-binary :all: --python-platform aarch64-"*) echo some==1.0;; esac\n'
+    )
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (missing,) = lock.without_mac_wheels(project, lock.ROOT)
+    assert missing == "Python 3.13 on macOS 14.0: some has no wheels with a matching platform tag"
+    assert "macOS 14.0, Python 3.12: 1 packages have a wheel" in capsys.readouterr().out
