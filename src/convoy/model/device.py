@@ -130,7 +130,7 @@ def choose_devices(
     if names == [MLX]:
         kernel_on(MLX, kernel, asked_by)
         if reason := mlx_device.why_no_mlx():
-            raise UsageError(f"device is {MLX}, and {reason}", hint=mlx_device.INSTALL)
+            raise UsageError(f"device is {MLX}, and {reason}", hint=mlx_device.how_to_run())
         return (MLX,)
     if HOST in names or MLX in names:
         raise UsageError(

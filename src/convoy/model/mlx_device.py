@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -19,7 +20,10 @@ from convoy.plan.speed import Speed
 
 # The least version that was tried, and the first one that was not.
 _LEAST, _BELOW = (0, 32), (0, 33)
-INSTALL = "pip install 'convoy-llm[mlx]', or set device = \"cpu\""
+_INSTALL = "pip install 'convoy-llm[mlx]', or set device = \"cpu\""
+# What `mlx.launch` sets for its processes, by backend: all, ring, JACCL, NCCL.
+_LAUNCHED = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_WORLD_SIZE")
+_UNLAUNCH = "start each member by itself: Convoy's own links between machines are sealed"
 # Of the memory that Metal recommends to wire at most: the rest is left to the system and to steps.
 _WIRED_SHARE = 0.8
 _MEASURE_S = 0.2
@@ -29,7 +33,12 @@ _WIDTH, _ROWS = 1024, 256
 
 
 def why_no_mlx() -> str:
-    """Return the reason why no stage runs on MLX here, or "". Imports nothing of it."""
+    """Return the reason why no stage runs on MLX here, or "". Imports nothing of it.
+
+    Links of `mx.distributed` between hosts are in clear, so a process that joined one is refused.
+    """
+    if (name := _launched_by()) is not None:
+        return f"{name} is set: mlx.launch started this process, and its links are not encrypted"
     try:
         version = importlib.metadata.version("mlx")
     except importlib.metadata.PackageNotFoundError:
@@ -39,6 +48,15 @@ def why_no_mlx() -> str:
         return ""
     least, below = (".".join(map(str, bound)) for bound in (_LEAST, _BELOW))
     return f"mlx is {version}, expected {least} or later and below {below}"
+
+
+def how_to_run() -> str:
+    """Return what makes MLX run here, or another way."""
+    return _INSTALL if _launched_by() is None else _UNLAUNCH
+
+
+def _launched_by() -> str | None:
+    return next((name for name in _LAUNCHED if name in os.environ), None)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _load_mlx(
     before: LoadedStage | None,
 ) -> LoadedStage:
     if reason := mlx_device.why_no_mlx():
-        raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=mlx_device.INSTALL)
+        raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=mlx_device.how_to_run())
     # It needs mlx.
     from convoy.model.backends.mlx.stage import MlxStage
 

@@ -34,6 +34,19 @@ def test_another_version_of_mlx_is_refused_with_both_bounds(
     assert mlx_device.why_no_mlx() == f"mlx is {version}, expected 0.32 or later and below 0.33"
 
 
+@pytest.mark.parametrize("name", ["MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"])
+def test_a_process_that_mlx_launch_started_is_refused_because_its_links_are_in_clear(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.32.4")
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(UsageError, match=rf"{name} is set: mlx.launch .* not encrypted") as refused:
+        choose_devices(MLX)
+    assert "start each member by itself" in str(refused.value.hint)
+    with pytest.raises(ModelError, match="not encrypted"):
+        load_stage(SOURCE, WHOLE, StageOptions(device=MLX, kernel="mlx-f32"))
+
+
 def test_mlx_stands_alone_in_a_member_and_takes_no_kernel_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.32.4")
     assert choose_devices(MLX) == (MLX,)
