@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import platform
 import re
 import subprocess
@@ -15,14 +14,13 @@ from dataclasses import dataclass
 
 import psutil
 
+from convoy.config.mlx_launch import launcher_variable
 from convoy.plan.memory.memory import MEMORY_SHARE
 from convoy.plan.speed import Speed
 
 # The least version that was tried, and the first one that was not.
 _LEAST, _BELOW = (0, 32), (0, 33)
 _INSTALL = "pip install 'convoy-llm[mlx]', or set device = \"cpu\""
-# What `mlx.launch` sets for its processes, by backend: all, ring, JACCL, NCCL.
-_LAUNCHED = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_WORLD_SIZE")
 _UNLAUNCH = "start each member by itself: Convoy's own links between machines are sealed"
 # Of the memory that Metal recommends to wire at most: the rest is left to the system and to steps.
 _WIRED_SHARE = 0.8
@@ -37,7 +35,7 @@ def why_no_mlx() -> str:
 
     Links of `mx.distributed` between hosts are in clear, so a process that joined one is refused.
     """
-    if (name := _launched_by()) is not None:
+    if (name := launcher_variable()) is not None:
         return f"{name} is set: mlx.launch started this process, and its links are not encrypted"
     try:
         version = importlib.metadata.version("mlx")
@@ -52,11 +50,7 @@ def why_no_mlx() -> str:
 
 def how_to_run() -> str:
     """Return what makes MLX run here, or another way."""
-    return _INSTALL if _launched_by() is None else _UNLAUNCH
-
-
-def _launched_by() -> str | None:
-    return next((name for name in _LAUNCHED if name in os.environ), None)
+    return _INSTALL if launcher_variable() is None else _UNLAUNCH
 
 
 @dataclass(frozen=True)
