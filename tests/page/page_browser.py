@@ -152,6 +152,23 @@ def test_the_time_of_a_token_is_split_by_member(cluster: Head, open_page: Open) 
     assert total_s == pytest.approx(told["step_s"], rel=0.05)
 
 
+def test_the_planner_foresees_losses_and_one_more_machine(cluster: Head, open_page: Open) -> None:
+    page = open_page(cluster.signed_in("view"))
+    shown = page.get_by_role("region", name="What if")
+    expect(shown).to_contain_text(
+        re.compile(r"predicted [\d.,]+ tokens/s, measured [\d.,]+ tokens/s"), timeout=60_000
+    )
+    expect(shown).to_contain_text(re.compile("What limits it most is .+'s .+"))
+    rate = r", about [\d.,]+ tokens/s, room for [\d,]+ tokens\."
+    expect(shown.get_by_role("listitem")).to_have_text(
+        [
+            re.compile(f"If beta is lost: layers 0-5 on alpha, layers 6-11 on gamma{rate}"),
+            re.compile(f"If gamma is lost: layers 0-5 on alpha, layers 6-11 on beta{rate}"),
+            re.compile(f"With one more machine like alpha, of 24.0 GB: layers .+ on one more{rate}"),
+        ]
+    )
+
+
 def test_a_used_token_says_what_to_do(cluster: Head, open_page: Open) -> None:
     address = cluster.signed_in()
     expect(open_page(address).get_by_role("heading", name="alpha")).to_be_visible()

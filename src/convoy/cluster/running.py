@@ -121,10 +121,11 @@ class RunningCluster:
         """Return the cluster's evidence level: that of its weakest member."""
         return weakest(verdict.level for verdict in self.head.verifier.in_use()).text
 
-    def status(self) -> ClusterStatus:
+    def status(self, *, foresees: bool = False) -> ClusterStatus:
         """Return the whole picture now.
 
-        Pings every peer: tens of microseconds each, a second for one that hangs.
+        Pings every peer: tens of microseconds each, a second for one that hangs. With ``foresees``, another
+        thread computes the forecast once for each plan and its offers, and later calls return it.
         """
         active = self.head.active_plan
         assert active is not None
@@ -170,6 +171,8 @@ class RunningCluster:
             max_context=active.max_context,
             versions={name: hello.software for name, hello in self.head.hellos().items()},
             step_path=self.head.step_path(),
+            lone_step_s=stats.lone_step_s,
+            forecast=self.head.forecast(is_idle=not stats.running) if foresees else None,
         )
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -74,6 +74,41 @@ class StepPath(msgspec.Struct, frozen=True):
     parts: list[StepPart]
 
 
+class PlanForecast(msgspec.Struct, frozen=True):
+    """Describe a plan that the planner would choose. If none fits, ``refused`` has the reason alone."""
+
+    # By member, or by members that share layers as ranks, in the order of the layers: "layers 0-11".
+    layers: dict[str, str] = {}
+    # Of one request alone, and what limits it. None if no speed was measured.
+    tokens_per_s: float | None = None
+    limit: str = ""
+    # The longest sequence that fits beside the weights.
+    max_kv_tokens: int = 0
+    refused: str = ""
+
+
+class LossForecast(msgspec.Struct, frozen=True):
+    """Describe the plan after the loss of ``member``."""
+
+    member: str
+    plan: PlanForecast
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Hold what the planner predicts for the plan that runs, and for other members."""
+
+    # Tokens that a request has when its rate is predicted.
+    context: int
+    running: PlanForecast
+    # Of every member with a stage but the head, in the order of the layers.
+    losses: list[LossForecast]
+    # With one more machine as the head, that offers so many bytes.
+    added_bytes: int
+    added: PlanForecast
+    # What the rates take for granted, in words.
+    assumed: list[str] = []
+
+
 class ParallelStatus(msgspec.Struct, frozen=True):
     """Describe how members share the model now.
 
@@ -169,3 +204,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
     # Where the last step with rows spent its time. None before the first, and if one member or ranks run it.
     step_path: StepPath | None = None
+    # The middle time of the last steps with one token of one request. None before the first.
+    lone_step_s: float | None = None
+    # None until it is computed, while a stage is missing, and where nothing asks for it.
+    forecast: Forecast | None = None

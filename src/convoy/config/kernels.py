@@ -396,6 +396,20 @@ def loaded_bits(kernel: str) -> int:
     return form.bits if form.keeps else 0
 
 
+def measured_form(kernel: str, form: str) -> str:
+    """Return the form whose linears are measured for a kernel, of files in ``form``; "" for its own layers.
+
+    Kernels that round weights as they are loaded have a form of their own.
+    """
+    own = form_of(kernel)
+    if kernel in CUDA_KERNELS:
+        return "float8" if own.floats else f"rounded{own.bits}" if own.bits else form
+    if not own.keeps:
+        return ""
+    bits = loaded_bits(kernel)
+    return f"rounded{bits}" if bits else form
+
+
 def computing_kernel(
     kernel: str, compute: str, *, kernel_from: str = "[model] kernel", compute_from: str = "[model] compute"
 ) -> str:

@@ -284,6 +284,7 @@ class Engine:
                 requests=progress.requests.snapshot(),
                 step_s=progress.step_s.snapshot(),
                 near_ties=self._live.num_near_ties,
+                lone_step_s=progress.lone_step_s,
             )
 
     def wake(self) -> None:
@@ -470,7 +471,10 @@ class Engine:
         assert scheduled.step.number == result.number, "steps came back out of order"
         with self._changed:
             self._scheduler.collected(scheduled)
-            self._progress.passed(done.submitted_s, is_empty=not scheduled.sequences)
+            rows = scheduled.step.rows
+            self._progress.passed(
+                done.submitted_s, num_sequences=len(rows), num_tokens=sum(row.num_tokens for row in rows)
+            )
             self._progress.generated_tokens += self._live.advance(scheduled, result.outcomes)
             self._changed.notify_all()
 

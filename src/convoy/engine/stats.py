@@ -6,9 +6,11 @@ dashboards made for vLLM show the same things here.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -69,25 +71,37 @@ class EngineProgress:
         # How long the last empty step took.
         self.ring_s: float | None = None
         self._last_step_s: float | None = None
+        self._lone_s: deque[float] = deque(maxlen=_LONE_STEPS)
 
-    def passed(self, submitted_s: float, *, is_empty: bool) -> None:
+    def passed(self, submitted_s: float, *, num_sequences: int, num_tokens: int) -> None:
         """Record a step that came back."""
-        self._last_step_s = time.monotonic()
+        before_s, now_s = self._last_step_s, time.monotonic()
+        self._last_step_s = now_s
         self.num_steps += 1
-        if is_empty:
-            self.ring_s = self._last_step_s - submitted_s
-        else:
-            self.step_s.observe(self._last_step_s - submitted_s)
+        if not num_sequences:
+            self.ring_s = now_s - submitted_s
+            return
+        self.step_s.observe(now_s - submitted_s)
+        if num_sequences == num_tokens == 1:
+            # Where steps overlap, the next one is submitted before the last one is back.
+            self._lone_s.append(now_s - max(submitted_s, before_s or 0.0))
+
+    @property
+    def lone_step_s(self) -> float | None:
+        """Return the middle time of the last steps with one token alone; None before the first."""
+        return statistics.median(self._lone_s) if self._lone_s else None
 
     def warmed_up(self) -> None:
         """Reset the counters after the warm-up, because no client caused it."""
         self.prompt_tokens = self.generated_tokens = 0
         self.requests.reset()
         self.step_s = Histogram(STEP_S)
+        self._lone_s.clear()
 
     def other_stages(self) -> None:
-        """Forget the last step: no step has passed the new stages yet."""
+        """Forget the last steps: none has passed the new stages yet."""
         self._last_step_s = None
+        self._lone_s.clear()
 
     def check_recent(self, limit_s: float) -> None:
         """Raise `NotReady` unless a step passed every stage within the last ``limit_s`` seconds."""
@@ -113,6 +127,8 @@ _REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+# Steps whose middle time is told.
+_LONE_STEPS = 15
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -239,3 +255,5 @@ class EngineStats:
     step_s: HistogramCounts
     # Tokens after a replay where another token was as likely; see `engine.requests.near_tie`.
     near_ties: int = 0
+    # The middle time of the last steps with one token alone.
+    lone_step_s: float | None = None

@@ -102,4 +102,5 @@ def service_of(cluster: RunningCluster, serve: ServeConfig = SERVE) -> Service:
     assert active is not None
     served = ServedModel(serve.served_model_name or active.plan.model, cluster.engine, cluster.tokenizer)
     scraped = (partial(head_families, cluster, served.name),)
-    return Service((served,), cluster.health, cluster.status, cluster.level, scraped)
+    status = partial(cluster.status, foresees=True)
+    return Service((served,), cluster.health, status, cluster.level, scraped)

@@ -17,6 +17,7 @@ from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.handlers import HandlerTable, on, on_frame
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
+from convoy.cluster.head.forecast import Forecaster
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
 from convoy.cluster.head.stage_report import describe_stages
@@ -28,7 +29,7 @@ from convoy.cluster.peer.loaded_plan import ranks_of, stage_options
 from convoy.cluster.peer.ranks import RankHandlers, RankPeers
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.peers import Peers
-from convoy.cluster.status import StageStatus, StandbyStatus, StepPath
+from convoy.cluster.status import Forecast, StageStatus, StandbyStatus, StepPath
 from convoy.cluster.weights.head_server import HeadWeightServer, doing
 from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.engine.ranks.load import load_member_stage
@@ -106,10 +107,11 @@ class Head:
         )
         self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
         verifier, weights = self.peers.verifier, self._weights
-        step_s = StepTimes(self.peers, options.member).step_s
+        times = StepTimes(self.peers, options.member, source)
         self.planner = Planner(
-            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=step_s
+            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=times.step_s
         )
+        self._forecaster = Forecaster(me.name, self.planner, times.rates, options)
         self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
         self.handlers = self._make_handlers()
         self.clock = StepClock(options.step_timeout_s)
@@ -276,6 +278,16 @@ class Head:
         assert active is not None, "step_path() before bring_up()"
         return find_step_path(active.plan, self.name, self._steps.ended(), self.peers.marks)
 
+    def forecast(self, *, is_idle: bool) -> Forecast | None:
+        """Return what the planner foresees for this plan and these offers; None until it is computed.
+
+        Another thread computes it. ``is_idle`` allows it to measure this machine's speed.
+        """
+        active, hellos = self.active_plan, self.hellos()
+        if active is None or not active.members <= hellos.keys():
+            return None
+        return self._forecaster.find(active, hellos, is_idle=is_idle)
+
     def sealed_bytes(self) -> int:
         """Return the bytes that the head sent and received in sealed frames."""
         return self.peers.sealed_bytes()
@@ -285,6 +297,7 @@ class Head:
         if self._closed:
             return
         self._closed = True
+        self._forecaster.close()
         self._weights.close()
         self._end_ranks()
         receiver = self._receiver

@@ -73,6 +73,19 @@ class _Variant:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Hold a placement with what its plan needs.
+
+    ``hellos`` and ``kernels`` are of all members to choose from. ``dtype`` is that of hidden states on links.
+    """
+
+    placement: Placement
+    hellos: Mapping[str, Hello]
+    kernels: Mapping[str, str]
+    dtype: str
+
+
 class Planner:
     """Choose plans. It is pure but for the clock, which numbers the plans."""
 
@@ -117,7 +130,7 @@ class Planner:
         self._kernels = frozenset()
         members = [name for name in hellos if not hellos[name].standby]
         variant = _Variant(members, self._options.spans)
-        proposal = self._propose({name: hellos[name] for name in members}, variant, fewer=False)
+        proposal = self._plan(self._choose({name: hellos[name] for name in members}, variant, fewer=False))
         self._kernels = frozenset(proposal.plan.kernels or [proposal.plan.kernel])
         return proposal
 
@@ -130,7 +143,11 @@ class Planner:
         reason why the connected members without standbys are not enough.
         """
         self._forget_failure(hellos)
-        return self._again(hellos, before, slow)
+        return self._plan(self._choose_again(hellos, before, slow))
+
+    def foresee(self, hellos: Mapping[str, Hello], before: Placement | None) -> Placement:
+        """Return the placement that `again` would choose. Nothing is noted, and no plan is numbered."""
+        return self._choose_again(hellos, before).placement
 
     def tensor_failed(self, hellos: Collection[str], why: str) -> None:
         """Note that the ranks of these members could not join.
@@ -147,9 +164,9 @@ class Planner:
         if self._failed is not None and self._failed[0] != frozenset(hellos):
             self._failed = None
 
-    def _again(
+    def _choose_again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
-    ) -> PlannedStages:
+    ) -> _Choice:
         refused: ConvoyError | None = None
         useful = {name: hello for name, hello in hellos.items() if self._would_use(name, hello)}
         variants = self._variants(hellos, before, slow)
@@ -158,7 +175,7 @@ class Planner:
             variants = itertools.chain(variants, self._variants(useful, before, slow))
         for variant in variants:
             try:
-                return self._propose({name: hellos[name] for name in variant.members}, variant)
+                return self._choose({name: hellos[name] for name in variant.members}, variant)
             except ConvoyError as error:
                 refused = refused or error
         assert refused is not None
@@ -167,7 +184,7 @@ class Planner:
     def can_spare(self, name: str, hellos: Mapping[str, Hello], before: Placement) -> bool:
         """Return whether the other members could hold the layers."""
         try:
-            self._again({other: hello for other, hello in hellos.items() if other != name}, before)
+            self.foresee({other: hello for other, hello in hellos.items() if other != name}, before)
         except PlanError:
             return False
         return True
@@ -262,16 +279,13 @@ class Planner:
         for count in range(1, len(spare) + 1):
             yield _Variant([*active, *spare[:count]])
 
-    def _propose(
-        self, hellos: Mapping[str, Hello], variant: _Variant, *, fewer: bool = True
-    ) -> PlannedStages:
-        """Return a plan for one variant.
+    def _choose(self, hellos: Mapping[str, Hello], variant: _Variant, *, fewer: bool = True) -> _Choice:
+        """Return the stages of one variant.
 
         ``fewer`` accepts fewer ranks than were asked for, because a member may be lost.
         """
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
         require_kv(self._options.kv_dtype, kernels)
-        self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
         offers = [
             MemberOffer(
                 name,
@@ -288,7 +302,7 @@ class Planner:
             placement = self._place(offers, variant, fewer=fewer, against=self._against_ranks(hellos))
         used = [kernels[stage.member] for stage in placement.stages]
         dtype = agree_dtype({name: hellos[name] for name in placement.holders}, self._me.name, used)
-        return PlannedStages(self._plan(placement, used, dtype), placement)
+        return _Choice(placement, hellos, kernels, dtype)
 
     def _against_ranks(self, hellos: Mapping[str, Hello]) -> str | None:
         """Return the reason why ranks of these members cannot join; None if they can."""
@@ -315,27 +329,32 @@ class Planner:
                 text = "%s computes other bits than %s: a text may change when layers move between them"
                 _log.warning(text, name, self._me.name)
 
-    def _plan(self, placement: Placement, kernels: list[str], dtype: str) -> Plan:
-        """Return the plan of a placement. ``kernels`` has one entry for each stage."""
+    def _plan(self, choice: _Choice) -> PlannedStages:
+        """Return the plan of a choice, and warn of members in it that compute other bits."""
+        placement, of_all = choice.placement, set(choice.kernels.values())
+        self._tell_other_bits(choice.hellos, MIXED if len(of_all) > 1 else choice.kernels[self._me.name])
+        kernels = [choice.kernels[stage.member] for stage in placement.stages]
+        kernel = kernels[0] if len(set(kernels)) == 1 else MIXED
         # The plan id grows over restarts too, so that frames of an earlier head are refused. The maximum
         # keeps it growing when the clock goes back.
         self._plan_id = max(time.time_ns(), self._plan_id + 1)
         has_peers = set(placement.holders) != {self._me.name}
-        return Plan(
+        plan = Plan(
             plan_id=self._plan_id,
             model=self._source.name,
             model_digest=self._source.digest,
             stages=list(placement.stages),
-            kernel=kernels[0] if len(set(kernels)) == 1 else MIXED,
-            activation_dtype=dtype,
+            kernel=kernel,
+            activation_dtype=choice.dtype,
             block_size=self._options.block_size,
             max_context=self._max_context(),
             manifest=self._manifest() if has_peers else "",
-            kernels=kernels if len(set(kernels)) > 1 else [],
+            kernels=kernels if kernel == MIXED else [],
             hub=self._hub if has_peers else "",
             own_hub=self._options.member.hub is not None,
             kv_dtype=self._options.kv_dtype,
         )
+        return PlannedStages(plan, placement)
 
     def _rank(self, name: str) -> int:
         """Return a sort key: the head first, then the others as the roster lists them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.kernels import CUDA_KERNELS, PLAIN, form_of, loaded_bits, on_device
+from convoy.config.kernels import CUDA_KERNELS, PLAIN, measured_form, on_device
 from convoy.errors import UsageError
 from convoy.sdk.options import Note, unheard
 
@@ -136,20 +136,6 @@ class Measurements:
                 self.note(found.warning)
             self._own[kernel, form] = found.speed
         return self._own[kernel, form]
-
-
-def measured_form(kernel: str, form: str) -> str:
-    """Return the form whose linears are measured for a kernel, of files in ``form``; "" for its own layers.
-
-    Kernels that round weights as they are loaded have a form of their own.
-    """
-    own = form_of(kernel)
-    if kernel in CUDA_KERNELS:
-        return "float8" if own.floats else f"rounded{own.bits}" if own.bits else form
-    if not own.keeps:
-        return ""
-    bits = loaded_bits(kernel)
-    return f"rounded{bits}" if bits else form
 
 
 def _of_card(form: str) -> Speed:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from convoy.config.kernels import measured_form
 from convoy.model.backends.host.form_speed import in_form, main_form
 from convoy.model.backends.host.layer_speed import uncached_bytes
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.stored.linear import exact_available
 from convoy.plan.speed import Speed
-from convoy.sdk.planning.speeds import measured_form
 from support.gguf_models import CASES, build_model, write_case
 from support.quantised_models import Writer, library_model, write_gguf
 

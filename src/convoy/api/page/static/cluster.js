@@ -1,5 +1,6 @@
 // The route as a line of machines, with the sealed hops between them.
 import { html } from "./vendor/preact-htm.js";
+import { Forecast } from "./forecast.js";
 import { Step } from "./step.js";
 import { age, bytes, count, pairs, seconds } from "./words.js";
 
@@ -91,6 +92,7 @@ export function Cluster({ status }) {
       <p class="quiet-text">A machine with layers computes on activations, and whoever has activations can recover the prompt. Links keep everybody else out: each arrow shows the link of the head to the machine that it points to.</p>
     </section>
     <${Step} path=${status.step_path} />
+    <${Forecast} status=${status} />
     <${Others} status=${status} />
     <section aria-labelledby="trust"><h2 id="trust">Trust and plan</h2>
       <dl class="card pairs">

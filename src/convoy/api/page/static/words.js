@@ -21,5 +21,6 @@ export function age(unix) {
   return gone < 172800 ? `${Math.round(gone / 3600)} h` : `${Math.round(gone / 86400)} days`;
 }
 
+export const perSecond = (rate) => `${rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(2)} tokens/s`;
 export const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 export const pairs = (hex) => hex.slice(0, 16).match(/.{4}/g)?.join(" ") ?? "";
