@@ -11,7 +11,14 @@ import pytest
 
 from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenOutput
+from convoy.engine.outputs import (
+    ErrorOutput,
+    FinishOutput,
+    Output,
+    PrefillOutput,
+    PromptOutput,
+    TokenOutput,
+)
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
@@ -101,6 +108,17 @@ def test_too_few_blocks_preempt_but_change_no_token() -> None:
         thread.join()
     assert answers == {i: expected(prompts[i], 20) for i in range(4)}
     engine.close()
+
+
+def test_the_chunks_of_a_prompt_are_told_before_its_first_token_if_asked_for(engine: Engine) -> None:
+    for tells, chunks in ((True, [8, 16]), (False, [])):
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        # No request before it had this prompt.
+        prompt = [tells + 3 * i % VOCAB for i in range(20)]
+        engine.submit(replace(request(prompt, 1), tells_prefill=tells), outputs.put)
+        told = [PrefillOutput(num_done, 0, 20) for num_done in chunks]
+        assert [outputs.get(timeout=10) for _ in told] == told
+        assert isinstance(outputs.get(timeout=10), TokenOutput)
 
 
 def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine) -> None:

@@ -215,6 +215,20 @@ def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
     expect(page.get_by_text("Two and three.")).to_be_visible()
 
 
+def test_a_chat_tells_how_much_of_the_prompt_has_run_and_the_rate_at_its_end(
+    fake: tuple[Head, FakeEngine], open_page: Open
+) -> None:
+    head, engine = fake
+    engine.reply = "Once upon a time there was a dog."
+    engine.pause_after = 0
+    page = open_page(f"{head.url}/#chat")
+    ask(page, "A long prompt")
+    expect(page.get_by_text(re.compile("Reading the prompt … (49|50) %"))).to_be_visible()
+    engine.pause_after = None
+    engine.go.set()
+    expect(page.locator(".turn p.quiet-text")).to_have_text(re.compile("^33 tokens"), timeout=10_000)
+
+
 def test_a_conversation_is_kept_in_the_browser_alone_and_only_if_wanted(
     fake: tuple[Head, FakeEngine], open_page: Open
 ) -> None:

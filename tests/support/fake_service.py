@@ -22,6 +22,7 @@ from convoy.engine.outputs import (
     FinishOutput,
     FinishReason,
     Output,
+    PrefillOutput,
     PromptOutput,
     TokenLogprob,
     TokenOutput,
@@ -149,6 +150,9 @@ class FakeEngine:
             emit(
                 PromptOutput([None, *(_logprob(t, request.prompt_logprobs) for t in request.prompt_ids[1:])])
             )
+        if request.tells_prefill:
+            num_prompt = len(request.prompt_ids)
+            emit(PrefillOutput(num_prompt // 2, 0, num_prompt))
         for choice in range(request.num_choices):
             if not self._run_choice(handle, choice):
                 break

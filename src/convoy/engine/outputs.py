@@ -1,7 +1,8 @@
 """The engine's outputs for each request, in order.
 
 Each choice gets any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before
-the first token if prompt log-probabilities were asked for. A request for an embedding gets one
+the first token if prompt log-probabilities were asked for, and a `PrefillOutput` for each chunk of the
+prompt but the last if that was asked for. A request for an embedding gets one
 `EmbeddingOutput` in place of tokens. An `ErrorOutput` ends the whole request, at any
 point, and nothing follows it.
 """
@@ -55,6 +56,15 @@ class PromptOutput:
     logprobs: Sequence[TokenLogprob | None]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """Report how many tokens of the request's own prompt have run, or were cached, of how many."""
+
+    num_done: int
+    num_cached: int
+    num_prompt: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
     """Hold the state of the prompt's last token behind the final norm, float32 [output_size]."""
@@ -85,4 +95,4 @@ class ErrorOutput:
     error: ConvoyError
 
 
-Output = TokenOutput | PromptOutput | EmbeddingOutput | FinishOutput | ErrorOutput
+Output = TokenOutput | PromptOutput | PrefillOutput | EmbeddingOutput | FinishOutput | ErrorOutput

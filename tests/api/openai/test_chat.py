@@ -60,6 +60,17 @@ def test_continuous_usage_counts_on_every_chunk(http: httpx.Client) -> None:
     assert usages == [0, 1, 2, 3, 3, 3]
 
 
+def test_the_progress_of_a_prompt_is_told_if_asked_for(server: Running, http: httpx.Client) -> None:
+    body = {"messages": ASK, "stream": True, "stream_options": {"include_progress": True}}
+    told = events(http.post("/v1/chat/completions", json=body).text)
+    num_prompt = len(server.engine.handles[-1].request.prompt_ids)
+    found = [event for event in told if isinstance(event, dict) and "prompt_progress" in event]
+    assert [event["choices"] for event in found] == [[]]
+    assert found[0]["prompt_progress"] == {"total": num_prompt, "cache": 0, "processed": num_prompt // 2}
+    silent = events(http.post("/v1/chat/completions", json={"messages": ASK, "stream": True}).text)
+    assert not any("prompt_progress" in event for event in silent)
+
+
 def test_content_parts_are_one_text(server: Running, http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]
     for content in ("What is it?", parts):

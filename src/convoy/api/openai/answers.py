@@ -91,6 +91,14 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """Tell how many tokens of a prompt have run, in llama.cpp's words; ``cache`` of them were cached."""
+
+    total: int
+    cache: int
+    processed: int
+
+
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Represent one event of a chat stream."""
 
@@ -100,6 +108,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class AnswerFunction(msgspec.Struct, frozen=True):

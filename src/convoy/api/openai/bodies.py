@@ -16,10 +16,15 @@ from convoy.errors import RequestError
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Hold a stream's options. ``continuous_usage_stats`` is vLLM's word for usage on every chunk."""
+    """Hold a stream's options.
+
+    ``continuous_usage_stats`` is vLLM's word for usage on every chunk. ``include_progress`` asks a chat for
+    events while its prompt runs.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_progress: bool = False
 
 
 class ContentPart(msgspec.Struct, frozen=True):

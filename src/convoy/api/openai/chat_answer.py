@@ -22,11 +22,12 @@ from convoy.api.openai.answers import (
     Delta,
     FunctionDelta,
     PromptLogprobs,
+    PromptProgress,
 )
 from convoy.api.openai.token_text import TokenText
-from convoy.api.openai.usage import DONE, chunk_of, closing_of, whole_of
+from convoy.api.openai.usage import DONE, chunk_of, closing_of, progress_of, whole_of
 from convoy.api.problem import ErrorBody, body_for
-from convoy.engine.outputs import Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.engine.outputs import Output, PrefillOutput, PromptOutput, TokenLogprob, TokenOutput
 from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
 
 
@@ -82,6 +83,9 @@ class ChatAnswer:
 
     def events(self, index: int, output: Output) -> list[ChatChunk]:  # noqa: ARG002 - a chat has one request
         self.counter.count(output)
+        if isinstance(output, PrefillOutput):
+            progress = PromptProgress(output.num_prompt, output.num_cached, output.num_done)
+            return [progress_of(ChatChunk, self.counter, progress)]
         logprobs = None
         pieces = self._reader.read(output)
         if isinstance(output, TokenOutput) and output.logprob is not None:

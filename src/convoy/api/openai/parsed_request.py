@@ -74,6 +74,7 @@ def read_chat(
         stop_token_ids=shared.stop_token_ids,
         allowed_token_ids=shared.allowed_token_ids,
         bad_words=shared.bad_words,
+        tells_prefill=asked.include_progress,
     )
     return replace(
         parsed,

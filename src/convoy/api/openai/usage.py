@@ -10,6 +10,7 @@ from convoy.api.chat.usage import UsageCounter
 from convoy.api.openai.answers import (
     ChatChunk,
     ChatCompletion,
+    PromptProgress,
     PromptTokensDetails,
     TextCompletion,
     TokenUsage,
@@ -38,6 +39,11 @@ def event_usage_of(counter: UsageCounter) -> TokenUsage | msgspec.UnsetType | No
 def chunk_of(kind: type[Body], counter: UsageCounter, choice: Any) -> Body:
     """Return a stream's event of one choice."""
     return _body(kind, counter, [choice], event_usage_of(counter))
+
+
+def progress_of(kind: type[Body], counter: UsageCounter, progress: PromptProgress) -> Body:
+    """Return a stream's event while its prompt runs."""
+    return _body(kind, counter, [], event_usage_of(counter), prompt_progress=progress)
 
 
 def whole_of(kind: type[Body], counter: UsageCounter, choices: list[Any], **more: Any) -> Body:

@@ -12,6 +12,7 @@ from convoy.engine.outputs import (
     FinishOutput,
     FinishReason,
     Output,
+    PrefillOutput,
     PromptOutput,
     TokenLogprob,
     TokenOutput,
@@ -71,6 +72,7 @@ class Choice:
             self._score_prompt(outcomes, row.start)
         # A chunk of a prompt, or of a replay, that does not reach the last known token brings no new one.
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
+            self._tell_prefill(row.start + row.num_tokens)
             return RowResult()
         self.meter.advanced()
         if self.request.embeds:
@@ -193,6 +195,12 @@ class Choice:
 
     def _at_the_wall(self) -> bool:
         return len(self.sequence.tokens) >= self.sequence.wall
+
+    def _tell_prefill(self, num_done: int) -> None:
+        # A replay after a loss runs the answer too.
+        num_prompt = len(self.request.prompt_ids)
+        if self.request.tells_prefill and self.index == 0 and num_done <= num_prompt:
+            self.emit(PrefillOutput(num_done, self.sequence.num_cached or 0, num_prompt))
 
     def _score_prompt(self, outcomes: SequenceOf[SampleResult], start: int) -> None:
         # A sequence that was preempted computes its prompt again: score each position once.

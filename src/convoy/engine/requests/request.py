@@ -22,7 +22,8 @@ class GenerationRequest:
     empty, no other token is sampled. Of each sequence in ``bad_words``, the last token is not sampled after
     the others. With a ``grammar`` each answer matches it. An answer that ends with "length" is the beginning
     of one that does. An answer that nothing can continue ends. A request that ``embeds`` samples nothing: its
-    only output is the final state of the prompt's last token, and ``max_tokens`` is 0.
+    only output is the final state of the prompt's last token, and ``max_tokens`` is 0. With
+    ``tells_prefill`` each chunk of the prompt is reported.
     """
 
     prompt_ids: tuple[int, ...]
@@ -40,3 +41,4 @@ class GenerationRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: CompiledGrammar | None = field(default=None, repr=False)
     embeds: bool = False
+    tells_prefill: bool = False

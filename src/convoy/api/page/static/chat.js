@@ -5,7 +5,7 @@ import { toHtml } from "./markdown.js";
 import { choose, keepTurns, keepsNow, readTurns } from "./kept.js";
 import { count } from "./words.js";
 
-const EMPTY = { role: "assistant", content: "", reasoning: "", calls: [], rate: null, tokens: 0, problem: "" };
+const EMPTY = { role: "assistant", content: "", reasoning: "", calls: [], rate: null, tokens: 0, prefilled: null, problem: "" };
 const SHOWN_EVERY_MS = 60;
 
 function addDelta(answer, delta) {
@@ -30,7 +30,7 @@ function Turn({ turn, running }) {
     <div class="prose" dangerouslySetInnerHTML=${{ __html: toHtml(turn.content) }}></div>
     ${turn.calls.filter(Boolean).map((call) => html`<div class="call card" key=${call.id}><strong>Calls ${call.name}</strong><pre tabindex="0" aria-label="Arguments"><code>${call.arguments}</code></pre></div>`)}
     ${turn.problem && html`<p class="notice bad" role="alert">${turn.problem}</p>`}
-    ${running && !turn.content && !turn.reasoning && html`<p class="quiet-text">Reading the prompt …</p>`}
+    ${running && !turn.content && !turn.reasoning && html`<p class="quiet-text">Reading the prompt …${turn.prefilled != null && ` ${turn.prefilled} %`}</p>`}
     ${turn.tokens > 0 && html`<p class="quiet-text">${count(turn.tokens, "token")}${turn.rate ? `, ${turn.rate.toFixed(1)} a second` : ""}</p>`}
   </li>`;
 }
@@ -72,14 +72,17 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
     try {
       for await (const chunk of streamChat(apiKey, body, stopping.signal)) {
         const delta = chunk.choices[0]?.delta;
-        if (delta) { began ||= performance.now(); addDelta(reply, delta); }
+        const progress = chunk.prompt_progress;
+        if (progress) reply.prefilled = Math.floor((100 * progress.processed) / progress.total);
+        if (delta) addDelta(reply, delta);
+        if (!began && (reply.content || reply.reasoning || reply.calls.length)) began = performance.now();
         if (chunk.usage) {
           reply.tokens = chunk.usage.completion_tokens;
           // The first token comes with the prefill, so the rate is of the others.
           const took = (performance.now() - began) / 1000;
-          if (reply.tokens > 2 && took > 0.2) reply.rate = (reply.tokens - 1) / took;
+          if (reply.tokens > 2 && took > 0.05) reply.rate = (reply.tokens - 1) / took;
         }
-        if (performance.now() - shown > SHOWN_EVERY_MS) show();
+        if (progress || performance.now() - shown > SHOWN_EVERY_MS) show();
       }
     } catch (error) {
       reply.problem = error.name === "AbortError" ? "Stopped." : error.message;

@@ -89,7 +89,7 @@ export function watchStatus(key, told, lost, refused) {
 // Yield the chunks of a chat's answer. An error inside the stream is thrown in the server's words.
 export async function* streamChat(key, body, signal) {
   const headers = { ...headersOf(key), "content-type": "application/json" };
-  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
+  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, include_progress: true } });
   const answer = await ask("/v1/chat/completions", { method: "POST", headers, body: sent, signal });
   for await (const data of eventsOf(answer)) {
     if (data === "[DONE]") return;
