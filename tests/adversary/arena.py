@@ -75,9 +75,12 @@ class AttackedLink:
 
 
 class Arena:
-    """Run the attacked members. `open` makes it. ``layer`` is the table's word for the attacked layer."""
+    """Run the attacked members. `open` makes it. ``layer`` is the table's word for the attacked layer.
 
-    def __init__(self, directory: Path, layer: str) -> None:
+    With ``ranks`` they can be ranks, for which each imports torch.
+    """
+
+    def __init__(self, directory: Path, layer: str, *, ranks: bool = False) -> None:
         self.directory = directory
         self.layer = layer
         self.is_bare = layer != "both"
@@ -95,8 +98,8 @@ class Arena:
         self._numbers = itertools.count(1)
         self._middles: list[Middle] = []
         self._started: list[VictimProcess] = []
-        self.alpha = self.start("alpha")
-        self.beta = self.start("beta")
+        self.alpha = self.start_as({"name": "alpha", "ranks": ranks})
+        self.beta = self.start_as({"name": "beta", "ranks": ranks})
         self._rss_bytes: dict[str, int] = {}
         self._beside = self.link_direct()
         for victim in (self.alpha, self.beta):
@@ -104,8 +107,8 @@ class Arena:
 
     @classmethod
     @contextmanager
-    def open(cls, directory: Path, layer: str) -> Iterator[Arena]:
-        arena = cls(directory, layer)
+    def open(cls, directory: Path, layer: str, *, ranks: bool = False) -> Iterator[Arena]:
+        arena = cls(directory, layer, ranks=ranks)
         try:
             yield arena
         finally:
@@ -169,7 +172,7 @@ class Arena:
         assert found["event"] == "link", found
         return near, self._far_of(found)
 
-    def failed_dial(self, middle: Middle, timeout_s: float = 10.0) -> Event:
+    def failed_dial(self, middle: Middle, timeout_s: float = WAIT_S) -> Event:
         """Return how a dial through this middle failed at the dialler, or how its link ended at once."""
         near = self.alpha.dial("beta", middle.address, timeout_s)
         found = self.alpha.wait_either(("link", "failed"), near)

@@ -50,7 +50,7 @@ def server() -> Iterator[Running]:
 def test_a_hostile_body_is_refused_by_name_and_nobody_else_notices(
     server: Running, row: Row, kind: str
 ) -> None:
-    with httpx.Client(base_url=server.url, timeout=20.0) as client:
+    with httpx.Client(base_url=server.url, timeout=90.0) as client:
         for body in BODIES[kind]:
             for path in (TEXT, CHAT):
                 answer = client.post(path, content=body, headers={"content-type": "application/json"})

@@ -9,7 +9,7 @@ import pytest
 from adversary.arena import CLUSTER, Arena
 from adversary.ledger import Row
 from adversary.middle import Change, Middle, Tamper, drop, flip, instead, keep, nth, put, repeat
-from adversary.process import Event
+from adversary.process import Event, VictimProcess
 from adversary.units import PREAMBLE_FIELDS, message_1_fields, message_2_fields, message_3_fields
 from convoy.wire.frame import HANDSHAKE_PREAMBLE_BYTES, MAX_HANDSHAKE_BYTES, encode_handshake
 from convoy.wire.messages.control import FrameType
@@ -29,14 +29,14 @@ def dialled_through(arena: Arena, middle: Middle) -> tuple[Event, Event]:
     """Return how a dial that must not succeed failed: (at the dialler, at the listener)."""
     arena.beta.now("refused")
     near = arena.failed_dial(middle)
-    far = refusal(arena)
+    far = refusal(arena.beta)
     middle.close()
     return near, far
 
 
-def refusal(arena: Arena) -> Event:
+def refusal(beta: VictimProcess) -> Event:
     """Return the listener's next refusal, without those of connections that earlier dials left unpaired."""
-    while "and the other never came" in (event := arena.beta.wait("refused"))["message"]:
+    while "and the other never came" in (event := beta.wait("refused"))["message"]:
         pass
     return event
 
@@ -66,6 +66,15 @@ def honest_handshake(arena: Arena) -> dict[str, list[int]]:
     return counts
 
 
+@pytest.fixture(scope="module")
+def hasty(arena: Arena) -> tuple[VictimProcess, VictimProcess]:
+    """Return alpha and beta with a deadline that soon ends a handshake in which something was swallowed.
+
+    An honest handshake of a busy machine needs a longer one.
+    """
+    return arena.start("alpha", handshake_timeout_s=1.5), arena.start("beta", handshake_timeout_s=1.5)
+
+
 @pytest.mark.attack("any handshake message dropped, cut, doubled or changed")
 @pytest.mark.parametrize(
     ("what", "change"),
@@ -78,38 +87,39 @@ def honest_handshake(arena: Arena) -> dict[str, list[int]]:
     ],
 )
 def test_a_disturbed_handshake_makes_no_link_and_ends_in_time(
-    arena: Arena, row: Row, what: str, change: Change
+    arena: Arena, hasty: tuple[VictimProcess, VictimProcess], row: Row, what: str, change: Change
 ) -> None:
     counts = honest_handshake(arena)
-    arena.beta.now("refused")
+    alpha, beta = hasty
+    beta.now("refused")
     dials: list[tuple[str, Middle, bool]] = []
     for way, per_connection in counts.items():
         for connection, number in enumerate(per_connection):
             for index in range(number):
-                middle = arena.middle(**{way: {connection: nth(index, change)}})
+                middle = arena.middle(target=beta.address, **{way: {connection: nth(index, change)}})
                 # The listener says nothing on the first connection, the dialler nothing after the opening of
                 # the second: what more comes there is never read.
                 unread = arena.is_bare and (way, connection) in {("down", 0), ("up", 1)}
-                dials.append((arena.alpha.dial("beta", middle.address, 8.0), middle, unread))
-    arena.beta.now("link in")
+                dials.append((alpha.dial("beta", middle.address, 8.0), middle, unread))
     for key, middle, unread in dials:
-        found = arena.alpha.wait_either(("failed", "link"), key)
+        found = alpha.wait_either(("failed", "link"), key)
         if found["event"] == "link":
             # M3 is not answered, and TLS has records that mean nothing: the first step tells.
-            arena.alpha.tell("steps", key=key, numbers=[1])
-            arena.alpha.tell("ping", key=key, timeout_s=4.0)
-            answer = arena.alpha.wait_either(("ponged", "ping failed"), key)
+            alpha.tell("steps", key=key, numbers=[1])
+            alpha.tell("ping", key=key, timeout_s=4.0)
+            answer = alpha.wait_either(("ponged", "ping failed"), key)
             if answer["event"] == "ponged":
                 assert unread or not arena.is_bare, "a change of the inner handshake went unnoticed"
                 row.tried("no effect on the link")
-                arena.alpha.tell("close", key=key)
+                alpha.tell("close", key=key)
                 continue
-            found = arena.alpha.wait("ended", key)
+            found = alpha.wait("ended", key)
         row.tried(found["error"])
         assert found["error"] in {*FAILURES, "LinkBroken"}, (what, found)
         middle.close()
-    refusals = {event["error"] for event in arena.beta.now("refused")}
+    refusals = {event["error"] for event in beta.now("refused")}
     assert refusals <= FAILURES, refusals
+    assert not [*alpha.crashes, *beta.crashes]
 
 
 @only_inner
@@ -164,12 +174,15 @@ def then_hang_up(change: Change, field: str) -> Change:
     return changed
 
 
-def dialled_through_to_end(arena: Arena, middle: Middle) -> tuple[Event, Event]:
+def dialled_through_to_end(
+    arena: Arena, middle: Middle, members: tuple[VictimProcess, VictimProcess] | None = None
+) -> tuple[Event, Event]:
     """Dial as `dialled_through`, for a dialler that may believe in its link until the first frame."""
-    arena.beta.now("refused")
-    key = arena.alpha.dial("beta", middle.address)
-    near = arena.alpha.wait_either(("failed", "ended"), key)
-    far = refusal(arena)
+    alpha, beta = members or (arena.alpha, arena.beta)
+    beta.now("refused")
+    key = alpha.dial("beta", middle.address)
+    near = alpha.wait_either(("failed", "ended"), key)
+    far = refusal(beta)
     middle.close()
     return near, far
 
@@ -224,13 +237,12 @@ def test_a_changed_version_is_named_and_nothing_is_negotiated(arena: Arena, row:
 @pytest.mark.parametrize("kind", list(MAX_HANDSHAKE_BYTES))
 @pytest.mark.parametrize("at", [OPENING_UP, M1, M3])
 def test_a_handshake_length_over_its_limit_is_refused_before_memory_is_taken(
-    arena: Arena, row: Row, kind: FrameType, at: tuple[int, int]
+    arena: Arena, hasty: tuple[VictimProcess, VictimProcess], row: Row, kind: FrameType, at: tuple[int, int]
 ) -> None:
     for length in (MAX_HANDSHAKE_BYTES[kind] + 1, 0xFFFF):
         said = b"CNVY" + bytes([kind, 0]) + length.to_bytes(2, "big") + bytes(1000)
-        arena.beta.now("refused")
-        middle = arena.middle(up=up(at, instead(said)))
-        _, far = dialled_through_to_end(arena, middle)
+        middle = arena.middle(target=hasty[1].address, up=up(at, instead(said)))
+        _, far = dialled_through_to_end(arena, middle, hasty)
         row.tried(far["error"])
         assert far["error"] == "FrameTooLong", far
 
@@ -240,10 +252,12 @@ def test_a_handshake_length_over_its_limit_is_refused_before_memory_is_taken(
 @pytest.mark.parametrize("kind", list(MAX_HANDSHAKE_BYTES))
 @pytest.mark.parametrize("at", [OPENING_UP, M1, M3])
 def test_a_handshake_frame_out_of_turn_is_refused(
-    arena: Arena, row: Row, kind: FrameType, at: tuple[int, int]
+    arena: Arena, hasty: tuple[VictimProcess, VictimProcess], row: Row, kind: FrameType, at: tuple[int, int]
 ) -> None:
     said = encode_handshake(kind, bytes(min(42, MAX_HANDSHAKE_BYTES[kind])))
-    _, far = dialled_through_to_end(arena, arena.middle(up=up(at, instead(said))))
+    # In place of an opening, the dialler hears nothing until its deadline.
+    middle = arena.middle(target=hasty[1].address, up=up(at, instead(said)))
+    _, far = dialled_through_to_end(arena, middle, hasty)
     row.tried(far["error"])
     assert far["error"] in {"HandshakeError", "Incompatible"}, far
 

@@ -55,14 +55,13 @@ from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
-pytestmark = pytest.mark.timeout(120)
-WAIT_S = 30.0
+WAIT_S = 90.0
 MODEL = "demo-mini"
 HIDDEN = 192
 NUM_BLOCKS = 16
 MAX_GROWTH_BYTES = 256 << 20
 HELLO = Hello("test", ["float32"], ["exact-f32", "plain-f32"], 1 << 30, 1, "test")
-HEAD = HeadOptions(MEMBER, wait_s=20, num_blocks=32)
+HEAD = HeadOptions(MEMBER, wait_s=WAIT_S, num_blocks=32)
 
 
 @dataclass

@@ -22,7 +22,6 @@ from convoy.wire.messages.control import MAX_OFFER_BYTES, Plan
 from support.cluster import MEMBER
 from support.members import make_local_members, membership_of
 
-pytestmark = pytest.mark.timeout(120)
 CLAIMED = 10**15  # bytes: 1,000,000 GB
 
 
@@ -39,13 +38,13 @@ class Greedy(FalsePeer):
         super()._deliver(link, received)
 
 
-def layers_of_beta(claimed: int, policy: Policy) -> tuple[int | None, str]:
+def layers_of_beta(claimed: int, policy: Policy, *, wait_s: float = 90.0) -> tuple[int | None, str]:
     """Return how many of the four layers the head gives beta, None without a plan; and how it ended."""
     network = MemoryNetwork()
     alpha, beta = make_local_members(["alpha", "beta"])
     greedy = Greedy(network, beta, claimed)
     options = HeadOptions(
-        replace(MEMBER, policy=policy), wait_s=3, load_wait_s=3, step_timeout_s=3, num_blocks=32
+        replace(MEMBER, policy=policy), wait_s=wait_s, load_wait_s=3, step_timeout_s=3, num_blocks=32
     )
     try:
         source = ModelSource.resolve(MODEL)
@@ -63,7 +62,7 @@ def layers_of_beta(claimed: int, policy: Policy) -> tuple[int | None, str]:
 
 @pytest.mark.attack("an offer of 1,000,000 GB", layer="inner alone")
 def test_an_offer_that_no_machine_could_hold_is_refused_by_name(row: Row) -> None:
-    layers, ended = layers_of_beta(CLAIMED, Policy())
+    layers, ended = layers_of_beta(CLAIMED, Policy(), wait_s=2.0)
     row.tried(ended)
     assert layers is None
     assert ended in NAMED

@@ -49,7 +49,7 @@ class Served:
         return found
 
     def check_unharmed(self) -> None:
-        status = httpx.get(f"{self.url}/status", timeout=60.0).json()
+        status = httpx.get(f"{self.url}/status", timeout=120.0).json()
         assert (status["ready"], status["recoveries"], len(status["stages"])) == (True, 0, 2)
         answer = self.post("/v1/chat/completions", chat("hello"))
         assert answer.status_code == 200, answer.text
@@ -87,7 +87,7 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield head
     finally:
         program.process.send_signal(signal.SIGINT)
-        assert program.process.wait(60.0) == 0
+        assert program.process.wait(120.0) == 0
 
 
 BODIES = {

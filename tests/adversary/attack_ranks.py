@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from adversary.arena import Arena, AttackedLink
 from adversary.attack_frames import outer_or
+from adversary.conftest import BOTH, INNER
 from adversary.ledger import Row
 from adversary.middle import Tamper, drop, flip, keep, late, nth, repeat, swap_from
 from convoy.wire.frame import HEADER_BYTES
@@ -15,6 +17,13 @@ from convoy.wire.tensor import DESCRIPTOR_BYTES
 
 PLAN_ID = 3  # as in `adversary.victim`
 SIZE = 512  # float32 of a sum: one record outside, and one frame inside
+
+
+@pytest.fixture(scope="module", params=[BOTH, INNER])
+def arena(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """Run two members that can be ranks."""
+    with Arena.open(tmp_path_factory.mktemp("arena"), request.param, ranks=True) as opened:
+        yield opened
 
 
 def joined(arena: Arena, deadline_s: float = 3.0) -> AttackedLink:

@@ -160,7 +160,7 @@ def test_a_link_is_replaced_only_by_its_own_ends(arena: Arena, row: Row, which: 
         link.ends()
     arena.beta.now("refused"), arena.beta.now("link in")
     key = f"replacing {which}"
-    who.tell("dial", key=key, peer="beta", port=arena.beta.port, timeout_s=10.0, replaces=named)
+    who.tell("dial", key=key, peer="beta", port=arena.beta.port, timeout_s=WAIT_S, replaces=named)
     refused = arena.beta.wait("refused")
     row.tried(refused["error"])
     assert refused["error"] == "HandshakeError", refused

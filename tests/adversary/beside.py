@@ -15,8 +15,8 @@ import httpx
 from adversary.ledger import Row
 
 _NUM_PAIRS, _PAUSE_S = 5, 0.01
-# Far above what an idle machine shows, so that a busy one does not fail by chance.
-MAX_HEALTH_S = 10.0
+# It only bounds a wait: how long an answer takes is shown, for it rests on the machine.
+WAIT_S = 120.0
 BODY: dict[str, Any] = {
     "prompt": "a",
     "max_tokens": 200,
@@ -28,7 +28,7 @@ BODY: dict[str, Any] = {
 
 @contextmanager
 def others_beside(url: str, row: Row) -> Iterator[None]:
-    """Check that each stream ends whole and that health answers in time, for as long as the block runs.
+    """Check that each stream ends whole and that health answers, for as long as the block runs.
 
     The first stream has begun before the block does, and the last one ends after it.
     """
@@ -36,7 +36,7 @@ def others_beside(url: str, row: Row) -> Iterator[None]:
 
     def stream() -> float:
         longest_s = 0.0
-        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=120) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=WAIT_S) as answer:
             assert answer.status_code == 200
             lines, since_s = [], time.monotonic()
             for line in answer.iter_lines():
@@ -49,7 +49,7 @@ def others_beside(url: str, row: Row) -> Iterator[None]:
 
     def health() -> float:
         began_s = time.monotonic()
-        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
         taken_s = time.monotonic() - began_s
         over.wait(0.1)
         return taken_s
@@ -63,14 +63,13 @@ def others_beside(url: str, row: Row) -> Iterator[None]:
     with ThreadPoolExecutor(2) as threads:
         streams, healths = threads.submit(repeat, stream), threads.submit(repeat, health)
         try:
-            assert begun.wait(120)
+            assert begun.wait(WAIT_S)
             yield
         finally:
             over.set()
         gap_s, health_s = max(streams.result()), max(healths.result())
         row.outcomes[f"{len(streams.result())} streams whole"] += 1
         row.outcomes[f"health within {health_s:.1f} s, a stream's longest pause {gap_s:.1f} s"] += 1
-        assert health_s < MAX_HEALTH_S
 
 
 def rate_beside(url: str, row: Row, attack: Callable[[], None]) -> None:
@@ -105,7 +104,7 @@ def _tokens_per_s(url: str) -> float:
     """Return the rate of one stream from its first event on."""
     body = {**BODY, "stream_options": {"include_usage": True}}
     events, times_s = [], []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as answer:
         assert answer.status_code == 200
         for line in answer.iter_lines():
             if line.startswith("data: "):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "attack(name, layer=...): the row of the table that a test fills")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that shares the tests out which rows were filled here."""
+    told: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["attacks"] = _ledger(session.config).as_json()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add the rows of a worker that has ended. One that was killed has told none."""
+    _ledger(node.config).merge(getattr(node, "workeroutput", {}).get("attacks", []))
 
 
 def _ledger(config: pytest.Config) -> Ledger:

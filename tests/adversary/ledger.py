@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -65,3 +66,11 @@ class Ledger:
             }
             for row in self._rows.values()
         ]
+
+    def merge(self, told: list[dict[str, Any]]) -> None:
+        """Add the rows of another process, as its `as_json` has them."""
+        for one in told:
+            row = self.row(one["attack"], one["layer"])
+            row.tries += one["tries"]
+            row.outcomes.update(one["outcomes"])
+            row.failed = row.failed or not one["held"]

@@ -13,7 +13,7 @@ from adversary.units import Measure, Splitter
 
 Tamper = Callable[[bytes], Iterable[bytes]]
 Change = Callable[[bytes], Iterable[bytes]]
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 class Hang(Exception):  # noqa: N818 - an order to the way, not a fault

@@ -12,7 +12,7 @@ from convoy.transport.options import LinkOptions
 def attack_options(changed: dict[str, Any]) -> LinkOptions:
     """Return options with the fields in ``changed``; ``admission`` None asks for the product's own rates."""
     values: dict[str, Any] = {
-        "handshake_timeout_s": 3.0,
+        "handshake_timeout_s": 10.0,
         "max_half_open": 256,
         "max_links_per_member": 256,
         "ping_after_s": 60.0,

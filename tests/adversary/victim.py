@@ -2,13 +2,14 @@
 and says on standard output what happened to it. Every line is a JSON object.
 
 `python -m adversary.victim SETUP`, where SETUP is a JSON object: directory, name, operator, options,
-and layer: "both", or "inner" for links without their outer layer.
+and layer: "both", or "inner" for links without their outer layer. With ranks true it may be told to join.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
 import itertools
 import json
 import logging
@@ -17,17 +18,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-import torch
 
 from adversary.bare import take_away_the_outer_layer
 from adversary.options import attack_options
 from convoy.crypto.claims import NO_LINK
 from convoy.crypto.identity import Identity
-from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
 from convoy.transport.link.link import Link, Received, ReceivedTensor
@@ -37,11 +36,18 @@ from convoy.transport.membership import Membership, utc_now
 from convoy.trust.roster.accepted import AcceptedFile
 from convoy.trust.roster.authority import OperatorAuthority
 from convoy.trust.roster.roster import verify_roster
-from convoy.wire.messages.control import FrameType, Row, Step
+from convoy.wire.frame import frames_from
+from convoy.wire.messages.control import FrameType, Row, Sender, Step
 from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
-ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE}) | RANK_TYPES
+# Only ranks need torch, and its import takes several times as long as everything else of a start.
+if TYPE_CHECKING:
+    from convoy.engine.ranks.sums.sealed import SealedCollective
+
+ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE}) | frames_from(
+    Sender.RANK
+)
 PLAN_ID = 3  # of collectives
 
 
@@ -73,6 +79,8 @@ class Victim:
         self._numbers = itertools.count()
         self._options = attack_options(setup.get("options", {}))
         self._me = membership(setup, directory)
+        if setup.get("ranks", False):
+            importlib.import_module("convoy.engine.ranks.sums.sealed")
         if setup["layer"] == "inner":
             take_away_the_outer_layer(self._me.current)
         self._listener = Listener(
@@ -119,6 +127,8 @@ class Victim:
 
     def do_join(self, key: str, rank: int, deadline_s: float) -> None:
         """Be one of two ranks over this link."""
+        from convoy.engine.ranks.sums.sealed import SealedCollective
+
         link = self._links[key]
         self._ranks[key] = SealedCollective(rank, 2, {1 - rank: link}, PLAN_ID, deadline_s)
         self.say("joined", key=key)
@@ -130,6 +140,7 @@ class Victim:
 
     def do_add(self, key: str, count: int, size: int) -> None:
         """Add so many sums, and report each with whether it is right."""
+        import torch
 
         def add() -> None:
             for number in range(count):
