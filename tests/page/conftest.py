@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize
 
 Open = Callable[..., "Page"]
+# How long a page may take for anything. It only bounds a wait: a browser on a busy machine is slow.
+MOST_MS = 120_000
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 
 
@@ -22,11 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=MOST_MS)
     with sync_playwright() as driver:
         # Chromium's own sandbox needs rights that a container's root lacks. It loads our page alone here.
-        started = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        started = driver.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox"], timeout=MOST_MS
+        )
         yield started
         started.close()
 
@@ -43,6 +48,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     ) -> Page:
         context = browser.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport=size)
         contexts.append(context)
+        context.set_default_timeout(MOST_MS)
         context.add_init_script(first_script)
         page = context.new_page()
         own = urlsplit(address).netloc

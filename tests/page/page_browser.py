@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,22 +21,54 @@ from convoy.api.page.tokens import OpenTokens, Scope
 from convoy.sdk.head import service_of
 from page.conftest import WIDE, Open
 from support.fake_service import FakeEngine, serving, serving_of
-from survival.losing import Survival, survival, wait_for
+from survival.losing import WAIT_S, Survival, survival, wait_for
 
 KEY = "sk-test-0123456789"
 _AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
 PHONE = {"width": 390, "height": 844}
-# Preact runs an effect at the next frame, or after 100 ms without one. Here it comes after a status ends.
+# Preact runs an effect at the next frame, or after 100 ms without one. Once `keepEffects` is called, effects
+# wait until a status has ended.
 LATE_EFFECTS = """{
-  const soon = setTimeout, ask = fetch;
-  window.setTimeout = (call, wait) => soon(call, wait === 100 ? 1500 : wait);
+  const soon = setTimeout, ask = fetch, kept = [];
+  let keeps = false;
+  window.keepEffects = () => { keeps = true; };
+  window.setTimeout = (call, wait) => (keeps && wait === 100 ? kept.push(call) && 0 : soon(call, wait));
   window.requestAnimationFrame = () => 0;
+  const ended = () => {
+    console.info("status ended");
+    keeps = false;
+    kept.splice(0).forEach((call) => call());
+  };
   window.fetch = async (path, options) => {
     const answer = await ask(path, options);
     if (path !== "/status") return answer;
     const [seen, watched] = answer.body.tee();
-    new Response(watched).text().then(() => soon(() => console.info("status ended"), 100), () => 0);
+    new Response(watched).text().then(() => soon(ended, 100), () => 0);
     return new Response(seen, answer);
+  };
+}"""
+# Pass on the events of a status up to the first that tells of a lost member, and the others after `goOn`.
+FIRST_OF_LOSS = """{
+  const ask = fetch;
+  let goneOn = false;
+  const told = new Promise((go) => { window.goOn = () => { goneOn = true; go(); }; });
+  const isLoss = (event) => event.startsWith("data: ") && JSON.parse(event.slice(6)).absent?.length > 0;
+  window.fetch = async (path, options) => {
+    const answer = await ask(path, options);
+    if (path !== "/status") return answer;
+    let text = "";
+    const held = new TransformStream({
+      async transform(chunk, out) {
+        const events = (text + chunk).split("\\n\\n");
+        text = events.pop();
+        for (const event of events) {
+          out.enqueue(event + "\\n\\n");
+          if (!goneOn && isLoss(event)) await told;
+        }
+      },
+    });
+    const events = answer.body.pipeThrough(new TextDecoderStream()).pipeThrough(held);
+    return new Response(events.pipeThrough(new TextEncoderStream()), answer);
   };
 }"""
 HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 2">
@@ -129,15 +162,16 @@ def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: He
     operator.get_by_text("May operate").click()
     operator.get_by_role("button", name="Sign everybody out").click()
     expect(operator.get_by_role("heading", name="Sign in")).to_be_visible()
-    expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible(timeout=10_000)
+    expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
 def test_a_status_that_ends_before_the_page_has_signed_out_hides_no_sign_in(
     cluster: Head, open_page: Open
 ) -> None:
     page = open_page(cluster.signed_in(), first_script=LATE_EFFECTS)
-    expect(page.get_by_role("heading", name="beta")).to_be_visible(timeout=10_000)
+    expect(page.get_by_role("heading", name="beta")).to_be_visible()
     page.get_by_text("May operate").click()
+    page.evaluate("keepEffects()")
     with page.expect_console_message(lambda message: message.text == "status ended"):
         page.get_by_role("button", name="Sign everybody out").click()
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -155,9 +189,7 @@ def test_the_time_of_a_token_is_split_by_member(cluster: Head, open_page: Open) 
 def test_the_planner_foresees_losses_and_one_more_machine(cluster: Head, open_page: Open) -> None:
     page = open_page(cluster.signed_in("view"))
     shown = page.get_by_role("region", name="What if")
-    expect(shown).to_contain_text(
-        re.compile(r"predicted [\d.,]+ tokens/s, measured [\d.,]+ tokens/s"), timeout=60_000
-    )
+    expect(shown).to_contain_text(re.compile(r"predicted [\d.,]+ tokens/s, measured [\d.,]+ tokens/s"))
     expect(shown).to_contain_text(re.compile("What limits it most is .+'s .+"))
     rate = r", about [\d.,]+ tokens/s, room for [\d,]+ tokens\."
     expect(shown.get_by_role("listitem")).to_have_text(
@@ -182,7 +214,7 @@ def test_hostile_text_of_a_model_runs_nothing_and_loads_nothing(
     engine.reply = HOSTILE
     page = open_page(f"{head.url}/#chat")
     ask(page, "Attack me")
-    expect(page.get_by_role("link", name="fine")).to_be_visible(timeout=20_000)
+    expect(page.get_by_role("link", name="fine")).to_be_visible()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     assert page.evaluate("window.ran") is None
     prose = page.locator(".prose")
@@ -202,13 +234,13 @@ def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
     engine.pause_after = 40
     page = open_page(f"{head.url}/#chat")
     ask(page, "What is 2+3?")
-    assert engine.paused.wait(10.0)
+    assert engine.paused.wait(WAIT_S)
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("alert")).to_have_text("Stopped.")
-    assert engine.handles[-1].aborted.wait(10.0)
+    assert engine.handles[-1].aborted.wait(WAIT_S)
     engine.pause_after = None
     page.get_by_role("button", name="Ask again").click()
-    expect(page.locator(".prose strong")).to_have_text("five", timeout=10_000)
+    expect(page.locator(".prose strong")).to_have_text("five")
     expect(page.get_by_role("alert")).to_have_count(0)
     assert not page.get_by_text("Two and three.").is_visible()
     page.get_by_text("Reasoning").click()
@@ -236,7 +268,7 @@ def test_a_conversation_is_kept_in_the_browser_alone_and_only_if_wanted(
     engine.reply = "It is **five**."
     page = open_page(f"{head.url}/#chat")
     ask(page, "What is 2+3?")
-    expect(page.get_by_role("button", name="Ask again")).to_be_visible(timeout=10_000)
+    expect(page.get_by_role("button", name="Ask again")).to_be_visible()
     page.reload()
     expect(page.get_by_text("What is 2+3?")).to_be_visible()
     expect(page.locator(".prose strong")).to_have_text("five")
@@ -261,7 +293,7 @@ def test_a_head_that_stops_is_said_in_a_sentence(tmp_path: Path, open_page: Open
         page = open_page(f"{running.url}/#connect")
         page.wait_for_load_state()
         expect(page.get_by_role("heading", name="Connect")).to_be_visible()
-    expect(page.get_by_role("alert")).to_contain_text("tries again by itself", timeout=10_000)
+    expect(page.get_by_role("alert")).to_contain_text("tries again by itself")
 
 
 def test_no_view_has_a_serious_finding_of_axe_or_is_wider_than_a_phone(
@@ -296,36 +328,48 @@ def test_pictures_of_the_page(cluster: Head, open_page: Open, pytestconfig: pyte
                 (folder / "step-light.png").write_bytes(page.locator(".step").screenshot())
 
 
-def test_a_lost_member_is_seen_within_a_second_and_a_chat_streams_over_it(
+def test_a_lost_member_is_seen_with_the_status_that_tells_of_it_and_a_chat_streams_over_it(
     tmp_path: Path, open_page: Open
 ) -> None:
     with survival(3) as real, head_of(real, tmp_path / "open") as cluster:
-        page, watching = open_page(cluster.signed_in()), open_page(cluster.signed_in("view"))
+        page = open_page(cluster.signed_in())
+        watching = open_page(cluster.signed_in("view"), first_script=FIRST_OF_LOSS)
         expect(page.get_by_role("heading", name="gamma")).to_be_visible()
+        expect(watching.get_by_role("heading", name="gamma")).to_be_visible()
         assert "token" not in page.url
         page.get_by_role("link", name="Chat").click()
         page.get_by_label("API key for chat").fill(KEY)
         page.get_by_role("button", name="Use it").click()
         page.get_by_text("Settings").click()
         page.get_by_label("Most tokens").fill("300")
+        known_s: list[float] = []
+        losing = threading.Thread(target=lambda: known_s.append(lose_in_an_answer(real)))
+        losing.start()
         ask(page, "Tell me a story about a dog.")
-        answer = page.locator(".prose").last
-        expect(answer).not_to_be_empty(timeout=30_000)
-        real.kill("gamma")
-        wait_for(lambda: "gamma" in real.cluster.status().absent)
-        known_s = time.monotonic()
-        expect(watching.locator(".others, .tag.bad").first).to_contain_text(
-            re.compile("gamma|lost"), timeout=10_000
-        )
-        seen_s = time.monotonic() - known_s
-        print(f"a lost member is on the page {seen_s:.2f} s after the head knew it")
-        assert seen_s < 1.0, seen_s
-        expect(page.locator(".turn p.quiet-text").last).to_have_text(re.compile("tokens"), timeout=60_000)
+        expect(page.locator(".prose").last).not_to_be_empty()
+        losing.join()
+        # The head sends a status twice a second, and this page gets no other one before it shows the loss.
+        expect(watching.locator(".others, .tag.bad").first).to_contain_text(re.compile("gamma|lost"))
+        print(f"a lost member is on the page {time.monotonic() - known_s[0]:.2f} s after the head knew it")
+        watching.evaluate("goOn()")
+        expect(page.locator(".turn p.quiet-text").last).to_have_text(re.compile("tokens"))
         expect(page.get_by_role("alert")).to_have_count(0)
-        expect(watching.locator(".machine h3")).to_have_text(["alpha", "beta"], timeout=30_000)
+        expect(watching.locator(".machine h3")).to_have_text(["alpha", "beta"])
         watching.get_by_role("link", name="Requests").click()
         log = watching.get_by_role("log")
         expect(log).to_contain_text("gamma is lost.")
         expect(log).to_contain_text("A loss was survived: the requests go on.")
         expect(log).to_contain_text(re.compile("Plan [0-9]+ counts: layers on alpha, beta"))
         assert serious(watching) == []
+
+
+def lose_in_an_answer(real: Survival) -> float:
+    """Kill gamma once an answer has begun, and return when the head knew it.
+
+    The head's own count says when: a browser on a busy machine would show the beginning after the end.
+    """
+    before = real.cluster.engine.stats().generated_tokens
+    wait_for(lambda: real.cluster.engine.stats().generated_tokens >= before + 10)
+    real.kill("gamma")
+    wait_for(lambda: "gamma" in real.cluster.status().absent)
+    return time.monotonic()
