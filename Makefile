@@ -79,6 +79,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # a new one pytest-xdist would wait for ever.
 PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# For tests that start processes or cut models: how long each may take on a busy machine.
+PATIENT := -o timeout=900 -o faulthandler_timeout=930
+
 # --unit fails a test of these folders that opens a socket or starts a process. Such a test is marked `outside`.
 UNIT := $(addprefix tests/,api/body config crypto engine fleet/books model/checkpoints model/sampling plan transport trust wire)
 GUARD := --unit '$(UNIT)'
@@ -93,11 +96,11 @@ test: setup
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
-	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' $(PARALLEL) tests/survival
+	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' $(PATIENT) $(PARALLEL) tests/survival
 
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup
-	@$(BIN)/python -m pytest -o 'python_files=attack_*.py' tests/adversary
+	@$(BIN)/python -m pytest -o 'python_files=attack_*.py' $(PATIENT) $(PARALLEL) tests/adversary
 
 # Named like those above. An installation of PyTorch takes a minute or, on a busy machine, many.
 test-wheel: setup
@@ -110,13 +113,13 @@ test-chaos: setup
 
 # Named like those above: files are verify_*. They are few, so their tests are shared out one by one.
 test-verify: setup
-	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
+	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PATIENT) $(PARALLEL) --dist worksteal tests/evaluate
 
 # What `make test` leaves out to stay short: tests that are marked long, and generated examples. SHARE=3 runs a third of
 # them, chosen by their names: each has a quicker test of its kind in `make test`.
 SHARE ?= 1
 test-long: setup
-	@$(BIN)/python -m pytest -m long --share $(SHARE) $(PARALLEL)
+	@$(BIN)/python -m pytest -m long --share $(SHARE) $(PATIENT) $(PARALLEL)
 	@$(BIN)/python -m pytest -m 'hypothesis and not long' --share $(SHARE) --hypothesis-profile thorough $(PARALLEL) \
 	  $$(grep -rl --include='test_*.py' '^from hypothesis' tests)
 
@@ -149,13 +152,13 @@ test-sdk: setup
 # Named like those above: files are page_*. Exit 3 of the script: no browser can be installed here, and it has said why.
 test-page: setup
 	@sh tests/page/install.sh; code=$$?; \
-	if [ $$code -eq 0 ]; then $(PIP) -q --require-hashes -r tests/page/page.lock; $(BIN)/python -m pytest -o 'python_files=page_*.py' tests/page; \
+	if [ $$code -eq 0 ]; then $(PIP) -q --require-hashes -r tests/page/page.lock; $(BIN)/python -m pytest -o 'python_files=page_*.py' $(PATIENT) tests/page; \
 	else exit $$((code == 3 ? 0 : code)); fi
 
 # The route's file is named mlx_*, as those above. Exit 3 of the script: MLX has no wheel here, and it has said why.
 test-mlx: setup
 	@sh tests/mlx/install.sh $(BIN)/python $(VENV)/mlx-lm; code=$$?; \
-	if [ $$code -eq 0 ]; then PYTHONPATH="$(CURDIR)/$(VENV)/mlx-lm$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -o 'python_files=test_*.py mlx_*.py' tests/model/backends/mlx tests/mlx; \
+	if [ $$code -eq 0 ]; then PYTHONPATH="$(CURDIR)/$(VENV)/mlx-lm$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -o 'python_files=test_*.py mlx_*.py' $(PATIENT) tests/model/backends/mlx tests/mlx; \
 	else exit $$((code == 3 ? 0 : code)); fi
 
 # Not part of the set-up: both need what the set-up installs.

@@ -26,7 +26,7 @@ PACKAGES = {
     "cline": "@cline/cli-linux-x64",
 }
 TITLES = {"Codex CLI": "codex", "Claude Code": "claude", "opencode": "opencode", "Cline": "cline"}
-STREAMED_S = 30.0
+STREAMED_S = 120.0
 # Of a server's answer: new in each, or of the time or of the cache.
 VARYING = {"id", "item_id", "call_id", "created", "created_at", "completed_at", "usage"} | {
     "sequence_number",

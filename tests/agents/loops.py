@@ -28,7 +28,7 @@ CHECK = "id -u > checked.txt && echo the check of the note has been run to its e
 # The turn of `CHECK`.
 CHECK_TURN = 1
 UNPRIVILEGED = 65534
-_LOOP_S = 240.0
+_LOOP_S = 400.0
 
 
 @dataclass(frozen=True, slots=True)

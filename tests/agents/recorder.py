@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-_TIMEOUT_S = 240.0
+_TIMEOUT_S = 400.0
 # Headers of one connection (RFC 9110, 7.6.1).
 _OF_ONE_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
 

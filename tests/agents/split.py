@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.api.listen.options import ServeOptions
 from convoy.cluster.running import RunningCluster
@@ -17,6 +17,8 @@ from convoy.testing import Script
 
 MODEL = "synthetic:agent"
 HEAD, PEER = "alpha", "beta"
+# A plan without the peer, if its start took longer, would be another one.
+START_WAIT_S = 240.0
 
 
 @dataclass
@@ -54,7 +56,10 @@ def split() -> Iterator[Split]:
         config = local.config(local.head)
         source = ModelSource.resolve(MODEL)
         cluster = RunningCluster.start(
-            load_head(config), source, head_options(config), watch=local.check_alive
+            load_head(config),
+            source,
+            replace(head_options(config), wait_s=START_WAIT_S),
+            watch=local.check_alive,
         )
         try:
             yield Split(local, cluster)

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 
 CONVOY = [sys.executable, "-m", "convoy"]
-START_WAIT_S = 90.0
+START_WAIT_S = 240.0
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def convoy(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
+def convoy(*arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         [*CONVOY, *arguments],
@@ -68,7 +68,7 @@ def served(directory: Path, *arguments: str) -> Iterator[Served]:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         process.wait(60)
-        _, alive = psutil.wait_procs(children, timeout=15)
+        _, alive = psutil.wait_procs(children, timeout=60)
         for child in alive:
             child.kill()
         assert not alive, "members outlived their head"

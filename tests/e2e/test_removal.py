@@ -26,7 +26,7 @@ from convoy.transport.ports import free_ports
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json
 
 NAMES = ("alpha", "beta", "gamma")
-WAIT_S = 90.0
+WAIT_S = 240.0
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def _start(stack: ExitStack, *arguments: str) -> Running:
         if "serve" in arguments:
             process.terminate()
         try:
-            process.wait(30)
+            process.wait(60)
         finally:
             process.kill()
 

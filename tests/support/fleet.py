@@ -29,7 +29,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.server import ListenOptions, run_coordinator
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
-from support.waiting import wait_until
+from support.waiting import WAIT_S, wait_until
 
 MODEL = "adder"
 LOCAL = ServeOptions(port=0, allow_unauthenticated=True)
@@ -195,7 +195,7 @@ class FleetUnderTest:
             store.close()
 
         self.coordinator = Running(run, stop.request)
-        assert ready.wait(30), self.coordinator.error
+        assert ready.wait(WAIT_S), self.coordinator.error
 
     def _listen_options(self, public: ServeOptions) -> ListenOptions:
         return ListenOptions(
@@ -218,7 +218,7 @@ class FleetUnderTest:
         upstream_url: str,
         capacity: Capacity = FAST,
         *,
-        wait_s: float = 30.0,
+        wait_s: float = WAIT_S,
         identity: Identity | None = None,
         approved: bool = True,
         dial: str = "",
@@ -254,13 +254,13 @@ class FleetUnderTest:
                 loops[0].call_soon_threadsafe(made[0].drain)
 
         running = Running(lambda: asyncio.run(live()), stop)
-        assert there.wait(30)
+        assert there.wait(WAIT_S)
         self._providers.append((running, made[0]))
         if approved:
             self.wait_registered(wait_s)
         return made[0]
 
-    def wait_registered(self, wait_s: float = 30.0) -> None:
+    def wait_registered(self, wait_s: float = WAIT_S) -> None:
         """Wait until another provider is registered, or one registers again."""
         assert self._registered.acquire(timeout=wait_s), self.events
 
@@ -271,7 +271,7 @@ class FleetUnderTest:
     def error_of(self, index: int) -> BaseException | None:
         """Return the error that ended a provider, or None."""
         running = self._providers[index][0]
-        running.thread.join(30)
+        running.thread.join(WAIT_S)
         return running.error
 
     def stop_provider(self, index: int) -> None:
@@ -279,11 +279,11 @@ class FleetUnderTest:
 
     def client(self) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S, trust_env=False)
 
     def admin(self) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.admin_key}"}
-        return httpx.Client(base_url=self.admin_url, headers=headers, timeout=30, trust_env=False)
+        return httpx.Client(base_url=self.admin_url, headers=headers, timeout=WAIT_S, trust_env=False)
 
     def close(self) -> None:
         for running, _ in self._providers:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 
 
 class NotifySocket:

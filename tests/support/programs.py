@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-START_S = 90.0
+START_S = 240.0
 
 
 class Program:
@@ -69,7 +69,7 @@ class Program:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -51,7 +51,7 @@ def proxy(
         run_proxy(coordinator, key, options, served, on_ready=on_ready, stop=stop)
 
     running = Running(run, stop.request)
-    assert ready.wait(30), running.error
+    assert ready.wait(90), running.error
     try:
         yield urls[0]
     finally:
@@ -84,7 +84,7 @@ class HostileCoordinator:
         is_use = path.startswith("/v1/leases/") and request.method == "POST"
         if is_use and self.sealed_answer is not None:
             return self.sealed_answer
-        async with httpx.AsyncClient(base_url=self._honest, trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=self._honest, trust_env=False, timeout=90) as client:
             answer = await client.request(request.method, path, content=body, headers=headers)
         data = answer.content
         if path == "/v1/leases" and answer.status_code == 200:
