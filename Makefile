@@ -26,7 +26,7 @@ help:
 	@echo "make test-mlx        install MLX (pip), then test its stages, and a route of hosts and MLX that loses members"
 	@echo "make test-chaos      kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make test-wheel      install the wheel in an empty environment and run the demo from it"
-	@echo "make test-verify     cut a tiny model of every family, and the bundled ones, in every allowed way"
+	@echo "make test-verify     cut a tiny model of each kind of layers, and the bundled ones, in every allowed way"
 	@echo "make test-long       the tests that are marked long, and every generated example"
 	@echo "make check           lint, format, types, architecture"
 	@echo "make docs            build the documentation site in site/; fails on a broken link"
@@ -111,9 +111,11 @@ SECONDS ?= 600
 test-chaos: setup
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -o 'python_files=chaos_*.py' tests/chaos --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED))
 
-# Named like those above: files are verify_*. They are few, so their tests are shared out one by one.
+# Named like those above: files are verify_*. They are few, so their tests are shared out one by one. Every cut of a family
+# whose layers are those of another is in `make test-long`.
+VERIFY := -o 'python_files=verify_*.py' $(PATIENT) $(PARALLEL) --dist worksteal tests/evaluate
 test-verify: setup
-	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PATIENT) $(PARALLEL) --dist worksteal tests/evaluate
+	@$(BIN)/python -m pytest -m 'not long' $(VERIFY)
 
 # What `make test` leaves out to stay short: tests that are marked long, and generated examples. SHARE=3 runs a third of
 # them, chosen by their names: each has a quicker test of its kind in `make test`.
@@ -122,6 +124,7 @@ test-long: setup
 	@$(BIN)/python -m pytest -m long --share $(SHARE) $(PATIENT) $(PARALLEL)
 	@$(BIN)/python -m pytest -m 'hypothesis and not long' --share $(SHARE) --hypothesis-profile thorough $(PARALLEL) \
 	  $$(grep -rl --include='test_*.py' '^from hypothesis' tests)
+	@$(if $(filter 1,$(SHARE)),$(BIN)/python -m pytest -m long $(VERIFY))
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
 test-tpm: setup

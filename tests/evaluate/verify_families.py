@@ -7,28 +7,13 @@ import pytest
 from convoy.cli import main
 from convoy.config.kernels import EXACT, PLAIN
 from convoy.plan.spec.registry import FAMILIES
+from support.cases import cases
 from support.tiny_models import KINDS, Models
 
 # over a tile, under a block, and one token; their chunks reach over blocks and windows
 SOME = ["--prompts", "3", "--tokens", "4", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
-# the longest comes first, so that no worker waits for it at the end
-@pytest.mark.parametrize("model", ["demo", "demo-mini"])
-def test_a_bundled_model_has_its_certificate(model: str) -> None:
-    assert main.run(["verify", model, *SOME]) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_family_has_its_certificate(models: Models, kind: str) -> None:
-    assert main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, *SOME]) == 0
-
-
+# Two prompts, and one cut of each kind: into two and three, in both layouts.
+FEW = ["--prompts", "2", "--tokens", "3", "--threads", "1", "--cuts", "1"]
 WHOLE_LAYERS = {
     *("qwen3_5", "qwen3_5 nested", "qwen3_5_moe", "deepseek_v4"),
     *("cohere", "olmo2", "olmo3", "olmoe"),
@@ -43,18 +28,37 @@ DISTINCT = [kind for kind in KINDS if kind not in ALIKE]
 SHARED_OUT = [*DISTINCT, "mixtral", "granite", "apertus", *sorted(WHOLE_LAYERS - {*DISTINCT})]
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+# the longest comes first, so that no worker waits for it at the end
+@pytest.mark.parametrize("model", ["demo", "demo-mini"])
+def test_a_bundled_model_has_its_certificate(model: str) -> None:
+    assert main.run(["verify", model, *SOME]) == 0
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, DISTINCT.__contains__))
+def test_a_family_has_its_certificate(models: Models, kind: str) -> None:
+    assert main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, *SOME]) == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ALIKE])
+def test_a_family_with_the_layers_of_another_has_its_certificate(models: Models, kind: str) -> None:
+    assert main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, *FEW]) == 0
+
+
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_family_has_its_certificate_under_the_plain_kernel(models: Models, kind: str) -> None:
-    assert main.run(["verify", str(models.directory(kind)), "--kernel", PLAIN, "--cuts", "1", *SOME]) == 0
+    assert main.run(["verify", str(models.directory(kind)), "--kernel", PLAIN, *FEW]) == 0
 
 
 @pytest.mark.parametrize("kind", SHARED_OUT)
 def test_a_family_has_its_certificate_on_ranks_or_is_refused(
     models: Models, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main.run(
-        ["verify", str(models.directory(kind)), "--kernel", EXACT, "--ranks", "2", "--cuts", "1", *SOME]
-    )
+    code = main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, "--ranks", "2", *FEW])
     assert (code != 0) == (kind in WHOLE_LAYERS)
     # a certificate that fails is shown as a table, and no error
     assert ("error: " in capsys.readouterr().err) == (kind in WHOLE_LAYERS)

@@ -39,7 +39,7 @@ KINDS = [
 # Variants of a family, which are compared in `make test-long`.
 VARIANTS = ("phi4", "qwen3_5 nested", "gemma3 capped", "gemma3 nested", "deepseek_v3 flat")
 DISTINCT = cases(KINDS, lambda kind: kind not in VARIANTS)
-# One of each kind of attention. `make test-verify` cuts each family in every allowed way.
+# One of each kind of attention. `make test-verify` and `make test-long` make every cut of each family.
 ATTENTIONS = cases(KINDS, ("phi3", "qwen3_5", "gpt_oss", "gemma4 e", "deepseek_v3").__contains__)
 AS_THEY_ARE = sorted(kind for kind in FAMILIES if FAMILIES[kind].counted)
 
