@@ -94,7 +94,8 @@ test-unit: setup
 test: setup
 	@$(BIN)/python -m pytest $(GUARD) -m 'not long' --ignore tests/architecture --ignore tests/test_architecture.py $(PARALLEL)
 
-# Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
+# Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*. The tests of a file
+# share members.
 test-survival: setup
 	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' $(PATIENT) $(PARALLEL) tests/survival
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.mlx_device import why_no_mlx
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.options import head_options, load_head
-from survival.losing import NUM_TOKENS, PARAMS, Stream, Survival, wait_for
+from survival.losing import NUM_TOKENS, PARAMS, WAIT_S, Stream, Survival, sharing_of, wait_for
 
 if why_no_mlx():
     pytest.skip(f"{why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
@@ -39,10 +40,13 @@ def route(request: pytest.FixtureRequest) -> Iterator[Survival]:
         config = local.config(local.head)
         source = ModelSource.resolve(MODEL)
         cluster = RunningCluster.start(
-            load_head(config), source, head_options(config), watch=local.check_alive
+            load_head(config),
+            source,
+            replace(head_options(config), wait_s=WAIT_S),
+            watch=local.check_alive,
         )
         try:
-            yield Survival(local, cluster, {}, MODEL)
+            yield Survival(local, cluster, {}, MODEL, sharing_of(cluster))
         finally:
             cluster.close()
             for name in local.processes:
@@ -59,7 +63,7 @@ def start(route: Survival, salt: bytes) -> list[Stream]:
 
 def finish(streams: list[Stream]) -> list[list[int]]:
     for stream in streams:
-        assert stream.ended.wait(90)
+        assert stream.ended.wait(WAIT_S)
         assert stream.error is None, stream.error
         assert len(stream.tokens) == NUM_TOKENS
     return [stream.tokens for stream in streams]

@@ -39,6 +39,11 @@ class BadWire:
         """Set whether new connections lead nowhere too."""
         self._blocked = blocked
 
+    def mend(self) -> None:
+        """Pass new connections on as they are. Those that fell silent stay so."""
+        self._blocked = False
+        self.delay_s = 0.0
+
     def close(self) -> None:
         for sock in self._sockets:
             with contextlib.suppress(OSError):

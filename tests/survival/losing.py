@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from convoy.cluster.options import RebalanceOptions
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
@@ -21,7 +22,9 @@ from convoy.sdk.options import head_options, load_head
 from convoy.transport.ports import free_port
 from support.bad_wire import BadWire
 
-WAIT_S = 60.0
+# It only bounds a wait. The start of a member is the longest.
+WAIT_S = 240.0
+WAITS = {"wait_s": WAIT_S, "recover_wait_s": WAIT_S}
 ENGINE = {"num_blocks": 256}
 # Longer than the whole is no fault, so that streams are under way when something happens.
 NUM_TOKENS = 60
@@ -61,6 +64,27 @@ class Survival:
     cluster: RunningCluster
     wires: dict[str, BadWire]
     model: str
+    # Those with layers at the start, and how they share them.
+    planned: tuple[set[str], str]
+    _expected: dict[str, Stream] = field(default_factory=dict)
+    _recoveries: int = 0
+
+    def make_whole(self) -> Survival:
+        """Bring back what earlier tests lost. Return once the members of the start have layers again."""
+        for wire in self.wires.values():
+            wire.mend()
+        for name, process in self.local.processes.items():
+            if process.poll() is None:
+                self.go_on(name)
+            else:
+                self.restart(name)
+        wait_for(lambda: self.cluster.health()[0] and sharing_of(self.cluster) == self.planned)
+        self._recoveries = self.cluster.engine.stats().recoveries
+        return self
+
+    def recoveries(self) -> int:
+        """Return the number of recoveries since the cluster was whole."""
+        return self.cluster.engine.stats().recoveries - self._recoveries
 
     def pid(self, name: str) -> int:
         return self.local.processes[name].pid
@@ -73,6 +97,10 @@ class Survival:
 
     def go_on(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGCONT)
+
+    def lose(self, name: str, way: str) -> None:
+        """Kill or stop a member."""
+        {"kill": self.kill, "stop": self.stop}[way](name)
 
     def restart(self, name: str, *flags: str) -> None:
         self.local.processes[name].wait()
@@ -116,7 +144,7 @@ class Survival:
 
     def check(self, act: Callable[[], None], *, after: int = 10) -> float:
         """Check for the same text with the loss as without. Return seconds to the next token of both."""
-        expected = self.run()
+        self._expected = self._expected or self.run()
         at_s: list[float] = []
 
         def act_now() -> None:
@@ -125,8 +153,18 @@ class Survival:
 
         found = self.run(act_now, after=after)
         for name in PARAMS:
-            assert found[name].tokens == expected[name].tokens, f"the {name} text differs"
+            assert found[name].tokens == self._expected[name].tokens, f"the {name} text differs"
         return max(stream.pause_s(at_s[0]) for stream in found.values())
+
+
+def told(what: str, pause_s: float) -> None:
+    print(f"{what}: {pause_s:.2f} s to the next token")
+
+
+def sharing_of(cluster: RunningCluster) -> tuple[set[str], str]:
+    """Return the members with layers, ranks among them, and how they share the layers."""
+    status = cluster.status()
+    return {stage.member for stage in status.stages}, status.parallel.mode
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -163,13 +201,17 @@ def survival(
             file = str(local.config_file(name))
             local.start(name, "join", "--config", file, "--model", model, "--until-stdin-closes", *flags)
         config = local.config(local.head)
-        head = replace(head_options(config), **(options or {}))  # type: ignore[arg-type]
+        # A member that was lost in many tests is used again as soon as no request runs.
+        rebalance = RebalanceOptions(max_at_once=1000)
+        # A plan without a member whose start took long would be another one.
+        changed = {"rebalance": rebalance, **WAITS, **(options or {})}
+        head = replace(head_options(config), **changed)  # type: ignore[arg-type]
         if head_bytes:
             head = replace(head, member=replace(head.member, memory_bytes=head_bytes))
         source = ModelSource.resolve(model)
         cluster = RunningCluster.start(load_head(config), source, head, watch=local.check_alive)
         try:
-            yield Survival(local, cluster, relays, model)
+            yield Survival(local, cluster, relays, model, sharing_of(cluster))
         finally:
             cluster.close()
             for relay in relays.values():
