@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from convoy.api.engine_stream import EngineStream
+from convoy.api.engine_stream import EngineStream, LoopWaker
 from convoy.engine.outputs import FinishOutput, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.sampling.params import SamplingParams
@@ -14,13 +14,17 @@ from support.fake_service import REPLY, FakeEngine
 REQUEST = GenerationRequest((1, 2), SamplingParams(), max_tokens=100)
 
 
+def _stream(engine: FakeEngine, *requests: GenerationRequest) -> EngineStream:
+    return EngineStream(engine, requests, LoopWaker(asyncio.get_running_loop()))
+
+
 def test_a_request_that_is_admitted_after_its_client_left_is_aborted() -> None:
     engine = FakeEngine()
     engine.admit.clear()
     engine.pause_after = 0
 
     async def leave_while_submitting() -> None:
-        entering = asyncio.ensure_future(EngineStream(engine, (REQUEST, REQUEST)).__aenter__())
+        entering = asyncio.ensure_future(_stream(engine, REQUEST, REQUEST).__aenter__())
         while not engine.submitting.is_set():
             await asyncio.sleep(0)
         entering.cancel()
@@ -40,7 +44,7 @@ def test_outputs_of_several_requests_keep_their_order() -> None:
 
     async def read() -> list[tuple[int, str]]:
         seen = []
-        async with EngineStream(engine, (REQUEST, REQUEST)) as generation:
+        async with _stream(engine, REQUEST, REQUEST) as generation:
             async for batch in generation.batches(heartbeat_s=10):
                 for index, output in batch:
                     assert isinstance(output, TokenOutput | FinishOutput)
@@ -58,7 +62,7 @@ def test_an_output_after_the_loop_closed_hurts_nobody() -> None:
     engine.pause_after = 1
 
     async def leave_open() -> EngineStream:
-        generation = EngineStream(engine, (REQUEST,))
+        generation = _stream(engine, REQUEST)
         await generation.__aenter__()
         return generation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from convoy.api.body.intake import Intake
 from convoy.api.chat.generate import Generate
 from convoy.api.chat.prompt_endpoint import PromptEndpoint
 from convoy.api.chat.resume import KeptStreams
+from convoy.api.engine_stream import LoopWaker
 from convoy.api.guard import Guard
 from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
@@ -54,18 +56,19 @@ from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
 
 # The first arguments of every `Generate`.
-_Shared = tuple[Service, ServeOptions, Lifecycle, Intake, Repeats, KeptStreams]
+_Shared = tuple[Service, ServeOptions, Lifecycle, Intake, Repeats, KeptStreams, LoopWaker]
 
 
 def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
-    """Return the ASGI application. Call it on the event loop's thread.
+    """Return the ASGI application. Call it while its event loop runs, on the loop's thread.
 
     ``lifecycle`` is that of the running server, so that endpoints see a drain.
     """
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     intake, dropped = Intake(options), DroppedHistory()
-    shared = (service, options, life, intake, Repeats(), KeptStreams(options.resume))
+    waker = LoopWaker(asyncio.get_running_loop())
+    shared = (service, options, life, intake, Repeats(), KeptStreams(options.resume), waker)
     read_turns = partial(read_chat, dropped=dropped)
     chat = Generate(*shared, "chat", partial(decode_body, kind=ChatBody), read_turns, ChatAnswer)
     decode = partial(decode_body, kind=CompletionBody)

@@ -7,8 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar
-from weakref import WeakKeyDictionary, ref
 
 import anyio.to_thread
 
@@ -25,31 +23,24 @@ class LoopWaker:
     """Set events of one loop from another thread, many with one call of the loop.
 
     A step of the engine brings outputs for every stream. Each call of the loop from another thread is a
-    system call, during which the engine's thread gives up the interpreter.
+    system call, during which the engine's thread gives up the interpreter. So all streams of an application
+    share one.
     """
 
-    _of_loop: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]] = WeakKeyDictionary()
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = ref(loop)
+        self._loop = loop
         self._lock = threading.Lock()
         self._events: list[asyncio.Event] = []
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopWaker:
-        """Return the one of ``loop``. Call it on the loop's thread."""
-        return cls._of_loop.setdefault(loop, cls(loop))
 
     def wake(self, event: asyncio.Event) -> None:
         """Set ``event`` soon, on the loop's thread."""
         with self._lock:
             is_first = not self._events
             self._events.append(event)
-        loop = self._loop()
-        if is_first and loop is not None:
+        if is_first:
             # A closed loop means that the server has ended, and nothing reads these outputs.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._set)
+                self._loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
         with self._lock:
@@ -63,14 +54,16 @@ class EngineStream:
 
     The engine's thread never waits here: it appends an output and wakes the loop once per batch. At most as
     many tokens wait as the requests may generate. Leaving ``async with`` aborts every request that still
-    runs, however the block is left.
+    runs, however the block is left. ``waker`` is that of the running loop.
     """
 
-    def __init__(self, engine: ServedEngine, requests: tuple[GenerationRequest, ...]) -> None:
+    def __init__(
+        self, engine: ServedEngine, requests: tuple[GenerationRequest, ...], waker: LoopWaker
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._loop = asyncio.get_running_loop()
-        self._waker = LoopWaker.of(self._loop)
+        self._waker = waker
         self._woken = asyncio.Event()
         # Guards the fields that both threads touch: _arrived, _handles and _left.
         self._lock = threading.Lock()

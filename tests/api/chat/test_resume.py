@@ -596,6 +596,7 @@ def test_a_resumed_stream_counts_as_an_answer_once_its_work_has_ended() -> None:
             intake=unused,
             repeats=unused,
             streams=streams,
+            waker=unused,
             kind="completion",
             decode=unused,
             translate=unused,

@@ -19,7 +19,7 @@ from convoy.api.body.read_body import read_body
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.resume import LAST_EVENT_ID, EventSink, KeptStreams, asks_to_resume
 from convoy.api.chat.usage import ResponseBuilder
-from convoy.api.engine_stream import Batch, EngineStream
+from convoy.api.engine_stream import Batch, EngineStream, LoopWaker
 from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
 from convoy.api.keys.keys import Caller
@@ -68,6 +68,7 @@ class Generate(Generic[Body, Asked]):
     intake: Intake
     repeats: Repeats
     streams: KeptStreams
+    waker: LoopWaker
     kind: str
     decode: Callable[[bytes], Body]
     translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
@@ -123,7 +124,7 @@ class Generate(Generic[Body, Asked]):
     async def _run(self, work: _Work[Asked], sink: EventSink, send: _Send) -> None:
         asked, use = work.asked, work.use
         answer = self.answer(asked)
-        generation = EngineStream(asked.model.engine, asked.requests)
+        generation = EngineStream(asked.model.engine, asked.requests, self.waker)
         span = self.options.traces.begin(self.kind, asked.model.name, work.parent, work.read_s)
         try:
             with self.lifecycle.running(generation):
