@@ -97,31 +97,22 @@ def _user(text: str) -> Message:
 
 
 def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], *, as_json: bool) -> None:
+    if not as_json:
+        _show(endpoint, messages, options)
+        return
     started = time.monotonic()
     answer = ChatReply()
-    if as_json:
-        for _ in _stream(endpoint, messages, options, answer):
-            pass
-    else:
-        try:
-            _show(endpoint, messages, options, answer)
-        except ConvoyError:
-            if answer.text:
-                # The error must begin on a line of its own.
-                print()
-            raise
-    if as_json:
-        seconds = time.monotonic() - started
-        print_json(
-            {
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "usage": answer.usage,
-                "total_s": round(seconds, 4),
-            }
-        )
-    else:
-        print()
+    for _ in _stream(endpoint, messages, options, answer):
+        pass
+    seconds = time.monotonic() - started
+    print_json(
+        {
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "usage": answer.usage,
+            "total_s": round(seconds, 4),
+        }
+    )
 
 
 def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> None:
@@ -146,15 +137,8 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
 def _turn(endpoint: Endpoint, line: str, history: list[Message], options: dict[str, Any]) -> None:
     """Answer one question. Only a complete turn enters the history."""
     messages = [*history, _user(line)]
-    answer = ChatReply()
-    try:
-        _show(endpoint, messages, options, answer)
-    except ConvoyError:
-        if answer.text:
-            print()
-        raise
-    print()
-    history[:] = [*messages, {"role": "assistant", "content": answer.text}]
+    text = _show(endpoint, messages, options)
+    history[:] = [*messages, {"role": "assistant", "content": text}]
 
 
 def _obeyed(line: str, endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> bool:
@@ -245,16 +229,25 @@ def _line(sign: str) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: ChatReply) -> None:
-    """Print an answer as it comes. Note a pause for a recovery on a line of its own."""
+def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any]) -> str:
+    """Print an answer as it comes, and return it. Note a pause for a recovery on a line of its own."""
+    answer = ChatReply()
 
     def tell(reason: str) -> None:
         begins_line = not answer.text or answer.text.endswith("\n")
         print_note(f"{'' if begins_line else chr(10)}(the cluster is recovering: {one_line(reason)})")
 
-    with StallNotice(lambda: _recovering(endpoint), tell) as notice:
-        for piece in _stream(endpoint, messages, options, answer, notice.came):
-            print(printable(piece), end="", flush=True)
+    try:
+        with StallNotice(lambda: _recovering(endpoint), tell) as notice:
+            for piece in _stream(endpoint, messages, options, answer, notice.came):
+                print(printable(piece), end="", flush=True)
+    except ConvoyError:
+        if answer.text:
+            # The error must begin on a line of its own.
+            print()
+        raise
+    print()
+    return answer.text
 
 
 def printable(text: str) -> str:
