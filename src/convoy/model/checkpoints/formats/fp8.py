@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.formats.grid import GridScaled
-from convoy.model.checkpoints.formats.mxfp4 import row_floats
+from convoy.model.checkpoints.formats.mxfp4 import MX_BLOCK, blocked_shape, row_floats
 from convoy.model.checkpoints.formats.unpacking import (
     FLOATS,
     Index,
@@ -38,8 +37,7 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOAT4 = ("I8", "U8")
 _WEIGHT = ".weight"
 _MAX_BLOCK = 1 << 16
-# inputs of MXFP8 under one power of two, and the 8-bit floats in an element of a stored tensor
-_MX_BLOCK = 32
+# the 8-bit floats in an element of a stored tensor
 _MX_FLOATS = {"F8_E4M3": 1, "U32": 4}
 _OF_ACTIVATIONS = (
     *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -75,15 +73,8 @@ def _as_floats(parts: Parts) -> dict[str, torch.Tensor]:
 
 def word_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> WordFloats:
     """Describe a matrix of MXFP8, or one for each expert. Raises ModelError for tensors that do not fit."""
-    require_rank(require(weight, tuple(_MX_FLOATS)), 2, 3)
-    *lead, num_words = weight.shape
-    width = num_words * _MX_FLOATS[weight.dtype]
-    if width % _MX_BLOCK:
-        raise ModelError(
-            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {_MX_BLOCK}"
-        )
-    require(scales, ("U8", "F8_E8M0"), (*lead, width // _MX_BLOCK))
-    return WordFloats(name, (*lead, width), {"weight": weight, "scales": scales}, (1, _MX_BLOCK))
+    shape = blocked_shape(weight, scales, _MX_FLOATS)
+    return WordFloats(name, shape, {"weight": weight, "scales": scales}, (1, MX_BLOCK))
 
 
 def describe_fp8(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from convoy.model.kernels.stored.matrix import StoredMatrix
     from convoy.model.kernels.stored.weights import Stored
 
-_BLOCK = 32
+# inputs under one power of two
+MX_BLOCK = 32
 # the magnitudes of E2M1; the highest bit is the sign
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # numbers in one element of a stored tensor
@@ -84,7 +85,7 @@ class RowFloats(Unpacking):
             for rows in self.row_slices(num_rows, width):
                 place: Index = (*lead, rows)
                 pairs = parts["weight"][place].contiguous().view(torch.uint8)
-                blocks = pairs.view(-1, width // _BLOCK, _BLOCK // 2)
+                blocks = pairs.view(-1, width // MX_BLOCK, MX_BLOCK // 2)
                 found = scaled_pairs(blocks, parts["scales"][place], self.parts["scales"])
                 yield place, found.flatten(1)
 
@@ -120,20 +121,29 @@ def _matrix(codes: torch.Tensor, scales: torch.Tensor) -> StoredMatrix:
 
     num_rows, num_blocks = scales.shape
     parts = {"codes": codes, "scales": scales}
-    return StoredMatrix((StoredRange(_FORM, num_rows, num_blocks * _BLOCK, parts, _BLOCK),))
+    return StoredMatrix((StoredRange(_FORM, num_rows, num_blocks * MX_BLOCK, parts, MX_BLOCK),))
 
 
 def row_floats(name: str, weight: StoredTensor, scales: StoredTensor) -> RowFloats:
     """Describe a matrix, or one for each expert. Raises ModelError naming tensors that do not fit."""
-    require_rank(require(weight, tuple(_PAIRS)), 2, 3)
+    return RowFloats(name, blocked_shape(weight, scales, _PAIRS), {"weight": weight, "scales": scales})
+
+
+def blocked_shape(weight: StoredTensor, scales: StoredTensor, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape [..., rows, inputs] of floats with a scale for `MX_BLOCK` inputs.
+
+    ``numbers`` has how many floats one element holds, by its type. Raises ModelError naming tensors that do
+    not fit.
+    """
+    require_rank(require(weight, tuple(numbers)), 2, 3)
     *lead, num_words = weight.shape
-    width = num_words * _PAIRS[weight.dtype]
-    if width % _BLOCK:
+    width = num_words * numbers[weight.dtype]
+    if width % MX_BLOCK:
         raise ModelError(
-            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {_BLOCK}"
+            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of {MX_BLOCK}"
         )
-    require(scales, ("U8", "F8_E8M0"), (*lead, width // _BLOCK))
-    return RowFloats(name, (*lead, width), {"weight": weight, "scales": scales})
+    require(scales, ("U8", "F8_E8M0"), (*lead, width // MX_BLOCK))
+    return (*lead, width)
 
 
 def scaled_pairs(blocks: torch.Tensor, scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
@@ -177,7 +187,7 @@ def describe_mxfp4(quantization: Quantization, tensors: Mapping[str, StoredTenso
         whole = name.removesuffix("_blocks")
         require_rank(require(blocks, ("U8",)), 4)
         num_experts, num_rows, num_blocks, num_bytes = blocks.shape
-        require(blocks, ("U8",), (num_experts, num_rows, num_blocks, _BLOCK // 2))
+        require(blocks, ("U8",), (num_experts, num_rows, num_blocks, MX_BLOCK // 2))
         scales = part_of(tensors, f"{whole}_scales", name)
         require(scales, ("U8", "F8_E8M0"), blocks.shape[:-1])
         shape = (num_experts, num_blocks * 2 * num_bytes, num_rows)
