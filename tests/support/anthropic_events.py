@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
+
+from support.strict_types import parse_strictly
 
 # Every test process imports this file. The package takes seconds, and few tests need it.
 if TYPE_CHECKING:
@@ -16,19 +17,14 @@ if TYPE_CHECKING:
 UNTYPED = ("ping", "error")
 
 
-@functools.cache
-def _any_event() -> TypeAdapter[Any]:
-    from anthropic.types import RawMessageStreamEvent
-
-    return TypeAdapter(RawMessageStreamEvent)
-
-
 def parse_event(name: str, data: str) -> dict[str, Any]:
     """Return an event's data. Its name must be its type, and its fields those of the package's type."""
+    from anthropic.types import RawMessageStreamEvent
+
     event: dict[str, Any] = json.loads(data)
     assert event["type"] == name
     if name not in UNTYPED:
-        _refuse_extra(_any_event().validate_json(data, strict=True))
+        _refuse_extra(parse_strictly(RawMessageStreamEvent, data))
     return event
 
 

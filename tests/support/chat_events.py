@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from openai.types.chat import ChatCompletionChunk
-from pydantic import TypeAdapter
 
-_CHUNK: TypeAdapter[Any] = TypeAdapter(ChatCompletionChunk)
+from support.strict_types import parse_strictly
 
 
 def parse_chat_stream(text: str) -> list[dict[str, Any]]:
@@ -20,6 +19,6 @@ def parse_chat_stream(text: str) -> list[dict[str, Any]]:
             data = part.removeprefix("data: ")
             chunk: dict[str, Any] = json.loads(data)
             if "error" not in chunk:
-                _CHUNK.validate_json(data, strict=True)
+                parse_strictly(ChatCompletionChunk, data)
             found.append(chunk)
     return found

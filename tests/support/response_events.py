@@ -6,10 +6,8 @@ import json
 from typing import Any
 
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
-_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-_RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
+from support.strict_types import parse_strictly
 
 
 def parse_response_stream(text: str) -> list[dict[str, Any]]:
@@ -27,7 +25,7 @@ def parse_response_stream(text: str) -> list[dict[str, Any]]:
             assert event["type"] == first.removeprefix("event: ")
             # Clients know this code from the server, and the package's type lacks it.
             known = data.replace('"code":"context_length_exceeded"', '"code":"server_error"')
-            _EVENT.validate_json(known, strict=True)
+            parse_strictly(ResponseStreamEvent, known)
             events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
@@ -35,5 +33,5 @@ def parse_response_stream(text: str) -> list[dict[str, Any]]:
 
 def parse_response(text: str) -> Response:
     """Return a whole answer."""
-    response: Response = _RESPONSE.validate_json(text, strict=True)
+    response: Response = parse_strictly(Response, text)
     return response

@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from ollama import Client, ResponseError
 
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
@@ -19,6 +18,10 @@ from convoy.api.service import ServedModel, Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError, StageLost
 from support.fake_service import MAX_CONTEXT, REPLY, ByteTokenizer, FakeEngine, Running, serving
+
+# Every test process imports this file. The client takes a third of a second.
+if TYPE_CHECKING:
+    from ollama import Client
 
 ASK = [{"role": "user", "content": "2+3?"}]
 TOOL = {
@@ -34,8 +37,14 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 
 @pytest.fixture
 def ollama(server: Running) -> Iterator[Client]:
-    with Client(host=server.url, timeout=20.0) as client:
+    with client_of(server) as client:
         yield client
+
+
+def client_of(running: Running, headers: dict[str, str] | None = None) -> Client:
+    from ollama import Client
+
+    return Client(host=running.url, timeout=20.0, headers=headers)
 
 
 def prompt_of(running: Running) -> str:
@@ -102,7 +111,7 @@ def test_think_sets_the_templates_variables(
 
 def test_thinking_and_calls_come_apart_from_the_text() -> None:
     with serving(FakeEngine(f"<think>hm</think>Let me see.{CALL}")) as running:
-        client = Client(host=running.url, timeout=20.0)
+        client = client_of(running)
         whole = client.chat("fake", messages=ASK, tools=[TOOL])
         parts = list(client.chat("fake", messages=ASK, tools=[TOOL], stream=True))
         plain = client.generate("fake", "2+3?")
@@ -133,7 +142,7 @@ def test_a_number_of_any_size_stays_in_a_calls_arguments(number: str) -> None:
 
 def test_a_call_that_was_cut_off_is_text() -> None:
     with serving(FakeEngine(CALL)) as running:
-        client = Client(host=running.url, timeout=20.0)
+        client = client_of(running)
         whole = client.chat("fake", messages=ASK, tools=[TOOL], options={"num_predict": len(CALL) - 25})
     assert (whole.done_reason, whole.message.tool_calls) == ("length", None)
 
@@ -257,6 +266,8 @@ def test_an_error_of_the_engine_names_the_clients_own_field(http: httpx.Client, 
 
 
 def test_models_are_listed_and_shown(ollama: Client, http: httpx.Client) -> None:
+    from ollama import ResponseError
+
     (listed,) = ollama.list().models
     assert listed.model == "fake"
     for name in ("fake", "fake:latest"):
@@ -273,6 +284,8 @@ def test_models_are_listed_and_shown(ollama: Client, http: httpx.Client) -> None
 
 
 def test_a_broken_stream_ends_with_an_error_and_not_as_done() -> None:
+    from ollama import ResponseError
+
     with serving() as running:
         running.engine.fail_after, running.engine.error = 3, StageLost("gone", public="a stage is gone")
         answer = httpx.post(f"{running.url}/api/chat", json={"model": "fake", "messages": ASK}, timeout=20.0)
@@ -280,27 +293,29 @@ def test_a_broken_stream_ends_with_an_error_and_not_as_done() -> None:
         assert lines[-1] == {"error": "a stage is gone"}
         assert not any(line.get("done") for line in lines)
         with pytest.raises(ResponseError, match="a stage is gone"):
-            list(Client(host=running.url, timeout=20.0).chat("fake", messages=ASK, stream=True))
+            list(client_of(running).chat("fake", messages=ASK, stream=True))
 
 
 def test_a_silent_stream_sends_lines_and_its_end_aborts() -> None:
     with serving(options=ServeOptions(port=0, heartbeat_s=0.05)) as running:
         running.engine.pause_after = 0
-        stream = Client(host=running.url, timeout=20.0).chat("fake", messages=ASK, stream=True)
+        stream = client_of(running).chat("fake", messages=ASK, stream=True)
         assert next(iter(stream)).message.content == ""
         stream.close()  # type: ignore[attr-defined]
         assert running.engine.handles[0].aborted.wait(20.0)
 
 
 def test_the_keys_are_those_of_the_other_apis(tmp_path: Path) -> None:
+    from ollama import ResponseError
+
     file, key = tmp_path / "keys.toml", "the-secret-key-of-ann"
     file.touch(mode=0o600)
     file.write_text(f'[[keys]]\nname = "ann"\nkey = "{key}"\n')
     with serving(options=ServeOptions(port=0, keys=KeyRing.open(file))) as running:
         with pytest.raises(ResponseError, match="no api key") as caught:
-            Client(host=running.url).list()
+            client_of(running).list()
         assert caught.value.status_code == 401
-        client = Client(host=running.url, headers={"Authorization": f"Bearer {key}"})
+        client = client_of(running, {"Authorization": f"Bearer {key}"})
         assert client.chat("fake", messages=ASK).message.content == REPLY
 
 

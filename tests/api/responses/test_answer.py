@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from convoy.api.listen.options import ServeOptions
 from convoy.api.refusals import NoBalance, RateLimited
@@ -23,8 +22,8 @@ from convoy.engine.outputs import FinishOutput, TokenOutput
 from convoy.errors import ConvoyError, QueueFull, RequestError, StageLost
 from convoy.model.text.conversation import ToolCall, Turn
 from support.fake_service import ByteTokenizer, FakeEngine
+from support.strict_types import parse_strictly
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OWNER = b"ann"
 THOUGHT, SAID = "<think>\nI think\n</think>\n\n", "Let me look."
 CALL = '<tool_call>\n{"name": "disk__read", "arguments": {"path": "x"}}\n</tool_call>'
@@ -47,7 +46,7 @@ def fed(answer: ResponsesAnswer, reply: str, reason: Any = "stop") -> list[dict[
     events += answer.events(0, FinishOutput(0, reason, cached_tokens=5))
     events += answer.closing()
     for event in events:
-        EVENT.validate_json(msgspec.json.encode(event), strict=True)
+        parse_strictly(ResponseStreamEvent, msgspec.json.encode(event))
     return [json.loads(msgspec.json.encode(event)) for event in events]
 
 

@@ -13,15 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from convoy.api.listen.options import ServeOptions
 from convoy.engine.requests.request import GenerationRequest
 from support.fake_service import FakeEngine, Running, serving
+from support.strict_types import parse_strictly
 
 PATH = "/v1/responses"
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
 RESOURCE = {
     *(
         "id",
@@ -77,7 +75,7 @@ def said(role: str, text: str) -> dict[str, str]:
 def check(response: dict[str, Any]) -> dict[str, Any]:
     """Return a complete response, once all its fields are there and of their types."""
     assert set(response) >= RESOURCE
-    RESPONSE.validate_json(json.dumps(response), strict=True)
+    parse_strictly(Response, json.dumps(response))
     assert (response["object"], response["status"], response["error"]) == ("response", "completed", None)
     assert all(isinstance(response[name], float | int) for name in ("temperature", "top_p", "top_logprobs"))
     assert all(item["status"] == "completed" for item in response["output"])
@@ -100,7 +98,7 @@ def streamed(http: httpx.Client, *items: dict[str, str], **fields: Any) -> list[
     for number, block in enumerate(blocks):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
-        EVENT.validate_json(json.dumps(event), strict=True)
+        parse_strictly(ResponseStreamEvent, json.dumps(event))
         assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
         events.append(event)
     assert events[-1]["type"] == "response.completed"

@@ -11,7 +11,6 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from convoy.api.responses.items import read_items
 from convoy.api.responses.output import OutputWriter
@@ -19,9 +18,8 @@ from convoy.api.responses.shapes import Event
 from convoy.api.responses.store import item_id
 from convoy.model.text.conversation import ToolCall, Turn
 from convoy.model.text.pieces import CallPiece, Piece, ReasoningPiece, TextPiece
+from support.strict_types import parse_strictly
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-ITEM: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem)
 SOURCES = {"disk__read": ("disk", "read"), "write": ("", "write")}
 PIECES: tuple[Piece, ...] = (
     ReasoningPiece("I "),
@@ -61,10 +59,10 @@ def names(events: list[Event]) -> list[str]:
 
 def check_strictly(writer: OutputWriter, events: list[Event]) -> None:
     for number, event in enumerate(events):
-        parsed = EVENT.validate_json(msgspec.json.encode(event), strict=True)
+        parsed = parse_strictly(ResponseStreamEvent, msgspec.json.encode(event))
         assert parsed.sequence_number == number
     for item in writer.items:
-        ITEM.validate_json(msgspec.json.encode(item), strict=True)
+        parse_strictly(ResponseOutputItem, msgspec.json.encode(item))
 
 
 def test_every_event_is_one_of_openais_types_in_strict_mode() -> None:

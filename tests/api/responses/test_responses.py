@@ -11,17 +11,15 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from convoy.api.keys.key_file import ApiKey, digest_of
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.errors import StageLost
 from support.fake_service import REPLY, FakeEngine, Running, serving
+from support.strict_types import parse_strictly
 
 PATH = "/v1/responses"
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
 ANN, BOB = "ann-has-a-long-key", "bob-has-a-long-key"
 
 
@@ -193,7 +191,7 @@ def test_every_event_of_a_call_is_one_of_openais_types_in_strict_mode(calling: R
             tools = [TOOL, space, {"type": "web_search"}, {"type": "custom", "name": "patch"}]
             events = stream(http, tools=tools, reasoning=reasoning)
             for _, data in events:
-                EVENT.validate_json(json.dumps(data), strict=True)
+                parse_strictly(ResponseStreamEvent, json.dumps(data))
             kind = "summary_text" if reasoning else "text"
             assert f"response.reasoning_{kind}.delta" in [name for name, _ in events]
 
@@ -296,14 +294,14 @@ def test_a_stream_has_every_event_in_order_under_its_name(http: httpx.Client) ->
     assert set(names[4:-4]) == {"response.output_text.delta"}
     for number, (name, data) in enumerate(events):
         assert (data["type"], data["sequence_number"]) == (name, number)
-        EVENT.validate_json(json.dumps(data), strict=True)
+        parse_strictly(ResponseStreamEvent, json.dumps(data))
 
 
 def test_a_stream_and_a_whole_answer_say_the_same(http: httpx.Client) -> None:
     last = stream(http, seed=1)[-1][1]["response"]
     other = whole(http, seed=1)
     for response in (last, other):
-        RESPONSE.validate_json(json.dumps(response), strict=True)
+        parse_strictly(Response, json.dumps(response))
         for field in ("id", "created_at", "completed_at"):
             del response[field]
         del response["output"][0]["id"]
@@ -318,7 +316,7 @@ def test_a_stream_ends_with_done(http: httpx.Client) -> None:
 
 def test_an_answer_that_reaches_its_most_tokens_is_incomplete(http: httpx.Client) -> None:
     name, data = stream(http, max_output_tokens=3)[-1]
-    EVENT.validate_json(json.dumps(data), strict=True)
+    parse_strictly(ResponseStreamEvent, json.dumps(data))
     response = data["response"]
     assert (name, response["status"]) == ("response.incomplete", "incomplete")
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -375,7 +373,7 @@ def test_a_stream_that_breaks_ends_with_response_failed() -> None:
             text += part
             engine.go.set()
     name, data = named(text)[-1]
-    EVENT.validate_json(json.dumps(data), strict=True)
+    parse_strictly(ResponseStreamEvent, json.dumps(data))
     assert (name, data["response"]["status"]) == ("response.failed", "failed")
     error = data["response"]["error"]
     assert (error["code"], error["type"]) == ("server_error", "stage_lost")
@@ -460,7 +458,7 @@ def test_the_answer_repeats_the_request_as_it_was_understood(http: httpx.Client)
         client_metadata={"any": "thing"},
         unheard_of={"of": [1]},
     )
-    RESPONSE.validate_json(json.dumps(response), strict=True)
+    parse_strictly(Response, json.dumps(response))
     assert response["instructions"] == "Be brief."
     assert response["metadata"] == {"run": "7"}
     assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (0.5, 0.9, 40)
