@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -214,6 +216,8 @@ def test_a_stop_before_the_start_is_not_lost() -> None:
 
 CHILD = """
 import sys
+from pathlib import Path
+from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.api.server import run_server
 from convoy.api.service import ServedModel, Service
@@ -222,25 +226,37 @@ from support.fake_service import ByteTokenizer, FakeEngine
 engine = FakeEngine()
 engine.pause_after = 3
 service = Service((ServedModel("fake", engine, ByteTokenizer()),), lambda: (True, ""), dict)
-num_cut = run_server(service, ServeOptions(port=0, drain_s=60.0), on_ready=lambda url: print(url, flush=True))
+options = ServeOptions(port=0, drain_s=60.0, keys=KeyRing.open(Path(sys.argv[1])) if sys.argv[1:] else None)
+num_cut = run_server(service, options, on_ready=lambda url: print(url, flush=True))
 engine.close()
 print(f"ended, {num_cut} cut off", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_the_second_ends_at_once(number: signal.Signals) -> None:
+@contextmanager
+def serving_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a process that serves, and its address."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root / "src"), str(root / "tests")])
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
+        [sys.executable, "-c", CHILD, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
     try:
         assert child.stdout is not None
-        url = child.stdout.readline().strip()
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_the_second_ends_at_once(number: signal.Signals) -> None:
+    with serving_process() as (child, url):
         with httpx.stream("POST", url + TEXT, json={"prompt": "a", "stream": True}, timeout=20) as answer:
             child.send_signal(number)
             while httpx.get(f"{url}/health").status_code == 200:
@@ -249,9 +265,23 @@ def test_a_signal_drains_and_the_second_ends_at_once(number: signal.Signals) -> 
             child.send_signal(number)
             assert events(answer.read().decode())[-1]["error"]["code"] == "draining"
         assert child.wait(20) == 0
+        assert child.stdout is not None
         assert child.stdout.read().strip() == "ended, 1 cut off"
-    finally:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
+
+
+def test_a_hangup_reads_the_keys_again_and_ends_nothing(tmp_path: Path) -> None:
+    file, ann, bob = tmp_path / "keys.toml", "ann-has-a-long-key", "bob-has-a-long-key"
+    file.touch(mode=0o600)
+    file.write_text(f'[[keys]]\nname = "ann"\nkey = "{ann}"\n')
+
+    def ask(url: str, key: str) -> int:
+        return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, timeout=20.0).status_code
+
+    with serving_process(str(file)) as (child, url):
+        assert (ask(url, ann), ask(url, bob)) == (200, 401)
+        file.write_text(f'[[keys]]\nname = "bob"\nkey = "{bob}"\n')
+        child.send_signal(signal.SIGHUP)
+        while ask(url, bob) != 200:
+            pass
+        assert ask(url, ann) == 401
+        assert child.poll() is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_here
+from convoy.cli import main
 from convoy.config.settings import load_config
 from convoy.sdk.head import only_process
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -24,29 +28,45 @@ def config() -> Iterator[Path]:
         yield local.config_file("beta")
 
 
-def start(config: Path, *flags: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "convoy", "join", "--config", str(config), *flags],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == "starting: loading PyTorch ...\n"
-    assert process.stderr.readline().startswith("listening: beta listens on 127.0.0.1:")
-    return process
+class Told(io.StringIO):
+    """Keep what a command says, and close ``writing`` once it has said ``last``."""
+
+    def __init__(self, last: str, writing: int) -> None:
+        super().__init__()
+        self._last = last
+        self._writing = writing
+
+    def write(self, text: str) -> int:
+        was_said = self._last in self.getvalue()
+        size = super().write(text)
+        if self._last in self.getvalue() and not was_said:
+            os.close(self._writing)
+        return size
 
 
-def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
-    process = start(config, "--until-stdin-closes", "--standby")
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.close()
-    assert process.stderr.read().splitlines() == [
+@pytest.fixture
+def same_signals() -> Iterator[None]:
+    """Give SIGTERM and SIGINT their handlers back, which a command of this process replaces."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("same_signals")
+def test_the_end_of_standard_input_ends_it_where_asked(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    said = Told("standby: has no stage until another member is lost\n", writing)
+    with os.fdopen(reading) as standard_input, contextlib.redirect_stderr(said):
+        monkeypatch.setattr(sys, "stdin", standard_input)
+        code = main.run(["join", "--config", str(config), "--until-stdin-closes", "--standby"])
+    assert code == 0
+    lines = [line for line in said.getvalue().splitlines() if not line.startswith("starting: ")]
+    assert lines[0].startswith("listening: beta listens on 127.0.0.1:")
+    assert lines[1:] == [
         "standby: has no stage until another member is lost",
         "ended: beta, as standard input is over",
     ]
-    assert process.wait(30) == 0
 
 
 def test_a_second_process_with_the_keys_of_a_running_one_is_refused(config: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from convoy.config.settings import Config
 from convoy.config.table import ServeConfig
 from convoy.errors import ConfigError, Unavailable
 from convoy.sdk.options import serve_options
+from support.fake_service import serving
 from support.tls_files import make_tls_files
 
 
@@ -133,10 +135,9 @@ def test_a_server_with_keys_and_tls_serves_the_client_commands(
     certificate, tls_key = make_tls_files(tmp_path)
     keys = tmp_path / "keys.toml"
     assert run_here(["keys", "new", str(keys), "--name", "ann"], tmp_path).returncode == 0
-    flags = ("--api-key-file", str(keys), "--tls-certificate", certificate, "--tls-key", tls_key)
-    shown = Shown("serve", "demo-mini", "--port", "0", "--dir", str(tmp_path / "home"), *flags)
-    try:
-        url = shown.wait_for(r"serving demo-mini at (https://\S+)/v1")[1]
+    files = ServeConfig(api_key_file=keys, tls_certificate=Path(certificate), tls_key=Path(tls_key))
+    with serving(options=replace(serve_options(Config(serve=files)), port=0)) as running:
+        url = running.url
         client = ["chat", "What is 2+3?", "--url", url, "--max-tokens", "4"]
         refused = run_here(client, tmp_path)
         assert refused.returncode == EXIT_CONFIG
@@ -150,8 +151,20 @@ def test_a_server_with_keys_and_tls_serves_the_client_commands(
             done = run_here([*client, "--ca", certificate, *given], tmp_path)
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip()
+
+
+@pytest.mark.long
+def test_the_verb_serves_with_keys_and_tls_and_reads_keys_again_at_a_hangup(tmp_path: Path) -> None:
+    certificate, tls_key = make_tls_files(tmp_path)
+    keys = tmp_path / "keys.toml"
+    assert run_here(["keys", "new", str(keys), "--name", "ann"], tmp_path).returncode == 0
+    flags = ("--api-key-file", str(keys), "--tls-certificate", certificate, "--tls-key", tls_key)
+    shown = Shown("serve", "demo-mini", "--port", "0", "--dir", str(tmp_path / "home"), *flags)
+    try:
+        url = shown.wait_for(r"serving demo-mini at (https://\S+)/v1")[1]
         assert run_here(["keys", "new", str(keys), "--name", "bob", "--show"], tmp_path).returncode == 0
-        bob = keys.read_text().split('key = "')[2].split('"')[0]
+        ann, bob = (part.split('"')[0] for part in keys.read_text().split('key = "')[1:])
+        assert ask(url, certificate, ann) == 200
         shown.process.send_signal(signal.SIGHUP)
         while ask(url, certificate, bob) != 200:
             pass

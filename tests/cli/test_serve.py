@@ -27,6 +27,7 @@ from convoy.errors import SpanError, UsageError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import heavy_rooms
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from support.fake_service import serving
 
 WAIT_S = 90.0
 CLOCK = r"\d\d:\d\d:\d\d "
@@ -104,14 +105,13 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
 
 
 def test_a_port_of_a_running_head_is_told_with_the_command_that_shows_it(tmp_path: Path) -> None:
-    with shown("serve", "demo-mini", "--port", "0") as head:
-        url = head.wait_for(r"serving demo-mini at (\S+)/v1")[1]
-        port = url.rpartition(":")[2]
+    with serving() as head:
+        port = head.url.rpartition(":")[2]
         done = run_here(["serve", "demo-mini", "--port", port], tmp_path)
     assert done.returncode == 75
     assert done.stderr.splitlines()[-2:] == [
         f"error: port {port} on 127.0.0.1 is taken by a head of Convoy, which runs already",
-        f"hint: `convoy status --url {url}` shows it; stop it first. The head of another cluster needs "
+        f"hint: `convoy status --url {head.url}` shows it; stop it first. The head of another cluster needs "
         "another --port",
     ]
 
