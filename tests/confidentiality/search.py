@@ -5,7 +5,7 @@ Reused wherever something crosses: give the recording and the secrets, get every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 RUN_TOKENS = 8
@@ -40,8 +40,7 @@ def find_secrets(recorded: bytes | bytearray, secrets: Secrets) -> list[str]:
     ]
     found += [
         f"activation {index} at byte {offset}"
-        for index, activation in enumerate(secrets.activations)
-        for offset in _shared_pieces(haystack, activation)
+        for index, offset in _shared_pieces(haystack, secrets.activations)
     ]
     return found
 
@@ -72,16 +71,22 @@ def _msgpack(value: int) -> bytes:
     return b"\xcf" + value.to_bytes(8, "big")
 
 
-def _shared_pieces(haystack: bytes, activation: bytes) -> list[int]:
-    """Return offsets in the activation of pieces that also stand in the haystack, at any offset there."""
-    pieces = {
-        activation[offset : offset + PIECE_BYTES]: offset
-        for offset in range(len(activation) - PIECE_BYTES + 1)
-    }
-    telling = {piece: offset for piece, offset in pieces.items() if len(set(piece)) > 3}
-    hits = {
-        haystack[at : at + PIECE_BYTES]
-        for at in range(len(haystack) - PIECE_BYTES + 1)
-        if haystack[at : at + PIECE_BYTES] in telling
-    }
-    return sorted(telling[piece] for piece in hits)
+def _shared_pieces(haystack: bytes, activations: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return index and offset of the pieces that also stand in the haystack, at any offset there.
+
+    The haystack is read once for all activations: it has a million offsets, and there are hundreds of them.
+    """
+    telling = {piece for activation in activations for _, piece in _pieces(activation) if len(set(piece)) > 3}
+    hits = {piece for _, piece in _pieces(haystack) if piece in telling}
+    return [
+        (index, offset)
+        for index, activation in enumerate(activations if hits else ())
+        for offset, piece in _pieces(activation)
+        if piece in hits
+    ]
+
+
+def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield every piece with its offset."""
+    for offset in range(len(data) - PIECE_BYTES + 1):
+        yield offset, data[offset : offset + PIECE_BYTES]
