@@ -27,9 +27,9 @@ from support.tiny_models import build_model
 
 # the second repeats itself, so that its tokens are guessed
 REQUESTS = [
-    GenerationRequest(tuple(range(5, 45)), SamplingParams(temperature=0.0), 18),
-    GenerationRequest(tuple(range(50, 57)) * 5, SamplingParams(temperature=0.0), 18),
-    GenerationRequest(tuple(range(20, 60)), SamplingParams(temperature=1.0, seed=3), 18),
+    GenerationRequest(tuple(range(5, 45)), SamplingParams(temperature=0.0), 11),
+    GenerationRequest(tuple(range(50, 57)) * 5, SamplingParams(temperature=0.0), 11),
+    GenerationRequest(tuple(range(20, 60)), SamplingParams(temperature=1.0, seed=3), 11),
 ]
 SPANS = {"alpha": "0:0,output", "beta": "1:5"}  # a layer that takes token ids on each
 

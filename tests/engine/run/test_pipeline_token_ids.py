@@ -16,6 +16,8 @@ from support.odd_models import make_odd_llama
 from support.tiny_models import build_model
 from support.waiting import wait_until
 
+REQUEST = GenerationRequest(tuple(range(5, 45)), SamplingParams(temperature=0.0), 8)
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
@@ -27,16 +29,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return ModelSource.resolve(str(path))
 
 
+@pytest.fixture(scope="module")
+def whole(source: ModelSource) -> tuple[int, ...]:
+    with running_cluster(source, 1) as cluster:
+        return generate(cluster.engine, REQUEST).token_ids
+
+
 @pytest.mark.parametrize(
     "spans", [{"alpha": "0:0,output", "beta": "1:6"}, {"alpha": "1:output", "beta": "0:0"}]
 )
-def test_a_split_model_says_what_the_whole_says(source: ModelSource, spans: dict[str, str]) -> None:
+def test_a_split_model_says_what_the_whole_says(
+    source: ModelSource, whole: tuple[int, ...], spans: dict[str, str]
+) -> None:
     assert source.spec.token_id_layers
-    request = GenerationRequest(tuple(range(5, 45)), SamplingParams(temperature=0.0), 12)
-    with running_cluster(source, 1) as cluster:
-        whole = generate(cluster.engine, request).token_ids
     with running_cluster(source, 2, spans=spans) as cluster:
-        assert generate(cluster.engine, request).token_ids == whole
+        assert generate(cluster.engine, REQUEST).token_ids == whole
 
 
 def test_an_empty_step_passes_layers_that_take_token_ids(source: ModelSource) -> None:

@@ -13,8 +13,17 @@ from convoy.cli.checks.plan_print import print_fits
 from convoy.crypto.identity import OperatorKey
 from convoy.sdk.planning.fit import SHAPES, FitForm, FitReport, FitRow, shapes
 
+# Small and large, dense and with experts. Every shape would take four seconds for each plan.
+FEW = ("Llama 3.2 3B", "Llama 3.1 8B", "Phi-4 14B", "DeepSeek V3 671B")
 # So that nothing is measured.
 TOLD = ["--speed", "10,100"]
+
+
+@pytest.fixture
+def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [shape for shape in shapes() if shape.source.spec.name in FEW]
+    assert len(few) == len(FEW)
+    monkeypatch.setattr("convoy.sdk.planning.fit.shapes", lambda: iter(few))
 
 
 def test_every_shape_has_the_weights_that_its_publisher_counts() -> None:
@@ -23,6 +32,7 @@ def test_every_shape_has_the_weights_that_its_publisher_counts() -> None:
     assert counted == pytest.approx(published, rel=0.01)
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_a_form_fits_where_its_bytes_do_and_the_best_has_most_bits(tmp_path: Path) -> None:
     flags = ["plan", "--fit", "--device", "a=cpu:16GB", *TOLD]
     found = json.loads(run_here([*flags, "--json"], tmp_path).stdout)
@@ -59,6 +69,7 @@ def roster_of_two(folder: Path, hosts: tuple[str, str]) -> list[str]:
     return ["plan", "--fit", "--config", "alpha.toml", *TOLD]
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_members_of_one_host_share_its_memory_and_their_link_is_short(tmp_path: Path) -> None:
     flags = roster_of_two(tmp_path, ("192.0.2.1", "192.0.2.1"))
     done = run_here([*flags, "--json"], tmp_path)
