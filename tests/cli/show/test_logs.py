@@ -92,3 +92,23 @@ def test_notes_for_a_person_are_lines_of_the_log_in_json_if_it_is_in_json(
     set_up_logs("warning", "text")
     print_note("lost: beta")
     assert capsys.readouterr().err == "lost: beta\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["roster", "show", "nothing.toml"], "cannot read nothing.toml: no such file or directory"),
+        (["run"], "missing argument 'model'"),
+        # The option parser knows no verb before the log is set up.
+        (["serv"], "no such command 'serv'"),
+    ],
+)
+def test_an_error_that_ends_a_command_is_one_line_in_json(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--log-format", "json", *arguments]) > 0
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert [told["level"], told["message"]] == ["error", message]
+    assert told["hint"]
+    assert told["time"].endswith("Z")

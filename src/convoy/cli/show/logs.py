@@ -25,6 +25,8 @@ LevelFlag = Annotated[Level, typer.Option(help="How much is logged.")]
 FormatFlag = Annotated[Format, typer.Option(help="json: one object on each line.")]
 
 _MAX_PLACES = 200
+# The attribute of a record with further fields.
+_MORE = "convoy_more"
 _FIELD = re.compile(r"(?:(?P<name>[a-z][a-z0-9_]*)=)?%[-+ #0]*\d*(?:\.\d+)?(?P<kind>[a-z%])")
 
 
@@ -50,6 +52,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, _MORE, {}),
             **_fields(record),
         }
         if record.exc_info:
@@ -103,9 +106,13 @@ def set_up_logs(level: Level = "warning", form: Format = "text") -> None:
     logging.getLogger("convoy").setLevel(level.upper())
 
 
-def json_note(text: str) -> str | None:
-    """Return a note for a person as a line of the log in JSON; None unless `set_up_logs` chose that form."""
+def json_line(text: str, level: Level = "info", **more: str | None) -> str | None:
+    """Return a text for a person as a line of the log in JSON; None unless `set_up_logs` chose that form.
+
+    ``more`` are further fields of it.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Said) and isinstance(handler.formatter, JsonLines):
-            return handler.format(logging.makeLogRecord({"name": "convoy", "levelname": "INFO", "msg": text}))
+            record = {"name": "convoy", "levelname": level.upper(), "msg": text, _MORE: more}
+            return handler.format(logging.makeLogRecord(record))
     return None

@@ -13,7 +13,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from convoy.cli.show.logs import json_note
+from convoy.cli.show.logs import json_line
 from convoy.errors import ConvoyError, RequestError
 
 _QUANTITY = re.compile(r"-?[0-9]+([.][0-9]+)?( ?[A-Za-z%/]+)?")
@@ -89,7 +89,7 @@ def print_note(text: str) -> None:
 
     With ``--log-format json`` the line is an object, as those of the log are.
     """
-    print(json_note(text) or text, file=sys.stderr, flush=True)
+    print(json_line(text) or text, file=sys.stderr, flush=True)
 
 
 def print_draining(num_answers: int, drain_s: float) -> None:
@@ -148,14 +148,21 @@ def report_error(
 ) -> None:
     """Print ``error:`` and ``hint:`` on standard error, and with ``as_json`` one JSON value on standard
     output.
+
+    With ``--log-format json`` both are fields of one line.
     """
     if as_json:
         print_json({"error": {"type": kind, "message": message, "hint": hint, **(extra or {})}})
     # Flush the results first, so that the error is the last output on a terminal.
     sys.stdout.flush()
-    print(styled("error:", "red", sys.stderr), one_line(message), file=sys.stderr)
+    message, hint = one_line(message), one_line(hint) if hint else None
+    line = json_line(message, "error", hint=hint)
+    if line is not None:
+        print(line, file=sys.stderr, flush=True)
+        return
+    print(styled("error:", "red", sys.stderr), message, file=sys.stderr)
     if hint:
-        print(styled("hint:", "yellow", sys.stderr), one_line(hint), file=sys.stderr)
+        print(styled("hint:", "yellow", sys.stderr), hint, file=sys.stderr)
     sys.stderr.flush()
 
 
