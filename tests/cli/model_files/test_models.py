@@ -10,6 +10,7 @@ import pytest
 from cli.transcript import run_here
 from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import Home
+from convoy.cli.show.progress import CountLines, counting_bar
 from convoy.config.settings import load_config
 from support.fake_hub import COMMIT, REPO, FakeHub
 from support.fake_service import serving
@@ -80,3 +81,16 @@ def test_a_new_cluster_keeps_the_model_that_it_was_made_for(
     make_first_machine(home, name="alpha", address="127.0.0.1", cluster="home", model=model)
     settings = load_config(home.config)
     assert settings.model_name() == (model if key == "name" else str(tmp_path))
+
+
+def test_a_list_that_takes_long_names_the_model_at_hand_and_json_stays_clean(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seconds = iter([0.0, 0.5, 1.5, 2.0, 7.0])
+    lines = CountLines("planning", now=lambda: next(seconds))
+    for number, name in enumerate(["a", "b", "c", "d"]):
+        lines.on_progress(number, 4, name)
+    assert capsys.readouterr().err.splitlines() == ["planning: 1/4, b", "planning: 3/4, d"]
+    with counting_bar("planning", quiet=True) as tell:
+        tell(0, 1, "a")
+    assert capsys.readouterr().err == ""

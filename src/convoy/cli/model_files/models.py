@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,6 +13,7 @@ from convoy.cli.local.members import parse_members
 from convoy.cli.operator.home import config_file
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
+from convoy.cli.show.progress import CountProgress, counting_bar
 from convoy.config.files import default_cache
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConvoyError, PeerUnreachable
@@ -23,11 +25,13 @@ from convoy.sdk.planning.planning import PlanQuestion
 
 if TYPE_CHECKING:
     from convoy.cluster.status import ClusterStatus
+    from convoy.model.checkpoints.hub.cache import Cached
     from convoy.sdk.planning.members import PlanMembers
 
 CacheFlag = Annotated[Path | None, typer.Option(help="The cache folder.  [default: the one in --config]")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache.")]
 _LOOK_S = 4.0
+T = TypeVar("T")
 # Slower than this, an answer of a sentence takes ten seconds.
 _PATIENT_TOKENS_PER_S = 3.0
 # Bytes of a weight as a hub has it.
@@ -81,12 +85,32 @@ def models(
         note=print_note,
         devices=device or (),
     )
-    found_members = _members(question, status)
-    measured = question.measurements(found_members)
-    kept = with_fits(kept, cached, question, found_members, measured)
-    choices = [shape for shape in shapes() if shape.is_choice]
-    found = fit_shapes(question, found_members, measured, choices, best_only=True)
+    kept, found = _planned(question, _members(question, status), kept, cached, quiet=as_json)
     _print_all(folder, kept, found, status, as_json=as_json)
+
+
+def _planned(
+    question: PlanQuestion, members: PlanMembers, kept: list[KeptModel], cached: list[Cached], *, quiet: bool
+) -> tuple[list[KeptModel], FitReport]:
+    """Return the kept models and the choices, each with whether it fits ``members``."""
+    measured = question.measurements(members)
+    choices = [shape for shape in shapes() if shape.is_choice]
+    # A form that was not measured here yet takes seconds.
+    with counting_bar("measuring and planning models", quiet=quiet) as tell:
+        total = len(kept) + len(choices)
+        watched = _watched(kept, tell, 0, total, lambda one: one.name)
+        fitting = with_fits(watched, cached, question, members, measured)
+        listed = _watched(choices, tell, len(kept), total, lambda one: one.repo)
+        return fitting, fit_shapes(question, members, measured, listed, best_only=True)
+
+
+def _watched(
+    models: Sequence[T], tell: CountProgress, done: int, total: int, name_of: Callable[[T], str]
+) -> Iterator[T]:
+    """Yield ``models``, each after ``tell`` was told of it. ``done`` of ``total`` came before them."""
+    for number, model in enumerate(models, done):
+        tell(number, total, name_of(model))
+        yield model
 
 
 def cache_folder(cache: Path | None, config: Path | None) -> Path:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _LINE_EVERY_S = 5.0
+_FIRST_LINE_S = 1.0
 
 
 class LoadLines:
@@ -31,6 +32,25 @@ class LoadLines:
         if self._now() - self._said_s >= _LINE_EVERY_S:
             self._said_s = self._now()
             print_note(f"{self._action}: {', '.join(self._parts.values())}")
+
+
+# Takes the number of things that are done, the number of all, and the thing that comes next.
+CountProgress = Callable[[int, int, str], None]
+
+
+class CountLines:
+    """Print how many things are done and which comes next: after a second, and then at most every 5 s."""
+
+    def __init__(self, action: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._action = action
+        self._now = now
+        self._next_s = now() + _FIRST_LINE_S
+
+    def on_progress(self, done: int, total: int, what: str) -> None:
+        now_s = self._now()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _LINE_EVERY_S
+            print_note(f"{self._action}: {done}/{total}, {what}")
 
 
 class VerifyLines:
@@ -76,3 +96,26 @@ def loading_bars(*, quiet: bool, action: str = "loading") -> Iterator[LoadProgre
 
     with bars:
         yield on_load
+
+
+@contextmanager
+def counting_bar(action: str, *, quiet: bool) -> Iterator[CountProgress]:
+    """Yield a callback (number done, number of all, the next one). It shows nothing if ``quiet``."""
+    if quiet or not sys.stderr.isatty():
+        yield (lambda *_: None) if quiet else CountLines(action).on_progress
+        return
+    # Only a terminal pays for the import of rich.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn(action),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
