@@ -258,7 +258,7 @@ def test_a_chat_tells_how_much_of_the_prompt_has_run_and_the_rate_at_its_end(
     expect(page.get_by_text(re.compile("Reading the prompt … (49|50) %"))).to_be_visible()
     engine.pause_after = None
     engine.go.set()
-    expect(page.locator(".turn p.quiet-text")).to_have_text(re.compile("^33 tokens"), timeout=10_000)
+    expect(page.locator(".turn p.quiet-text")).to_have_text(re.compile("^33 tokens"))
 
 
 def test_a_conversation_is_kept_in_the_browser_alone_and_only_if_wanted(
