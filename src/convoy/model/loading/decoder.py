@@ -6,12 +6,14 @@ model's fault, and become a ModelError that says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
@@ -90,34 +92,55 @@ def _build(
     looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
     keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
 
-    class OwnedPart(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):  # type: ignore[misc]
-        """Omit from the model's own class the modules that this stage does not own: they never get memory."""
+    def leave_out(model: Any) -> None:
+        for layer in range(len(model.model.layers)):
+            if layer not in part.layers:
+                model.model.layers[layer] = nn.Identity()
+        keep_own_experts(model, shard)
+        for name in LAYER_INPUT_NAMES:
+            if hasattr(model, "model") and hasattr(model.model, name.removeprefix("model.")):
+                model.set_submodule(name, nn.Identity())
+        if not keep_embedding:
+            model.model.embed_tokens = nn.Identity()
+        if not part.output:
+            model.model.norm, model.model.hc_head, model.lm_head = (nn.Identity() for _ in range(3))
+        withheld.take(model)
 
-        _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for layer in range(len(self.model.layers)):
-                if layer not in part.layers:
-                    self.model.layers[layer] = nn.Identity()
-            keep_own_experts(self, shard)
-            for name in LAYER_INPUT_NAMES:
-                if hasattr(self, "model") and hasattr(self.model, name.removeprefix("model.")):
-                    self.set_submodule(name, nn.Identity())
-            if not keep_embedding:
-                self.model.embed_tokens = nn.Identity()
-            if not part.output:
-                self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
-            withheld.take(self)
-
+    owned_part = _owned_part(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     with LIBRARY, quiet():
         try:
-            model, report = OwnedPart.from_pretrained(None, config=config, state_dict=state, **_AS_READ)
+            model, report = owned_part.from_pretrained(
+                None, leave_out, config=config, state_dict=state, **_AS_READ
+            )
         except FAILURES as error:
             why = f"{source.name} cannot be built from its config.json: {reason(error)}"
             raise ModelError(why, hint=FOREIGN) from error
     _check_report(source, report)
     return model.eval()  # type: ignore[no-any-return]
+
+
+# Kept, as the library reads the annotations of a class anew for each one derived from it.
+@functools.cache
+def _owned_part(model_class: Any) -> Any:
+    """Return a class derived from a model's own, without the modules that a stage does not own."""
+
+    class OwnedPart(model_class):  # type: ignore[misc]
+        """Omit from the model the modules that ``leave_out`` replaces: they never get memory."""
+
+        _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
+
+        def __init__(self, config: Any, leave_out: Callable[[Any], None]) -> None:
+            # The model has no memory yet, so initial values would go nowhere.
+            with no_init_weights():
+                super().__init__(config)
+            leave_out(self)
+
+        @classmethod
+        def can_generate(cls) -> bool:
+            """Keep the library from making settings of its sampling at each load."""
+            return False
+
+    return OwnedPart
 
 
 def _check_report(source: ModelSource, report: dict[str, Any]) -> None:

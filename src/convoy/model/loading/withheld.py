@@ -29,8 +29,8 @@ class Withheld:
     """Withhold from the library stored matrices and, if ``packed``, the tensors of `lm_head`.
 
     A tensor that was not read, or has another shape than the model's, is left to the library, which reports
-    it. The library's classes live until the garbage collector frees them, and this object with them, so it
-    keeps tensors only until `give_back` or `release`.
+    it. The library's model may live until the garbage collector frees it, and this object with it. So this
+    object keeps tensors only until `give_back` or `release`.
     """
 
     def __init__(self, state: dict[str, Stored], family: str, *, packed: bool) -> None:

@@ -7,6 +7,7 @@ biases, routers, and matrices whose inputs do not fill groups.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,6 +82,8 @@ def _experts(source: ModelSource, name: str, shape: tuple[int, ...], bits: int) 
             yield MatrixPart(own, (each, width), _bits(own, width, source, bits), (expert, rows))
 
 
+# Kept, as the library copies its whole table for each question, and each layer of each stage asks.
+@functools.cache
 def expert_names(family: str) -> ExpertNames | None:
     """Return the names under which the library joins single experts of a family to stacks.
 
