@@ -263,9 +263,9 @@ def pack(codes: Array, bits: int) -> Array:
     integers.
     """
     *lead, width = codes.shape
-    words = []
+    words, texts = [], [format(code, f"0{bits}b") for code in range(1 << bits)]
     for row in codes.reshape(-1, width).tolist():
-        whole = sum(int(code) << (bits * place) for place, code in enumerate(row))
+        whole = int("".join([texts[int(code)] for code in reversed(row)]), 2)
         words.append(np.frombuffer(whole.to_bytes(width * bits // 8, "little"), "<u4"))
     return np.array(words, np.uint32).reshape(*lead, -1)
 

@@ -439,7 +439,12 @@ class Models:
     def directory(self, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
         path = self._root / f"{kind}-{str(dtype).removeprefix('torch.')}"
         if not path.exists():
-            build_model(kind).to(dtype).save_pretrained(path)
+            model = build_model(kind).to(dtype)
+            model.save_pretrained(path)
+            if dtype == torch.float32:
+                # What `from_pretrained` would make of the files.
+                model.set_attn_implementation("eager")
+                self._references[kind, dtype] = model
         return path
 
     def source(self, kind: str, *, dtype: torch.dtype = torch.float32) -> ModelSource:
@@ -449,9 +454,10 @@ class Models:
         self, kind: str, tokens: Sequence[int], *, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return the logits [T, vocab] of transformers' own forward, with eager attention."""
+        directory = self.directory(kind)
         if (kind, dtype) not in self._references:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self.directory(kind), dtype=dtype, attn_implementation="eager"
+                directory, dtype=dtype, attn_implementation="eager"
             )
             self._references[kind, dtype] = model.eval()
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,8 +34,7 @@ def user(content: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-TEMPLATES = {
-    "the bundled kind": tiny.TEMPLATE,
+PARTS = {
     "variables": "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ tools }}|{{ documents }}|"
     "{{ tools is none }}|{{ add_generation_prompt }}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}"
@@ -58,6 +58,13 @@ TEMPLATES = {
 }
 
 
+# One process renders all parts, each behind its name.
+TEMPLATES = {
+    "the bundled kind": tiny.TEMPLATE,
+    "parts": "\n".join(f"{name}:\n{part}" for name, part in PARTS.items()),
+}
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_a_template_gives_the_text_of_transformers(template: str) -> None:
     pretrained: Any = PreTrainedTokenizerFast(tokenizer_object=tiny.byte_level(), **SPECIAL)  # type: ignore[no-untyped-call]
@@ -71,23 +78,26 @@ def test_a_template_gives_the_text_of_transformers(template: str) -> None:
         renderer.close()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception.__globals__['os'] }}",
-        "{% set ns = namespace(__class__=1) %}",
-        "{{ messages.append(1) }}",
-        "{{ strftime_now.__globals__['os'] }}",
-        "{{ dict.mro() }}",
-    ],
-)
-def test_a_template_does_not_leave_its_sandbox(template: str) -> None:
-    renderer = TemplateRenderer(template, {})
+ESCAPES = [
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ raise_exception.__globals__['os'] }}",
+    "{% set ns = namespace(__class__=1) %}",
+    "{{ messages.append(1) }}",
+    "{{ strftime_now.__globals__['os'] }}",
+    "{{ dict.mro() }}",
+]
+
+
+def test_a_template_does_not_leave_its_sandbox() -> None:
+    choices = (f"{{% if messages[0].content == '{n}' %}}{one}{{% endif %}}" for n, one in enumerate(ESCAPES))
+    renderer = TemplateRenderer("".join(choices), {})
     try:
-        with pytest.raises(RequestError, match=r"unsafe|cannot hold|has no attribute"):
-            renderer.render({"messages": CHAT})
+        assert renderer.render(user("none of them")) == ""
+        for number, escape in enumerate(ESCAPES):
+            with pytest.raises(RequestError) as caught:
+                renderer.render(user(str(number)))
+            assert re.search("unsafe|cannot hold|has no attribute", caught.value.message), escape
     finally:
         renderer.close()
 

@@ -94,6 +94,13 @@ class Checkpoints:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._written: dict[str, Written] = {}
+        self._whole: dict[str, HostStage] = {}
+
+    def whole(self, case: str) -> Chain:
+        """Return a fresh chain of the one stage that all tests share."""
+        if case not in self._whole:
+            (self._whole[case],) = chain(self[case].quantised).stages
+        return Chain([self._whole[case]])
 
     def __getitem__(self, case: str) -> Written:
         if case not in self._written:
@@ -141,28 +148,36 @@ SLOW = (
 
 @pytest.mark.parametrize("case", cases(CASES, lambda one: one not in SLOW))
 def test_quantised_weights_give_the_logits_of_what_they_stand_for(
-    checkpoints: Checkpoints, prompt: Prompt, tmp_path: Path, case: str
+    checkpoints: Checkpoints, prompt: Prompt, case: str
 ) -> None:
     tokens = prompt(70)
     expected = library_logits(checkpoints[case].dense, tokens)
-    kept = chain(checkpoints[case].quantised)
-    (whole,) = kept.run((0, tokens))
+    (whole,) = checkpoints.whole(case).run((0, tokens))
     assert expected.abs().max() > 0.5
     assert (whole - expected).abs().max() <= TOLERANCE
-    unpack(ModelSource.resolve(str(checkpoints[case].quantised)), tmp_path / "float32")
-    unpacked = chain(tmp_path / "float32")
-    assert torch.equal(unpacked.run((0, tokens))[0], whole)
-    assert kept.stages[0].weight_bytes < unpacked.stages[0].weight_bytes
 
 
 # One case for each way to keep a matrix.
 CUT = ("mlx mixed", "mxfp4", "fp8 rows", "compressed int4 order", "gptq 8-bit v2", "nf4 double")
 
 
+# Experts that a file has one by one as well.
+@pytest.mark.parametrize("case", cases(CASES, (*CUT, "mlx nvfp4").__contains__))
+def test_quantised_weights_give_the_bits_of_their_values_in_less_memory(
+    checkpoints: Checkpoints, prompt: Prompt, tmp_path: Path, case: str
+) -> None:
+    tokens, kept = prompt(70), checkpoints.whole(case)
+    (whole,) = kept.run((0, tokens))
+    unpack(ModelSource.resolve(str(checkpoints[case].quantised)), tmp_path / "float32")
+    unpacked = chain(tmp_path / "float32")
+    assert torch.equal(unpacked.run((0, tokens))[0], whole)
+    assert kept.stages[0].weight_bytes < unpacked.stages[0].weight_bytes
+
+
 @pytest.mark.parametrize("case", cases(CASES, CUT.__contains__))
 def test_a_cut_model_has_the_bits_of_the_whole(checkpoints: Checkpoints, prompt: Prompt, case: str) -> None:
     tokens = prompt(70)
-    (whole,) = chain(checkpoints[case].quantised).run((0, tokens))
+    (whole,) = checkpoints.whole(case).run((0, tokens))
     cut = chain(checkpoints[case].quantised, 1, 2)
     head, tail = cut.run((0, tokens[:33]))[0], cut.run((0, tokens[33:]))[0]
     assert torch.equal(torch.cat((head, tail)), whole)
@@ -210,11 +225,15 @@ def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
                 received.tensor(tensor.name),
                 map_tensor(source.tensors[tensor.name]).reshape(-1).view(torch.uint8),
             )
-    (whole,) = chain(source.path).run((0, prompt(40)))
-    parts = chain(source.path, 1, 2)
-    assignment = StageAssignment("m1", 1, 2, False, False)
-    middle = HostStage.load(found, assignment, StageOptions(require_tags=False))
-    (logits,) = Chain([parts.stages[0], middle, parts.stages[2]]).run((0, prompt(40)))
+    (whole,) = checkpoints.whole(case).run((0, prompt(40)))
+    first = StageAssignment("m0", 0, 1, True, False)
+    middle = StageAssignment("m1", 1, 2, False, False)
+    last = StageAssignment("m2", 2, 3, False, True)
+    options = StageOptions(require_tags=False)
+    stages = [
+        HostStage.load(of, mine, options) for of, mine in ((source, first), (found, middle), (source, last))
+    ]
+    (logits,) = Chain(stages).run((0, prompt(40)))
     assert torch.equal(logits, whole)
 
 
@@ -232,10 +251,10 @@ def test_mxfp4_is_what_the_library_unpacks(checkpoints: Checkpoints) -> None:
         assert torch.equal(read_tensor(source, name), expected)
 
 
-def test_a_tensor_is_unpacked_in_pieces_of_any_size(
-    checkpoints: Checkpoints,
-) -> None:
-    sources = [ModelSource.resolve(str(checkpoints[case].quantised)) for case in CASES]
+@pytest.mark.parametrize("all_cases", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_tensor_is_unpacked_in_pieces_of_any_size(checkpoints: Checkpoints, all_cases: bool) -> None:
+    written = [case for case in CASES if all_cases or case not in SLOW]
+    sources = [ModelSource.resolve(str(checkpoints[case].quantised)) for case in written]
     names = ["model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"]
     wanted = [(s, name) for s in sources for name in names if name in s.layout.made]
     at_once = [read_tensor(source, name) for source, name in wanted]

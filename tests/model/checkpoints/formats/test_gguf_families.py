@@ -67,7 +67,7 @@ SLOW = ("arcee", "seed_oss", "gemma", "gemma3_text", "gemma4_text", "qwen3_moe",
 def test_a_file_gives_the_logits_of_the_librarys_model(written: Get, prompt: Prompt, name: str) -> None:
     tokens = prompt(70)
     expected = expected_logits(written(name, "Q8_0"), tokens)
-    (found,) = chain(written(name, "Q8_0").path, 1).run((0, tokens))
+    (found,) = chain(written(name, "Q8_0").path).run((0, tokens))
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() <= TOLERANCE
 
@@ -142,10 +142,14 @@ def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
                 file.seek(stored.offset)
                 put(received.tensor(tensor.name), file.read(stored.num_bytes))
     (whole,) = chain(source.path).run((0, prompt(40)))
-    parts = chain(source.path, 1, 2)
-    assignment = StageAssignment("m1", 1, 2, False, False)
-    middle = HostStage.load(found, assignment, StageOptions(require_tags=False))
-    (logits,) = Chain([parts.stages[0], middle, parts.stages[2]]).run((0, prompt(40)))
+    first = StageAssignment("m0", 0, 1, True, False)
+    middle = StageAssignment("m1", 1, 2, False, False)
+    last = StageAssignment("m2", 2, source.spec.num_layers, False, True)
+    options = StageOptions(require_tags=False)
+    stages = [
+        HostStage.load(of, mine, options) for of, mine in ((source, first), (found, middle), (source, last))
+    ]
+    (logits,) = Chain(stages).run((0, prompt(40)))
     assert torch.equal(logits, whole)
 
 
@@ -244,7 +248,7 @@ def test_a_header_with_other_bytes_is_read_or_refused(written: Get, tmp_path: Pa
     data, path = bytearray(written(name, "Q8_0").path.read_bytes()), tmp_path / "odd.gguf"
     end = ModelSource.resolve(str(written(name, "Q8_0").path)).header_bytes
     numbers, refused = random.Random(7), 0
-    for _ in range(120):
+    for _ in range(60):
         place, byte = numbers.randrange(8, end), numbers.choice((0, 1, 255, numbers.randrange(256)))
         changed, data[place] = data[place], byte
         path.write_bytes(data)
@@ -254,7 +258,7 @@ def test_a_header_with_other_bytes_is_read_or_refused(written: Get, tmp_path: Pa
             ModelSource.resolve(str(path))
             continue
         refused += 1
-    assert refused > 30
+    assert refused > 15
 
 
 def test_an_architecture_that_is_close_is_refused_with_the_reason(written: Get, tmp_path: Path) -> None:

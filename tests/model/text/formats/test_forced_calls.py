@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,8 +40,8 @@ def draw(text: str, vocabulary: ByteMarks, end: bytes, chance: random.Random) ->
     ids: list[int] = []
     closing: list[int] = []
     while len(ids) < MAX_TOKENS:
-        bits = int.from_bytes(matcher.native.compute_bitmask(), "little")
-        allowed = [token for token in range(vocabulary.vocab_size) if bits >> token & 1]
+        bits = np.unpackbits(np.frombuffer(matcher.native.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: vocabulary.vocab_size]).tolist()
         likely = [token for token in allowed if token in CLOSING or token >= EOS]
         if not closing and chance.random() < 0.05:
             closing = list(end)
@@ -123,8 +124,8 @@ def draw_calls(name: str, *, spelled: bool, seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("spelled", cases([False, True], bool))
 @pytest.mark.parametrize("name", CALLING)
 def test_whatever_is_drawn_is_a_valid_call(name: str, spelled: bool) -> None:
-    results = [draw_calls(name, spelled=spelled, seed=seed) for seed in range(12)]
-    assert sum(num_calls for num_calls, _ in results) >= 5
+    results = [draw_calls(name, spelled=spelled, seed=seed) for seed in range(7)]
+    assert sum(num_calls for num_calls, _ in results) >= 3
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "harmony"])
@@ -289,7 +290,7 @@ TYPES = st.sampled_from([{"type": "string"}, {"type": ["string", "null"]}, {}])
         if (name, spelled) != ("harmony", True)
     ],
 )
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(18))
 @given(key=st.just("k") | TEXTS, value=TEXTS, types=TYPES)
 def test_a_text_of_an_enumeration_is_read_back_or_refused_by_its_tool(
     name: str, spelled: bool, key: str, value: str, types: dict[str, Any]
@@ -450,7 +451,7 @@ def test_whatever_is_drawn_beside_a_form_has_it_or_is_a_valid_call(name: str, th
     form = ReplyFormat(row, vocabulary.tokens)
     assert form.may_call_beside(answer, thinking=thinking, continues=False)
     text = form.call_or_answer_grammar(TOOLS, answer, parallel=False, thinking=thinking).text
-    drawn = [draw(text, vocabulary, ENDS.get(name, b""), random.Random(seed)) for seed in range(10)]
+    drawn = [draw(text, vocabulary, ENDS.get(name, b""), random.Random(seed)) for seed in range(6)]
     said = [read(row, vocabulary, ids, thinking=thinking) for ids in drawn if ids is not None]
     for _, shown, calls in said:
         if calls:
