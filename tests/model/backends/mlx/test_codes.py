@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ import numpy as np
 
 from convoy.model.backends.mlx.arrays import to_torch
 from convoy.model.backends.mlx.codes import lay_out
+from convoy.model.backends.mlx.layers.matrices import CodedMatrix
 from convoy.model.checkpoints.formats.mxfp4 import pairs_of_floats
 from convoy.model.checkpoints.read_tensor import read_kept, read_tensor
 from convoy.model.kernels.stored.matrix import StoredMatrix, StoredRange
@@ -134,6 +136,26 @@ def test_each_code_of_a_small_float_under_each_scale_has_our_value(mode: str, gr
     known = ~scales.view(powers).float().isnan().any(1)
     assert int(known.sum()) >= 254
     assert torch.equal(found[known].nan_to_num(7.0), expected[known].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "bits"),
+    [("affine", 64, 4), ("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)],
+)
+def test_a_product_of_bfloat16_rows_is_the_exact_sum_rounded_once(mode: str, group: int, bits: int) -> None:
+    mx.random.seed(1)
+    stack = mx.random.normal((1, 96, 512)).astype(mx.bfloat16)
+    codes, scales, *biases = mx.quantize(stack, mode=mode)
+    stacked = CodedMatrix(codes, scales, biases[0] if biases else None, group, bits, mode)
+    matrix = replace(stacked, codes=codes[0], scales=scales[0], biases=biases[0][0] if biases else None)
+    x = mx.random.normal((3, 512)).astype(mx.bfloat16)
+    # The values of codes: those of one input at a time, which no sum rounds.
+    values = to_torch(matrix.multiply(mx.eye(512, dtype=mx.float32))).double()
+    exact = to_torch(x).double() @ values
+    chosen = stacked.multiply_chosen(x[:, None, None], mx.zeros((3, 1), mx.uint32))
+    for found in (matrix.multiply(x), chosen.reshape(3, -1)):
+        # Half a unit in the last of 8 bits, and what float32 rounds in a sum.
+        assert bool(((to_torch(found).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-3).all())
 
 
 def test_a_factor_beside_scales_is_refused_by_name(load: Loader, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class CodedMatrix:
     def multiply(self, x: mx.array) -> mx.array:
         """Return ``x`` [rows, inputs] times the matrix, in the dtype of ``x``."""
         found = mx.quantized_matmul(
-            x,
+            _for_codes(x),
             self.codes,
             self.scales,
             self.biases,
@@ -43,7 +43,7 @@ class CodedMatrix:
     def multiply_chosen(self, x: mx.array, numbers: mx.array) -> mx.array:
         """Return ``x`` [rows, 1 or chosen, 1, inputs] times the experts ``numbers`` [rows, chosen]."""
         found = mx.gather_qmm(
-            x,
+            _for_codes(x),
             self.codes,
             self.scales,
             self.biases,
@@ -77,6 +77,15 @@ class CodedMatrix:
     @property
     def arrays(self) -> list[mx.array]:
         return [self.codes, self.scales, *(() if self.biases is None else (self.biases,))]
+
+
+def _for_codes(x: mx.array) -> mx.array:
+    """Return rows in the dtype in which products with codes are added well.
+
+    MLX's CPU build adds products of bfloat16 rows in bfloat16. That was 24 times as far from the exact sum,
+    in five times the time. Widening rounds nothing.
+    """
+    return x if mx.metal.is_available() else x.astype(mx.float32)
 
 
 @dataclass(frozen=True)
