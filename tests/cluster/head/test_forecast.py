@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import msgspec
+import pytest
 
-from cluster.head.test_planning import SOURCE, bytes_for, hello, planner
+from cluster.head.test_planning import SOURCE, bytes_for, hello, planner, together
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.forecast import ADDED_BYTES, Forecaster
 from convoy.cluster.head.planning import Planner
@@ -15,6 +16,7 @@ from convoy.cluster.options import HeadOptions
 from convoy.cluster.status import Forecast
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
+from convoy.errors import PlanError
 from convoy.model.sampling.params import SamplingParams
 from convoy.plan.placement.placement import Placement
 from convoy.plan.rates.rates import RatesReport, Workload, predict
@@ -147,6 +149,48 @@ def test_a_machine_that_cannot_be_measured_is_tried_once() -> None:
     wait_until(lambda: not any(thread.name == "foresee plans" for thread in threading.enumerate()))
     assert scene.look() is scene.look()
     assert asked.count(True) == 1
+
+
+def test_a_foreseen_plan_measures_nothing_though_the_planner_may() -> None:
+    def measures(placement: Placement) -> float:
+        raise AssertionError(f"the speed of {placement.holders} was measured")
+
+    plans = together(predict=measures)
+    both = {name: hello(kernel="plain-f32") for name in ("alpha", "beta")}
+    assert plans.foresee(both, None, lambda _placement: None).mode == "pipeline"
+    with pytest.raises(AssertionError, match="was measured"):
+        plans.foresee(both, None)
+
+
+def test_a_foreseen_plan_forgets_a_failure_of_others_and_tells_no_reason_of_a_peer() -> None:
+    plans = together("tensor")
+    both = {name: hello(kernel="plain-f32") for name in ("alpha", "beta")}
+    plans.tensor_failed(both, "10.9.8.7:7001 is silent (peer said: secret)")
+    with pytest.raises(PlanError, match="their ranks could not join") as refused:
+        plans.foresee(both, None)
+    assert "10.9.8.7" not in refused.value.message
+    others = {**both, "gamma": both["beta"], "delta": both["beta"]}
+    assert plans.foresee(others, None).mode == "tensor"
+    assert plans.has_failed(both), "a look changes nothing"
+
+
+def test_an_error_that_nobody_foresaw_is_logged_by_its_class_and_not_met_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene(alpha=hello(), beta=hello())
+    calls: list[bool] = []
+
+    def breaks(placement: Placement, workload: Workload, *, may_measure: bool) -> None:
+        calls.append(may_measure)
+        raise RuntimeError("out of memory at a secret place")
+
+    scene.forecaster = Forecaster("alpha", scene.planner, breaks, HeadOptions())
+    assert scene.look() is None
+    wait_until(lambda: "could not be foreseen: RuntimeError" in caplog.text)
+    wait_until(lambda: not any(thread.name == "foresee plans" for thread in threading.enumerate()))
+    assert scene.look() is None
+    assert calls == [False]
+    assert "secret" not in caplog.text
 
 
 def test_a_head_foresees_for_http_alone_and_measures_the_step_of_a_lone_request() -> None:

@@ -5,6 +5,7 @@ The planner answers, on a thread of its own: once for each plan and each change 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from convoy.plan.rates.rates import RatesReport, Workload
 from convoy.plan.report import report
 from convoy.plan.span import JOINT, layers_text
 from convoy.wire.messages.control import Hello
+
+_log = logging.getLogger(__name__)
 
 # Of the machine that is added: a common size.
 ADDED_BYTES = 24 * 10**9
@@ -62,6 +65,8 @@ class Forecaster:
         self._found: tuple[_Asked, Forecast] | None = None
         # The forecast whose machine was measured, or could be.
         self._measured: _Asked | None = None
+        # What could not be computed. It is not tried again.
+        self._failed: _Asked | None = None
 
     def find(self, active: ActivePlan, hellos: Mapping[str, Hello], *, is_idle: bool) -> Forecast | None:
         """Return the forecast for this plan and these offers; None until it is computed. Returns at once.
@@ -75,7 +80,7 @@ class Forecaster:
             found = None if self._found is None or self._found[0] != asked else self._found[1]
             lacks_rates = found is not None and found.running.tokens_per_s is None
             is_due = found is None or (lacks_rates and may_measure and self._measured != asked)
-            if is_due and self._thread is None and not self._closed:
+            if is_due and asked != self._failed and self._thread is None and not self._closed:
                 self._thread = threading.Thread(
                     target=self._work, args=(asked, active, may_measure), name="foresee plans"
                 )
@@ -98,6 +103,9 @@ class Forecaster:
                 found = self._foresee(asked.hellos, active, may_measure=True)
                 with self._lock:
                     self._found, self._measured = (asked, found), asked
+        except Exception as error:  # noqa: BLE001 - its text may be a library's, and the head goes on without
+            _log.warning("the plans after a loss could not be foreseen: %s", type(error).__name__)
+            self._failed = asked
         finally:
             self._thread = None
 
@@ -122,13 +130,18 @@ class Forecaster:
     def _after(self, hellos: Mapping[str, Hello], before: Placement | None) -> PlanForecast:
         """Return the plan of these members. Their kernels were measured for the plan that runs, if at all."""
         try:
-            placement = self._planner.foresee(hellos, before)
+            placement = self._planner.foresee(hellos, before, self._known_step_s)
         except ConvoyError as error:
             return PlanForecast(refused=error.message)
         return _describe(placement, self._rates(placement, may_measure=False))
 
     def _rates(self, placement: Placement, may_measure: bool) -> RatesReport | None:
         return self._predict(placement, self._workload(placement), may_measure=may_measure)
+
+    def _known_step_s(self, placement: Placement) -> float | None:
+        """Return the seconds of a step of one sequence; None where nothing was measured before."""
+        rates = self._predict(placement, Workload(_CONTEXT, 1), may_measure=False)
+        return None if rates is None else rates.decode.step_s
 
     def _workload(self, placement: Placement) -> Workload:
         options = self._options.for_kernels(placement.kernels.values())

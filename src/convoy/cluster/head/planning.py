@@ -14,6 +14,7 @@ A member that was given up for being slow counts as a standby. If the operator g
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import logging
@@ -145,9 +146,20 @@ class Planner:
         self._forget_failure(hellos)
         return self._plan(self._choose_again(hellos, before, slow))
 
-    def foresee(self, hellos: Mapping[str, Hello], before: Placement | None) -> Placement:
-        """Return the placement that `again` would choose. Nothing is noted, and no plan is numbered."""
-        return self._choose_again(hellos, before).placement
+    def foresee(
+        self, hellos: Mapping[str, Hello], before: Placement | None, predict: Predict | None = None
+    ) -> Placement:
+        """Return the placement that `again` would choose. Nothing is noted, and no plan is numbered.
+
+        ``predict`` takes the place of the planner's own. Why ranks failed is left out of an error: it may
+        hold a peer's words.
+        """
+        other = copy.copy(self)
+        other._predict = predict or self._predict
+        other._forget_failure(hellos)
+        if other._failed is not None:
+            other._failed = other._failed[0], "their ranks could not join"
+        return other._choose_again(hellos, before).placement
 
     def tensor_failed(self, hellos: Collection[str], why: str) -> None:
         """Note that the ranks of these members could not join.

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import threading
 from collections.abc import Iterable
 
 from convoy.cluster.options import MemberOptions
@@ -43,6 +44,7 @@ class StepTimes:
         self._source = source
         # By the kernel, and the form of the file if the kernel computes in it.
         self._speeds: dict[tuple[str, str], Speed | None] = {}
+        self._measuring = threading.Lock()
 
     def step_s(self, placement: Placement) -> float | None:
         """Return the seconds of a decode step of one sequence; None if nothing could be measured."""
@@ -70,15 +72,19 @@ class StepTimes:
         kernel = placement.kernels[name]
         unpacks = placement.forms[name] != kernel
         key = kernel, "" if unpacks else measured_form(kernel, self._main_form)
-        if key not in self._speeds and may_measure:
-            options = self._options
-            try:
-                device = choose_devices(options.device, options.kernel)[0]
-                self._speeds[key] = measure_speed(kernel, options.num_threads, device, key[1])
-            except ConvoyError as error:
-                _log.warning("this machine's speed could not be measured: %s", error.message)
-                self._speeds[key] = None
-        return self._speeds.get(key)
+        if not may_measure:
+            return self._speeds.get(key)
+        # Two measurements at once would share the cores.
+        with self._measuring:
+            if key not in self._speeds:
+                options = self._options
+                try:
+                    device = choose_devices(options.device, options.kernel)[0]
+                    self._speeds[key] = measure_speed(kernel, options.num_threads, device, key[1])
+                except ConvoyError as error:
+                    _log.warning("this machine's speed could not be measured: %s", error.message)
+                    self._speeds[key] = None
+            return self._speeds[key]
 
     @functools.cached_property
     def _main_form(self) -> str:
