@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
@@ -130,9 +129,7 @@ def _owned_part(model_class: Any) -> Any:
         _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
 
         def __init__(self, config: Any, leave_out: Callable[[Any], None]) -> None:
-            # The model has no memory yet, so initial values would go nowhere.
-            with no_init_weights():
-                super().__init__(config)
+            super().__init__(config)
             leave_out(self)
 
         @classmethod
