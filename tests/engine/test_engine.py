@@ -121,6 +121,26 @@ def test_the_chunks_of_a_prompt_are_told_before_its_first_token_if_asked_for(eng
         assert isinstance(outputs.get(timeout=10), TokenOutput)
 
 
+def test_a_preempted_prompt_tells_each_chunk_once_and_none_behind_a_token() -> None:
+    engine = make_engine(FakeExecutor(), replace(LIMITS, groups=(GroupLimits(12),)))
+    engine.start()
+    queues = []
+    for number in range(4):
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        prompt = [(number + 5 * place) % VOCAB for place in range(20)]
+        engine.submit(replace(request(prompt, 16), tells_prefill=True), outputs.put)
+        queues.append(outputs)
+    for outputs in queues:
+        told: list[Output] = []
+        while not told or not isinstance(told[-1], FinishOutput):
+            told.append(outputs.get(timeout=60))
+        chunks = [one.num_done for one in told if isinstance(one, PrefillOutput)]
+        assert chunks == sorted(set(chunks))
+        assert all(isinstance(one, PrefillOutput) for one in told[: len(chunks)])
+    assert engine.stats().preempted > 0
+    engine.close()
+
+
 def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine) -> None:
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine.submit(request([1, 2], 5, num_choices=3), outputs.put)

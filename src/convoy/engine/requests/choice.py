@@ -50,6 +50,8 @@ class Choice:
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
+    # The tokens of the prompt that the last `PrefillOutput` told of.
+    prefill_told: int = 0
     # The first position of the running step for which the grammar and the other rules leave no token.
     _dead_end: int | None = field(default=None, init=False)
 
@@ -197,9 +199,11 @@ class Choice:
         return len(self.sequence.tokens) >= self.sequence.wall
 
     def _tell_prefill(self, num_done: int) -> None:
-        # A replay after a loss runs the answer too.
+        # A replay after a loss or a preemption runs what was told before, and the answer too.
         num_prompt = len(self.request.prompt_ids)
-        if self.request.tells_prefill and self.index == 0 and num_done <= num_prompt:
+        is_new = self.prefill_told < num_done <= num_prompt and len(self.sequence.tokens) == num_prompt
+        if self.request.tells_prefill and self.index == 0 and is_new:
+            self.prefill_told = num_done
             self.emit(PrefillOutput(num_done, self.sequence.num_cached or 0, num_prompt))
 
     def _score_prompt(self, outcomes: SequenceOf[SampleResult], start: int) -> None:
