@@ -36,7 +36,7 @@ def why_no_mlx() -> str:
     Links of `mx.distributed` between hosts are in clear, so a process that joined one is refused.
     """
     if (name := launcher_variable()) is not None:
-        return f"{name} is set: mlx.launch started this process, and its links are not encrypted"
+        return f"{name} is set: mlx.launch or MPI started this process, and its links are not encrypted"
     try:
         version = importlib.metadata.version("mlx")
     except importlib.metadata.PackageNotFoundError:

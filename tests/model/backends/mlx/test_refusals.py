@@ -34,7 +34,7 @@ def test_another_version_of_mlx_is_refused_with_both_bounds(
     assert mlx_device.why_no_mlx() == f"mlx is {version}, expected 0.32 or later and below 0.33"
 
 
-@pytest.mark.parametrize("name", ["MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"])
+@pytest.mark.parametrize("name", ["MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"])
 def test_a_process_that_mlx_launch_started_is_refused_because_its_links_are_in_clear(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
