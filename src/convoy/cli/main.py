@@ -194,7 +194,7 @@ def _report(error: Exception, options: list[str], as_json: bool) -> int:
     if isinstance(error, TyperException):
         message, hint = _usage_error(error, options)
         # The option parser refuses an unknown verb before it reads the options ahead of it.
-        if re.match(r"(?:--log-level[ =]\w+ )?--log-format[ =]json ", " ".join(options)):
+        if re.match(r"(?:--debug |--log-level[ =]\w+ )*--log-format[ =]json ", " ".join(options)):
             set_up_logs(form="json")
         report_error("UsageError", message, hint, as_json=as_json)
         return EXIT_USAGE

@@ -112,7 +112,8 @@ def counting_bar(action: str, *, quiet: bool) -> Iterator[CountProgress]:
         TextColumn(action),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+        # A model's name is no markup.
+        TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )
