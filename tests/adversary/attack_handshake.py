@@ -174,17 +174,25 @@ def then_hang_up(change: Change, field: str) -> Change:
     return changed
 
 
-def dialled_through_to_end(
-    arena: Arena, middle: Middle, members: tuple[VictimProcess, VictimProcess] | None = None
-) -> tuple[Event, Event]:
+def dialled_through_to_end(arena: Arena, middle: Middle) -> tuple[Event, Event]:
     """Dial as `dialled_through`, for a dialler that may believe in its link until the first frame."""
-    alpha, beta = members or (arena.alpha, arena.beta)
+    alpha, beta = arena.alpha, arena.beta
     beta.now("refused")
     key = alpha.dial("beta", middle.address)
     near = alpha.wait_either(("failed", "ended"), key)
     far = refusal(beta)
     middle.close()
     return near, far
+
+
+def refused_by_the_listener(arena: Arena, middle: Middle) -> Event:
+    """Dial through ``middle``, and end the dialler's wait once the listener has refused it."""
+    arena.beta.now("refused")
+    key = arena.alpha.dial("beta", middle.address)
+    far = refusal(arena.beta)
+    middle.close()
+    arena.alpha.wait_either(("failed", "ended"), key)
+    return far
 
 
 @only_inner
@@ -237,12 +245,11 @@ def test_a_changed_version_is_named_and_nothing_is_negotiated(arena: Arena, row:
 @pytest.mark.parametrize("kind", list(MAX_HANDSHAKE_BYTES))
 @pytest.mark.parametrize("at", [OPENING_UP, M1, M3])
 def test_a_handshake_length_over_its_limit_is_refused_before_memory_is_taken(
-    arena: Arena, hasty: tuple[VictimProcess, VictimProcess], row: Row, kind: FrameType, at: tuple[int, int]
+    arena: Arena, row: Row, kind: FrameType, at: tuple[int, int]
 ) -> None:
     for length in (MAX_HANDSHAKE_BYTES[kind] + 1, 0xFFFF):
         said = b"CNVY" + bytes([kind, 0]) + length.to_bytes(2, "big") + bytes(1000)
-        middle = arena.middle(target=hasty[1].address, up=up(at, instead(said)))
-        _, far = dialled_through_to_end(arena, middle, hasty)
+        far = refused_by_the_listener(arena, arena.middle(up=up(at, instead(said))))
         row.tried(far["error"])
         assert far["error"] == "FrameTooLong", far
 
@@ -252,12 +259,10 @@ def test_a_handshake_length_over_its_limit_is_refused_before_memory_is_taken(
 @pytest.mark.parametrize("kind", list(MAX_HANDSHAKE_BYTES))
 @pytest.mark.parametrize("at", [OPENING_UP, M1, M3])
 def test_a_handshake_frame_out_of_turn_is_refused(
-    arena: Arena, hasty: tuple[VictimProcess, VictimProcess], row: Row, kind: FrameType, at: tuple[int, int]
+    arena: Arena, row: Row, kind: FrameType, at: tuple[int, int]
 ) -> None:
     said = encode_handshake(kind, bytes(min(42, MAX_HANDSHAKE_BYTES[kind])))
-    # In place of an opening, the dialler hears nothing until its deadline.
-    middle = arena.middle(target=hasty[1].address, up=up(at, instead(said)))
-    _, far = dialled_through_to_end(arena, middle, hasty)
+    far = refused_by_the_listener(arena, arena.middle(up=up(at, instead(said))))
     row.tried(far["error"])
     assert far["error"] in {"HandshakeError", "Incompatible"}, far
 

@@ -62,7 +62,7 @@ def layers_of_beta(claimed: int, policy: Policy, *, wait_s: float = 90.0) -> tup
 
 @pytest.mark.attack("an offer of 1,000,000 GB", layer="inner alone")
 def test_an_offer_that_no_machine_could_hold_is_refused_by_name(row: Row) -> None:
-    layers, ended = layers_of_beta(CLAIMED, Policy(), wait_s=2.0)
+    layers, ended = layers_of_beta(CLAIMED, Policy(), wait_s=10.0)
     row.tried(ended)
     assert layers is None
     assert ended in NAMED

@@ -256,7 +256,7 @@ def test_an_answer_shows_its_parts_and_can_be_stopped_and_repeated(
     expect(page.get_by_text("Two and three.")).to_be_visible()
 
 
-def test_a_chat_tells_how_much_of_the_prompt_has_run_and_the_rate_at_its_end(
+def test_a_chat_tells_how_much_of_the_prompt_has_run_and_its_tokens_at_the_end(
     fake: tuple[Head, FakeEngine], open_page: Open
 ) -> None:
     head, engine = fake
