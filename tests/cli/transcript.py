@@ -61,7 +61,7 @@ def run_convoy(
     directory: Path,
     *,
     text: str = "",
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     environment: Mapping[str, str] | None = None,
     merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
