@@ -58,15 +58,11 @@ def why_not(source: ModelSource) -> str:
 def _why_not_form(name: str, whole: Unpacking) -> str:
     """Return why `quantized_matmul` does not take a stored tensor, or ""."""
     is_unpacked = isinstance(whole, Composed) and whole.arrangement in _UNPACKED
-    if is_unpacked or isinstance(whole, TurnedFloats | Plain) or whole.kept_form in FLOAT_FORMS:
+    if isinstance(whole, GroupedFloats) and "factor" in whole.parts:
+        return f"{name} has a factor beside its scales, which quantized_matmul does not take"
+    is_taken = isinstance(whole, FloatCodes | TurnedFloats | Plain)
+    if is_unpacked or is_taken or whole.kept_form in FLOAT_FORMS:
         return ""
-    if isinstance(whole, FloatCodes):
-        has_factor = isinstance(whole, GroupedFloats) and "factor" in whole.parts
-        return (
-            f"{name} has a factor beside its scales, which quantized_matmul does not take"
-            if has_factor
-            else ""
-        )
     # mlx-lm's stacks of experts, which are arranged in another way in `transformers`.
     is_stack = isinstance(whole, JoinedRows) and len(whole.shape) == 3
     if is_stack or (isinstance(whole, Composed) and whole.arrangement in _STACKED):

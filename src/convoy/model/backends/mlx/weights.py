@@ -17,7 +17,7 @@ from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
 from convoy.model.checkpoints.formats.fp8 import WordFloats
 from convoy.model.checkpoints.formats.mlx import AffineRows
-from convoy.model.checkpoints.formats.mxfp4 import TurnedFloats
+from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
 from convoy.model.checkpoints.formats.nvfp4 import GroupedFloats
 from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
 from convoy.model.checkpoints.names import decoder_name
@@ -44,8 +44,12 @@ class _Mode:
 
 
 _MXFP4 = _Mode("mxfp4", 32, 4, 0xFF)
-_MXFP8 = _Mode("mxfp8", 32, 8, 0xFF)
-_NVFP4 = _Mode("nvfp4", 16, 4, 0x7F)
+_MODES: dict[type[Unpacking], _Mode] = {
+    RowFloats: _MXFP4,
+    TurnedFloats: _MXFP4,
+    WordFloats: _Mode("mxfp8", 32, 8, 0xFF),
+    GroupedFloats: _Mode("nvfp4", 16, 4, 0x7F),
+}
 
 Stacks = tuple[ExpertStack, ExpertStack, ExpertStack]
 
@@ -173,10 +177,9 @@ class TensorReader:
             scales, biases = (self._scale(parts[role]) for role in ("scales", "biases"))
             found = CodedMatrix(parts["weight"], scales, biases, whole.group_size, whole.bits, "affine")
         elif isinstance(whole, TurnedFloats):
-            found = _small_floats(parts["blocks"].flatten(-2), parts["scales"], whole, _MXFP4)
+            found = _small_floats(parts["blocks"].flatten(-2), parts["scales"], whole)
         else:
-            kinds = {WordFloats: _MXFP8, GroupedFloats: _NVFP4}
-            found = _small_floats(parts["weight"], parts["scales"], whole, kinds.get(type(whole), _MXFP4))
+            found = _small_floats(parts["weight"], parts["scales"], whole)
         self._count(found.arrays, sum(part.num_bytes for part in whole.parts.values()))
         return found
 
@@ -211,9 +214,9 @@ class TensorReader:
             self._progress(self.bytes_read, self._total)
 
 
-def _small_floats(codes: mx.array, scales: mx.array, whole: Unpacking, mode: _Mode) -> CodedMatrix:
+def _small_floats(codes: mx.array, scales: mx.array, whole: Unpacking) -> CodedMatrix:
     """Return a matrix or a stack of small floats. Raises ModelError for a scale that is not a number."""
-    scales = scales.view(mx.uint8)
+    mode, scales = _MODES[type(whole)], scales.view(mx.uint8)
     if bool(mx.any((scales & mode.nan) == mode.nan)):
         stored = whole.parts["scales"]
         raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
