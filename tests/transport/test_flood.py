@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -65,8 +64,8 @@ def test_ten_thousand_connections_that_say_nothing(
     assert crowd.opened == NUM_SILENT
     assert growth < MAX_GROWTH_BYTES
     assert peak.num_threads < MAX_THREADS
-    # Links are made during the flood, not behind it. A busy machine may delay one of them.
-    assert median(times) < USUAL_LINK_S
+    # Links are made during the flood, not behind it. On a busy machine one dial may come to its deadline.
+    assert sum(took_s >= USUAL_LINK_S for took_s in times) <= 1
     assert listener.log.stat().st_size < 100_000
 
 
@@ -85,4 +84,5 @@ def test_writers_of_one_byte_at_a_time_hold_a_place_no_longer_than_a_handshake(
             assert not crowd.over.wait(0.05)
     crowd.close()
     print(f"growth {(peak.rss_bytes - before) / 1e6:.1f} MB, a link in {took_s:.2f} s")
+    assert took_s < USUAL_LINK_S
     assert peak.rss_bytes - before < MAX_GROWTH_BYTES

@@ -65,7 +65,8 @@ def test_every_kind_of_attention_rounds_its_keys_and_values(
 ) -> None:
     tokens = prompt(120)
     (whole,) = models.chain(kind, kv_dtype="bf16").run((0, tokens))
-    chain = models.chain(kind, kv_dtype="bf16")
+    cut = next(n for n in range(1, 5) if n not in models.source(kind).spec.forbidden_cuts)
+    chain = models.chain(kind, cut, kv_dtype="bf16")
     parts = [chain.run((0, part))[0] for part in (tokens[:50], tokens[50:51], tokens[51:])]
     assert torch.equal(torch.cat(parts), whole)
     (plain,) = models.chain(kind).run((0, tokens))

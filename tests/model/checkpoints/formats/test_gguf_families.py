@@ -67,7 +67,7 @@ SLOW = ("arcee", "seed_oss", "gemma", "gemma3_text", "gemma4_text", "qwen3_moe",
 def test_a_file_gives_the_logits_of_the_librarys_model(written: Get, prompt: Prompt, name: str) -> None:
     tokens = prompt(70)
     expected = expected_logits(written(name, "Q8_0"), tokens)
-    (found,) = chain(written(name, "Q8_0").path).run((0, tokens))
+    (found,) = chain(written(name, "Q8_0").path, 1).run((0, tokens))
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() <= TOLERANCE
 
