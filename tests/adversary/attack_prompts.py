@@ -85,9 +85,10 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # one-time work is done now
         head.check_unharmed()
         yield head
-    finally:
         program.process.send_signal(signal.SIGINT)
         assert program.process.wait(120.0) == 0
+    finally:
+        program.stop()
 
 
 BODIES = {

@@ -6,8 +6,6 @@ import os
 import platform
 from collections.abc import Collection, Mapping
 
-import psutil
-
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.config.kernels import (
@@ -32,6 +30,7 @@ from convoy.model.device import (
     kernels_on,
 )
 from convoy.model.kernels.registry import own_form
+from convoy.plan.memory.free import free_bytes, total_bytes
 from convoy.plan.memory.memory import MEMORY_SHARE
 from convoy.wire.messages.control import MAX_OFFER_BYTES, Hello
 
@@ -80,8 +79,7 @@ def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
     if devices != (HOST,):
         free = device_memory_bytes(devices)
         return min(granted, free) if granted else free
-    memory = psutil.virtual_memory()
-    return min(granted, int(memory.total)) if granted else int(memory.available * MEMORY_SHARE)
+    return min(granted, total_bytes()) if granted else int(free_bytes() * MEMORY_SHARE)
 
 
 def agree_kernels(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import chain as joined
 from typing import get_args
 
-import psutil
 import torch
 
 from convoy.config.kernels import (
@@ -44,6 +43,7 @@ from convoy.model.kernels.native.library import native_library
 from convoy.model.quantize.load import LoadRounding
 from convoy.model.quantize.record import ErrorSums, QuantizeRecord, read_record
 from convoy.model.stage import LoadedStage, StageOptions
+from convoy.plan.memory.free import free_bytes
 
 # Below, at and above the size of a block.
 CHUNKS = (7, 16, 50)
@@ -231,7 +231,7 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
     doubtful = expected.doubtful(_limits_of(source, options))
     shapes = source.layout.shapes(source.tensors).values()
     needed = sum(map(math.prod, shapes)) * torch.float64.itemsize
-    if doubtful and needed < psutil.virtual_memory().available * _SHARE_OF_MEMORY:
+    if doubtful and needed < free_bytes() * _SHARE_OF_MEMORY:
         texts = [expected.texts[index] for index in doubtful]
         bits = loaded_bits(options.kernel)
         rounding = LoadRounding(source, bits) if bits else None

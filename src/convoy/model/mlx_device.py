@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
-
 from convoy.config.mlx_launch import launcher_variable
+from convoy.plan.memory.free import free_bytes
 from convoy.plan.memory.memory import MEMORY_SHARE
 from convoy.plan.speed import Speed
 
@@ -98,7 +97,7 @@ def memory_bytes() -> int:
     """Return the bytes that a member may use: unified memory counts once, and Metal's limit holds."""
     import mlx.core as mx
 
-    free = int(psutil.virtual_memory().available * MEMORY_SHARE)
+    free = int(free_bytes() * MEMORY_SHARE)
     limit = mx.device_info().get("max_recommended_working_set_size")
     return min(free, int(int(limit) * _WIRED_SHARE)) if limit else free
 

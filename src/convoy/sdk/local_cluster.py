@@ -275,6 +275,7 @@ def _share_bytes(devices: Sequence[str], device: str) -> float:
         from convoy.model.device import device_memory_bytes
 
         return device_memory_bytes(tuple(re.split("[,+]", device))) / devices.count(device)
-    import psutil
+    from convoy.plan.memory.free import free_bytes
+    from convoy.plan.memory.memory import MEMORY_SHARE
 
-    return float(psutil.virtual_memory().available) * 0.8 / devices.count(device)
+    return free_bytes(devices.count(device)) * MEMORY_SHARE

@@ -102,15 +102,14 @@ def _private_words(settings: Config | None) -> dict[str, str]:
 
 
 def _versions() -> dict[str, object]:
-    import psutil
-
     from convoy.cluster.attestation.claims import own_claims
+    from convoy.plan.memory.free import total_bytes
 
     claims = own_claims()
     return {
         "versions": claims.versions,
         "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": total_bytes(),
         "platform": os.uname().sysname,
         "machine": os.uname().machine,
     }

@@ -20,6 +20,7 @@ import psutil
 
 from convoy.cluster.checkup.finding import Finding, fail, ok, warn
 from convoy.crypto.cipher import KEY_BYTES, NONCE_BYTES, Cipher, local_ciphers
+from convoy.plan.memory.free import free_bytes, total_bytes
 from convoy.plan.memory.memory import format_bytes
 
 if TYPE_CHECKING:
@@ -238,8 +239,7 @@ def seal_speed(cipher: Cipher, measure_s: float) -> float:
 
 def check_memory(granted_bytes: int = 0) -> Iterator[Finding]:
     """Compare free memory with the grant of the configuration; 0 grants most of the free memory."""
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
+    free, total = free_bytes(), total_bytes()
     shown = f"{format_bytes(free)} of {format_bytes(total)} memory free"
     if granted_bytes > total:
         yield fail(

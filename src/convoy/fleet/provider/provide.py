@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
@@ -29,6 +28,7 @@ from convoy.fleet.provider.provided import Provided, SeenRequests
 from convoy.fleet.provider.stream_rates import StreamRates
 from convoy.fleet.provider.trace_span import AnswerSpan
 from convoy.fleet.provider.upstream import Upstream
+from convoy.plan.memory.free import free_bytes
 from convoy.wire.fleet.messages import (
     MAX_GREETING_BYTES,
     MAX_MESSAGE_BYTES,
@@ -371,8 +371,7 @@ class Provider:
                 ids = [request_id for request_id, of in self._models.items() if of == model]
                 queued = sum(self._running[request_id][0].prompt_tokens for request_id in ids)
                 free = 0 if self._leaving else max(0, capacity.slots - len(ids))
-                memory = psutil.virtual_memory().available
-                loads.append(ModelLoad(model, free, queued, memory, *self._stream_rates[model].beat()))
+                loads.append(ModelLoad(model, free, queued, free_bytes(), *self._stream_rates[model].beat()))
             await self._send(Heartbeat(loads))
             await asyncio.sleep(self._options.heartbeat_s)
 

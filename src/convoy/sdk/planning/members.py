@@ -298,15 +298,13 @@ def _roster_hosts(settings: Config) -> dict[str, str]:
 
 def _memory_bytes(settings: Config) -> int:
     """Return the memory granted in [model], or the share of free memory that a member would offer."""
-    import psutil
-
+    from convoy.plan.memory.free import free_bytes, total_bytes
     from convoy.plan.memory.memory import MEMORY_SHARE
 
     granted = int(settings.model.memory_gb * 10**9)
-    available: int = psutil.virtual_memory().available
-    if granted > psutil.virtual_memory().total:
+    if granted > total_bytes():
         raise ConfigError(
             f"[model] memory_gb is {settings.model.memory_gb:g}, more than this machine has",
             hint="lower memory_gb, or leave it out: then the free memory counts",
         )
-    return granted or int(available * MEMORY_SHARE)
+    return granted or int(free_bytes() * MEMORY_SHARE)
