@@ -81,20 +81,51 @@ def test_a_longer_context_than_the_models_is_said() -> None:
     assert heard == ["demo has a context of 2048 tokens, so rates are for 2048 and not 9999"]
 
 
-def test_the_members_of_a_running_cluster_have_its_memory_and_kinds() -> None:
-    def stage(name: str, device: str, *, head: bool = False) -> StageStatus:
-        return StageStatus(
-            *(name, 0, 3), embed=head, output=head, weight_bytes=1, can_read_prompts="no", address="",
-            head=head, device=device, memory_bytes=10**9,
-        )  # fmt: skip
+def stage_of(
+    name: str, device: str = "cpu", *, address: str = "", num_bytes: int = 10**9, head: bool = False
+) -> StageStatus:
+    return StageStatus(
+        *(name, 0, 3), embed=head, output=head, weight_bytes=1, can_read_prompts="no", address=address,
+        head=head, device=device, memory_bytes=num_bytes,
+    )  # fmt: skip
 
-    stages = [stage("beta", "cuda:0 (NVIDIA H200)"), stage("alpha", "cpu", head=True)]
-    status = ClusterStatus(
-        *("demo", True, "", "", "exact", 1, stages, 0, 0, 0, 0, 0, 0, 0, None),
+
+def running(*stages: StageStatus) -> ClusterStatus:
+    return ClusterStatus(
+        *("demo", True, "", "", "exact", 1, list(stages), 0, 0, 0, 0, 0, 0, 0, None),
     )
-    found = members_of(status)
+
+
+def test_the_members_of_a_running_cluster_have_its_memory_and_kinds() -> None:
+    found = members_of(running(stage_of("beta", "cuda:0 (NVIDIA H200)"), stage_of("alpha", head=True)))
     assert [(one.name, one.memory_bytes, one.head) for one in found.offers] == [
         ("alpha", 10**9, True),
         ("beta", 10**9, False),
     ]
     assert found.kinds == {"alpha": "cpu", "beta": "cuda"}
+
+
+def test_members_of_one_machine_share_the_memory_that_each_offered() -> None:
+    heard: list[str] = []
+    status = running(
+        stage_of("alpha", address="192.0.2.1:7777", num_bytes=10**9, head=True),
+        stage_of("beta", address="192.0.2.1:7778", num_bytes=10**9),
+        stage_of("gamma", address="192.0.2.2:7777", num_bytes=3 * 10**9),
+    )
+    found = members_of(status, note=heard.append)
+    assert [one.memory_bytes for one in found.offers] == [5 * 10**8, 5 * 10**8, 3 * 10**9]
+    assert heard == ["alpha and beta share the machine at 192.0.2.1: its memory counts once"]
+
+
+def test_memory_that_was_granted_to_members_here_stays_theirs() -> None:
+    # Two kilobytes: this machine has room for both.
+    status = running(
+        stage_of("alpha", address="127.0.0.1:7777", num_bytes=2000, head=True),
+        stage_of("beta", address="127.0.0.1:7778", num_bytes=2000),
+    )
+    assert [one.memory_bytes for one in members_of(status, own=["127.0.0.1"]).offers] == [2000, 2000]
+    many = running(
+        stage_of("alpha", address="127.0.0.1:7777", num_bytes=10**15, head=True),
+        stage_of("beta", address="127.0.0.1:7778", num_bytes=10**15),
+    )
+    assert sum(one.memory_bytes for one in members_of(many, own=["127.0.0.1"]).offers) <= 10**15

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
 from convoy.cli.checks.rates import ContextFlag, SpeedFlag
 from convoy.cli.local.members import parse_members
-from convoy.cli.operator.home import config_file
+from convoy.cli.operator.home import config_file, local_addresses
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
 from convoy.cli.show.progress import CountProgress, counting_bar
@@ -85,7 +86,7 @@ def models(
         note=print_note,
         devices=device or (),
     )
-    kept, found = _planned(question, _members(question, status), kept, cached, quiet=as_json)
+    kept, found = _planned(question, _members(question, status, url), kept, cached, quiet=as_json)
     _print_all(folder, kept, found, status, as_json=as_json)
 
 
@@ -123,12 +124,15 @@ def _hosted(settings: Config) -> Config:
     return override(settings, model=override(settings.model, device="cpu"))
 
 
-def _members(question: PlanQuestion, status: ClusterStatus | None) -> PlanMembers:
+def _members(question: PlanQuestion, status: ClusterStatus | None, url: str) -> PlanMembers:
     if status is None:
         return question.find_members()
     from convoy.sdk.planning.members import members_of
 
-    return members_of(status, question.settings.cluster.policy)
+    here = {"localhost", "127.0.0.1", "::1", *local_addresses()}
+    is_here = urlsplit(url if "://" in url else f"http://{url}").hostname in here
+    own = here if is_here else ()
+    return members_of(status, question.settings.cluster.policy, own=own, note=print_note)
 
 
 def _running(endpoint: Endpoint) -> ClusterStatus | None:

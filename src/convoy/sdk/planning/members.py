@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ from convoy.config.files import read_bytes
 from convoy.config.settings import Config
 from convoy.errors import ConfigError, UsageError
 from convoy.sdk.names import MAX_LOCAL_MEMBERS, local_names, spans_by_name
-from convoy.sdk.options import Note, load_policy
+from convoy.sdk.options import Note, load_policy, unheard
 
 if TYPE_CHECKING:
-    from convoy.cluster.status import ClusterStatus
+    from convoy.cluster.status import ClusterStatus, StageStatus
     from convoy.plan.offer import MemberOffer
     from convoy.plan.report import ExcludedReport
     from convoy.trust.evidence.level import Level
@@ -148,21 +148,57 @@ def find_members(question: MembersQuestion, note: Note) -> PlanMembers:
     return PlanMembers(offers, standbys, left_out, spans, demands, kinds, hosts)
 
 
-def members_of(status: ClusterStatus, policy: Path | None = None) -> PlanMembers:
+def members_of(
+    status: ClusterStatus, policy: Path | None = None, *, own: Collection[str] = (), note: Note = unheard
+) -> PlanMembers:
     """Return the members that hold layers of a running cluster, with the memory that they offer.
 
-    The memory of idle members and of standbys is unknown here, so they are left out.
+    The memory of idle members and of standbys is unknown here, so they are left out. ``own`` are addresses of
+    this machine, if the cluster's head runs on it.
     """
     from convoy.plan.offer import MemberOffer
 
     stages = {stage.member: stage for stage in status.stages}
+    offered = _counted_once(list(stages.values()), own, note)
     offers = [
-        MemberOffer(name, stage.memory_bytes, stage.head)
+        MemberOffer(name, offered[name], stage.head)
         for name, stage in sorted(stages.items(), key=lambda one: not one[1].head)
     ]
     kinds = {name: re.split("[:,+ ]", stage.device)[0] for name, stage in stages.items()}
     kinds = {name: kind if kind in _KINDS else _KINDS[0] for name, kind in kinds.items()}
     return PlanMembers(offers, [], [], None, load_policy(policy), kinds)
+
+
+def _counted_once(stages: Sequence[StageStatus], own: Collection[str], note: Note) -> dict[str, int]:
+    """Return the memory that each member offers, with the memory of a machine or card counted once.
+
+    Members that were granted no memory each offered all that was free when they started. Only for this
+    machine it is known how much they can have together; for another it is the largest offer.
+    """
+    together: dict[tuple[str, str], list[StageStatus]] = {}
+    for stage in stages:
+        host = stage.address.rpartition(":")[0].strip("[]")
+        together.setdefault((host or stage.member, stage.device), []).append(stage)
+    counted: dict[str, int] = {}
+    for (host, device), sharing in together.items():
+        total = sum(stage.memory_bytes for stage in sharing)
+        most = max(stage.memory_bytes for stage in sharing)
+        if host in own and device in {"", _KINDS[0]}:
+            held = sum(stage.weight_bytes + stage.kv_bytes for stage in sharing)
+            most = max(most, _shared_bytes(held))
+        if len(sharing) > 1 and total > most:
+            names = " and ".join(stage.member for stage in sharing)
+            note(f"{names} share the machine at {host}: its memory counts once")
+        counted |= {stage.member: stage.memory_bytes * min(total, most) // max(1, total) for stage in sharing}
+    return counted
+
+
+def _shared_bytes(held_bytes: int) -> int:
+    """Return what this machine's members could offer together if they did not hold ``held_bytes``."""
+    from convoy.plan.memory.free import free_bytes, total_bytes
+    from convoy.plan.memory.memory import MEMORY_SHARE
+
+    return int(min(total_bytes(), free_bytes() + held_bytes) * MEMORY_SHARE)
 
 
 def _planned(devices: Sequence[PlannedDevice], note: Note) -> list[MemberOffer]:
