@@ -53,10 +53,13 @@ def test_a_running_process_is_listed_and_stopped(tmp_path: Path, alpha: subproce
     wrong = run_here(["stop", "beta"], tmp_path)
     assert (wrong.returncode, wrong.stderr.splitlines()[0]) == (
         2,
-        f"error: 'beta' names 0 processes: running are alpha ({alpha.pid})",
+        f"error: 'beta' names 0 processes, expected one: running are alpha ({alpha.pid}, folder {tmp_path})",
     )
     done = run_here(["stop", "alpha"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, f"stopped alpha (serve, process {alpha.pid})\n")
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"stopped alpha (serve, process {alpha.pid}, folder {tmp_path})\n",
+    )
     assert alpha.wait(30) == 0
     assert run_here(["ps", "--json"], tmp_path).stdout == "[]\n"
 
@@ -67,7 +70,31 @@ def test_a_process_whose_parent_does_not_ask_for_its_end_is_stopped(
     # As in a container without an init.
     command = [sys.executable, "-m", "convoy", "stop", "alpha", "--wait", "5"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, f"stopped alpha (serve, process {alpha.pid})\n")
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"stopped alpha (serve, process {alpha.pid}, folder {tmp_path})\n",
+    )
+
+
+def test_stop_without_a_name_ends_only_a_process_of_this_folder(
+    tmp_path: Path, alpha: subprocess.Popen[str]
+) -> None:
+    elsewhere = tmp_path / "other"
+    elsewhere.mkdir()
+    refused = run_here(["stop"], elsewhere)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "error: this folder has 0 processes, expected one: "
+        f"running are alpha ({alpha.pid}, folder {tmp_path})",
+        "hint: convoy stop NAME, convoy stop PID, or --all",
+    ]
+    assert alpha.poll() is None
+    done = run_here(["stop"], tmp_path)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"stopped alpha (serve, process {alpha.pid}, folder {tmp_path})\n",
+    )
+    assert alpha.wait(30) == 0
 
 
 def test_a_head_is_listed_with_the_folder_of_its_files(

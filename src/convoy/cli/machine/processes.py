@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
 from convoy.cli.machine.managers import ServiceManager, manager_here
+from convoy.cli.operator.home import DEFAULT_HOME
 from convoy.cli.running.process import ProcessRecord, running_processes
 from convoy.cli.show.output import JsonFlag, print_json, print_note, print_table
 from convoy.errors import ConfigError, Unavailable, UsageError
@@ -45,7 +47,8 @@ def since_text(record: ProcessRecord) -> str:
 
 def stop(
     name: Annotated[
-        str | None, typer.Argument(help="A member's name, or a process id.  [default: the only one]")
+        str | None,
+        typer.Argument(help="A member's name, or a process id.  [default: the only one of this folder]"),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Stop every process that `convoy ps` lists.")] = False,
     wait_s: Annotated[
@@ -54,7 +57,8 @@ def stop(
 ) -> None:
     """Stop a process of Convoy on this machine, in order.
 
-    A head finishes its running answers first. A service stays stopped until the next boot or login.
+    Without a name, only a process whose files are in this folder or in its .convoy is stopped. A head
+    finishes its running answers first. A service stays stopped until the next boot or login.
     """
     records = running_processes()
     chosen = records if every else [_chosen(records, name)]
@@ -65,7 +69,7 @@ def stop(
             os.kill(one.pid, signal.SIGTERM)
     for one in chosen:
         _wait(one, wait_s)
-        print_note(f"stopped {one.name} ({one.verb}, process {one.pid})")
+        print_note(f"stopped {one.name} ({one.verb}, process {one.pid}, folder {one.folder})")
 
 
 def _wait(record: ProcessRecord, wait_s: float) -> None:
@@ -88,13 +92,22 @@ def _runs(pid: int) -> bool:
 
 
 def _chosen(records: list[ProcessRecord], name: str | None) -> ProcessRecord:
-    """Return the record of a name or an id; without one, the only record. Raises `UsageError`."""
-    found = [one for one in records if name is None or name in {one.name, str(one.pid)}]
+    """Return the record of a name or an id; without one, the only record of this folder.
+
+    Raises `UsageError`.
+    """
+    here = {str(folder.resolve()) for folder in (Path(), DEFAULT_HOME)}
+    found = [one for one in records if (one.folder in here if name is None else _is_named(one, name))]
     if len(found) == 1:
         return found[0]
-    shown = ", ".join(f"{one.name} ({one.pid})" for one in records) or "none"
-    asked = "which process?" if name is None else f"{name!r} names {len(found)} processes:"
+    shown = ", ".join(f"{one.name} ({one.pid}, folder {one.folder})" for one in records) or "none"
+    where = "this folder has" if name is None else f"{name!r} names"
+    asked = f"{where} {len(found)} processes, expected one:"
     raise UsageError(f"{asked} running are {shown}", hint="convoy stop NAME, convoy stop PID, or --all")
+
+
+def _is_named(record: ProcessRecord, name: str) -> bool:
+    return name in {record.name, str(record.pid)}
 
 
 def logs(
