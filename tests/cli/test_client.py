@@ -276,6 +276,16 @@ def test_a_head_that_shuts_down_is_said_with_what_a_person_can_do(head: FakeHead
     ]
 
 
+def test_a_model_that_is_not_served_is_said_with_what_a_person_can_do(head: FakeHead, tmp_path: Path) -> None:
+    text = "the model 'other' is not served here, expected one of: demo"
+    head.say("/v1/chat/completions", {"error": {"message": text, "code": "model_not_found"}}, 404)
+    done = run_here(["chat", "What is 40+2?", "--model", "other", "--url", head.url], tmp_path)
+    assert done.stderr.splitlines() == [
+        f"error: {text}",
+        "hint: name a model that is served, or none if one is; `convoy serve MODEL` serves another",
+    ]
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_recovery_is_said_once_while_an_answer_pauses(
     head: FakeHead, tmp_path: Path, flags: list[str]

@@ -152,7 +152,8 @@ def _file(token: str | None, config: Path | None, newcomer: NewcomerFiles, tell:
         return file
     raise UsageError(
         "an invitation or --config is needed",
-        hint="run `convoy join -` and paste the token of `convoy invite`; later `convoy join` in this folder",
+        hint="run `convoy join -` and paste the token of `convoy serve MODEL --invite` or `convoy invite`; "
+        "later run `convoy join` in this folder",
     )
 
 

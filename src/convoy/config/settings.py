@@ -155,7 +155,10 @@ def _parse(path: Path) -> dict[str, object]:
 
 def _how_to_read(error: OSError, path: Path) -> str | None:
     if isinstance(error, FileNotFoundError):
-        return "`convoy invite` and `convoy join -` write one in .convoy; docs/configuration.md has its keys"
+        return (
+            "`convoy serve MODEL --invite` writes .convoy/convoy.toml on the first machine, and "
+            "`convoy join -` on each other; docs/configuration.md has its keys"
+        )
     if isinstance(error, IsADirectoryError):
         return f"name the file itself: {path / 'convoy.toml'}"
     return f"chmod u+r {path}" if isinstance(error, PermissionError) else None

@@ -242,6 +242,8 @@ class Endpoint:
             if error.get("code") == "draining":
                 message = message.removesuffix(" (send the request to another server)")
                 hint = "ask again once `convoy serve` is started again"
+            elif error.get("code") == "model_not_found":
+                hint = "name a model that is served, or none if one is; `convoy serve MODEL` serves another"
         except (ValueError, TypeError, KeyError, AttributeError):
             # The body explains nothing, so the status is all there is to report.
             pass

@@ -145,10 +145,10 @@ def lose_gamma_and_let_it_come_back_too_soon(
     considered = watch_arrivals(cluster)
     never_loads(monkeypatch, loaded)
     s.peers["gamma"].stop()
-    wait_until(lambda: "beta has loaded" in cluster.health()[1])
+    wait_until(lambda: "loading at beta: " in cluster.health()[1])
     s.join("gamma")
     assert considered.get(timeout=30) == "gamma"
-    assert "beta has loaded" in cluster.health()[1], "the recovery is not over yet"
+    assert "loading at beta: " in cluster.health()[1], "the recovery is not over yet"
     loaded.set()
     wait_until(lambda: cluster.engine.stats().recoveries == 1)
     return cluster

@@ -198,6 +198,16 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert all(name in str(caught.value.hint) for name in BUNDLED)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("demmo", "demo"), ("demo-mni", "demo-mini"), ("syntetic:llama-250m", "synthetic:llama-250m")],
+)
+def test_a_name_with_a_typing_error_gets_the_name_that_was_meant(wrong: str, meant: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSource.resolve(wrong)
+    assert caught.value.hint == f"did you mean {meant}?"
+
+
 def test_a_file_of_another_kind_is_refused_as_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("words")
     with pytest.raises(ModelError, match=r"notes\.txt is a file, and no model"):

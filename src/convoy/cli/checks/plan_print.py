@@ -70,7 +70,7 @@ def _print_stages(found: PlanReport) -> None:
     joint = any(stage.ranks for stage in found.stages)
     weights = "weights of a rank" if joint else "weights"
     print_table(
-        ["stage", "member", "span", weights, "K/V per token", "memory", "can read prompts"],
+        ["stage", "member", "span", weights, "K/V per token", "memory offered", "can read prompts"],
         [
             (
                 index,

@@ -373,7 +373,9 @@ class StageRecovery:
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 
         def on_load(member: str, done: int, total: int) -> None:
-            text = f"{member} has loaded {done / max(1, total):.0%} of what it lacks"
+            percent = int(100 * done / max(1, total))
+            loaded = f": {percent}% of what it lacks" if percent else ""
+            text = f"loading at {member}{loaded}"
             self._say(text)
             self._outage.progress(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -86,10 +87,7 @@ class ModelSource:
                 f"{name_or_path} is a file, and no model", hint=f"{MODEL_HINT}: {', '.join(BUNDLED)}"
             )
         if not directory.is_dir():
-            raise ModelError(
-                f"no model at {name_or_path}",
-                hint=f"{MODEL_HINT}: {', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})",
-            )
+            raise ModelError(f"no model at {name_or_path}", hint=_how_to_name(name_or_path))
         if not has_safetensors(directory) and (file := find_gguf(directory.resolve())) is not None:
             return cls._of_gguf(file)
         config = read_config(directory / "config.json")
@@ -155,6 +153,14 @@ def _name_of(directory: Path) -> str:
     if kind == "models" and repo and directory.parent.name == "snapshots":
         return repo.replace("--", "/", 1)
     return directory.name
+
+
+def _how_to_name(wrong: str) -> str:
+    """Return the hint for a model that is not there: the name that was probably meant, or every kind."""
+    near = difflib.get_close_matches(wrong, (*BUNDLED, *(f"{PREFIX}{size}" for size in CONFIGS)), n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"{MODEL_HINT}: {', '.join(BUNDLED)} (for measurements {PREFIX}{next(iter(CONFIGS))})"
 
 
 def needs_no_files(name: str) -> bool:
