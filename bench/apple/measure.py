@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 import convoy
-from convoy.config.kernels import MLX_BF16
+from convoy.config.kernels import MLX_BF16, MLX_F32
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.synthetic import Synthetic
@@ -39,6 +39,8 @@ from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 BATCHES = (1, 8)
 _BLOCK = 16
 _GROUP, _BITS = 64, 4
+# By --dtype: the kernel of our stage, and the dtype of mlx-lm's model.
+_KINDS = {"bfloat16": (MLX_BF16, mx.bfloat16), "float32": (MLX_F32, mx.float32)}
 # What a round returns: seconds of the prefill and of the decodes, and the number of sequences.
 Round = Callable[[], tuple[float, float, int]]
 
@@ -49,6 +51,7 @@ class Lengths(argparse.Namespace):
     prompt_tokens: int
     decodes: int
     rounds: int
+    dtype: str
 
     @property
     def blocks_each(self) -> int:
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256 if has_gpu else 16)
     parser.add_argument("--decodes", type=int, default=32 if has_gpu else 8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=_KINDS, default="bfloat16")
     args = parser.parse_args(namespace=Lengths())
     with tempfile.TemporaryDirectory() as folder:
         synthetic = Synthetic.parse(args.model)
@@ -84,6 +88,7 @@ def measure(path: Path, args: Any) -> Iterator[dict[str, Any]]:
         "prompt_tokens": args.prompt_tokens,
         "decodes": args.decodes,
         "rounds": args.rounds,
+        "dtype": args.dtype,
     }
     if not args.no_certificate:
         found = convoy.verify(str(path), device="mlx", max_cuts=3, prompts=2, num_tokens=4)
@@ -91,7 +96,8 @@ def measure(path: Path, args: Any) -> Iterator[dict[str, Any]]:
         yield report
     assignment = StageAssignment("here", 0, source.spec.num_layers, embed=True, output=True)
     stage = load_stage(
-        source, assignment, StageOptions(kernel=MLX_BF16, device="mlx", block_size=_BLOCK, require_tags=False)
+        *(source, assignment),
+        StageOptions(kernel=_KINDS[args.dtype][0], device="mlx", block_size=_BLOCK, require_tags=False),
     )
     # In turn, so that both meet the same load of the machine.
     one, theirs = partial(run_stage, stage, 1, args), make_mlx_lm_round(path, source, args)
@@ -174,7 +180,7 @@ def make_mlx_lm_round(path: Path, source: ModelSource, args: Any) -> Round:
     That is how its `generate_step` overlaps the host with the device.
     """
     model, _ = load_model(path)
-    model.set_dtype(mx.bfloat16)
+    model.set_dtype(_KINDS[args.dtype][1])
     prompt = mx.array([prompt_of(source.spec.vocab_size, 0, args.prompt_tokens)])
 
     def run() -> tuple[float, float, int]:
