@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part
+from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part, without_mlx
 from convoy.cluster.options import HeadOptions
-from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, form_of
-from convoy.errors import UsageError
+from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, MLX_BF16, MLX_F32, form_of
+from convoy.errors import Incompatible, UsageError
 from convoy.model.device import kernel_on
 from convoy.wire.messages.control import Hello
 
@@ -50,6 +50,21 @@ def test_members_on_devices_run_each_its_own_kernel_beside_hosts() -> None:
     assert agree_dtype(hellos, "alpha", kernels.values()) == "bfloat16"
     assert can_take_part(hellos["alpha"], {CUDA_INT8})
     assert not can_take_part(hellos["gamma"], {"exact-f32"})
+
+
+def test_a_mac_on_auto_computes_on_its_host_where_mlx_does_not_do() -> None:
+    mac, given = hello(MLX_BF16, MLX_F32, "exact-f32", "plain-f32"), hello(MLX_BF16, MLX_F32)
+    assert agree_kernels({"alpha": hello("exact-f32", "plain-f32"), "beta": mac}, "alpha")["beta"] == MLX_BF16
+    assert without_mlx(mac).kernels == ["exact-f32", "plain-f32"]
+    assert without_mlx(given) is given
+    # The head insists on exact mode, or its texts began under it.
+    both = {"alpha": "exact-f32", "beta": "exact-f32"}
+    assert agree_kernels({"alpha": hello("exact-f32"), "beta": mac}, "alpha") == both
+    assert (
+        agree_kernels({"alpha": hello("exact-f32", "plain-f32"), "beta": mac}, "alpha", both.values()) == both
+    )
+    with pytest.raises(Incompatible, match="beta can run mlx-bf16, mlx-f32"):
+        agree_kernels({"alpha": hello("exact-f32"), "beta": given}, "alpha")
 
 
 def test_rounded_weights_of_a_device_are_counted_with_their_scales() -> None:

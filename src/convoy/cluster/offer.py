@@ -6,6 +6,8 @@ import os
 import platform
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.config.kernels import (
@@ -14,6 +16,7 @@ from convoy.config.kernels import (
     EXACT,
     EXACT_KERNELS,
     KERNELS,
+    MLX_KERNELS,
     form_of,
     on_device,
     quantized_kernel,
@@ -23,6 +26,7 @@ from convoy.model.backends.host.checks.bits import bits_digest
 from convoy.model.backends.host.checks.selfcheck import available_kernels
 from convoy.model.device import (
     HOST,
+    MLX,
     RANKS,
     choose_devices,
     describe_devices,
@@ -43,12 +47,15 @@ _DTYPES = ("float32", "bfloat16")
 def make_hello(options: MemberOptions) -> Hello:
     """Examine this machine once, and return its greeting. The kernels are those that passed here, best first.
 
+    Where `auto` chooses MLX, those of the host follow: MLX does not run every model.
+
     Raises `UsageError` for a device that is not here.
     """
     devices = choose_devices(options.device, options.kernel)
     on_host = devices == (HOST,)
     kernels = [] if on_host else kernels_on(devices[0], options.kernel)
-    kernels = kernels or available_kernels(options.kernel, num_threads=options.num_threads)
+    if on_host or (options.device == AUTO and devices == (MLX,)):
+        kernels += available_kernels(options.kernel, num_threads=options.num_threads)
     exact = next((kernel for kernel in kernels if kernel in EXACT_KERNELS), None)
     return Hello(
         software=__version__,
@@ -61,6 +68,14 @@ def make_hello(options: MemberOptions) -> Hello:
         device=options.device if RANKS in options.device else describe_devices(devices),
         unpacks=exact is not None and own_form(exact) != exact,
     )
+
+
+def without_mlx(hello: Hello) -> Hello:
+    """Return a greeting without kernels of MLX. One that offers no others is returned as it is."""
+    kept = [kernel for kernel in hello.kernels if kernel not in MLX_KERNELS]
+    if not kept or len(kept) == len(hello.kernels):
+        return hello
+    return msgspec.structs.replace(hello, kernels=kept, device=HOST)
 
 
 def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]:
@@ -87,18 +102,22 @@ def agree_kernels(
 ) -> dict[str, str]:
     """Return the kernel of each member: members on devices have their own, and all hosts have one.
 
+    Members on devices that offer a host's kernel too run that where a host insists on it.
+
     ``in_use`` are the kernels of earlier plans: only the same host kernel continues its texts unchanged.
     Raises `Incompatible`, naming the member and the kernel that it lacks.
     """
     on_devices = _on_devices(hellos, head)
-    on_hosts = [name for name in hellos if name not in on_devices]
     of_hosts = next((kernel for kernel in in_use if not on_device(kernel)), None)
     if in_use and not any(map(on_device, in_use)) and of_hosts is not None:
         _require(of_hosts, hellos)
-    elif on_devices:
-        insists = next((name for name in on_hosts if hellos[name].kernels == [EXACT]), None)
-        if insists is not None:
+        return dict.fromkeys(hellos, of_hosts)
+    insists = next((name for name, hello in hellos.items() if hello.kernels == [EXACT]), None)
+    if on_devices and insists is not None:
+        if not all(EXACT in hellos[name].kernels for name in on_devices):
             raise _no_kernel(EXACT, insists, hellos)
+        on_devices = {}
+    on_hosts = [name for name in hellos if name not in on_devices]
     chosen = dict(on_devices)
     if on_hosts:
         lead = head if head in on_hosts else on_hosts[0]

@@ -74,6 +74,11 @@ def _kind_of(device: str) -> str:
     return re.split("[:,+]", device)[0]
 
 
+def or_host(device: str, kernel: str) -> str:
+    """Return ``device``, or the host for a kernel of hosts, which `auto` offers beside those of MLX."""
+    return HOST if device == MLX and not on_device(kernel) else device
+
+
 def stage_device(wish: str, kernel: str = AUTO) -> str:
     """Return a stage's device text, as `choose_devices`; joined devices give one device per rank."""
     chosen = choose_devices(wish, kernel)
@@ -100,15 +105,17 @@ def choose_devices(
     kernel: str = AUTO,
     asked_by: str = "[model] kernel",
     *,
-    why_not_mlx: Callable[[], str] = mlx_device.why_not_default,
+    why_not_mlx: Callable[[], str] | None = None,
 ) -> tuple[str, ...]:
     """Return the devices for ``wish``.
 
     ``wish`` is auto, cpu, mlx, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or
     cuda:0+cuda:1 for ranks. auto means the first CUDA device, if there is one and the requested kernel does
     not run on hosts alone. Without one, and without a requested kernel, it means MLX unless ``why_not_mlx``
-    has a reason. Raises UsageError for an invalid device, a device that this machine lacks, and a
-    ``kernel`` that does not run there; its hint names ``asked_by``, the flag or key with the kernel.
+    has a reason; None asks `mlx_device.why_not_default`.
+
+    Raises UsageError for an invalid device, a device that this machine lacks, and a ``kernel`` that does not
+    run there; its hint names ``asked_by``, the flag or key with the kernel.
     """
     if kernel == CUDA_FP8:
         asked_by = "--compute fp8"
@@ -121,7 +128,8 @@ def choose_devices(
             )
         if kernel in _ON_CUDA and not reason:
             return ("cuda:0",)
-        return (MLX,) if kernel == AUTO and not why_not_mlx() else (HOST,)
+        why_not = why_not_mlx or mlx_device.why_not_default
+        return (MLX,) if kernel == AUTO and not why_not() else (HOST,)
     names = _joined(wish) if RANKS in wish else split_devices(wish)
     if names == [HOST] or (RANKS in wish and HOST in names):
         if on_device(kernel):
@@ -152,7 +160,10 @@ def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
         return [stage_device(wish, kernel)] * num_members
     if wish == AUTO:
         names = list(choose_devices(AUTO, kernel))
-        if names not in ([HOST], [MLX]):
+        if names == [MLX]:
+            # Each chooses by the model, too.
+            return [AUTO] * num_members
+        if names != [HOST]:
             names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     else:
         names = split_devices(wish)

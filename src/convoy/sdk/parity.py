@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,12 +70,13 @@ def device_and_kernel(
     there.
     """
     from convoy.model.backends.host.checks.selfcheck import choose_kernel, why_not_exact
+    from convoy.model.backends.registry import why_not_chosen
     from convoy.model.device import RANKS, choose_devices, kernel_on
     from convoy.plan.spec.sharding import check_sharding
 
     if device and RANKS in device:
         raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="give --ranks")
-    device = ",".join(choose_devices(device or "cpu", kernel))
+    device = ",".join(choose_devices(device or "cpu", kernel, why_not_mlx=partial(why_not_chosen, source)))
     chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on(device, kernel)
     if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
         note(f"kernel {chosen}: {reason}")

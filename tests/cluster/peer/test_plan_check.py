@@ -12,6 +12,7 @@ from convoy.cluster.options import MemberOptions
 from convoy.cluster.peer.loaded_plan import LoadedPlan, check_plan, stage_options
 from convoy.errors import Incompatible, StepError
 from convoy.model.backends.host.stage import HostStage
+from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Activate, Plan, StageAssignment
 
@@ -24,7 +25,8 @@ def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
 
 def test_a_stage_holds_k_and_v_as_the_plan_says() -> None:
     plan = replace(plan_of(("alpha", 0, 12, "eo")), kv_dtype="q8")
-    assert stage_options(plan, 0, MemberOptions(device="cpu")).kv_dtype == "q8"
+    source = ModelSource.resolve("demo-mini")
+    assert stage_options(plan, 0, MemberOptions(device="cpu"), source).kv_dtype == "q8"
 
 
 @pytest.mark.parametrize("asked", ["fp8", "f64"])

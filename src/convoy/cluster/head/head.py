@@ -42,6 +42,7 @@ from convoy.errors import (
     PeerError,
     PlanError,
 )
+from convoy.model.backends.registry import why_not_on_mlx
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, Stage
 from convoy.plan.memory.blocks import Room
@@ -103,7 +104,11 @@ class Head:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
         self.peers = Peers(
-            me, network or TcpNetwork(), options, receive=self._receive, lost=self._lost, joined=self._joined
+            *(me, network or TcpNetwork(), options),
+            receive=self._receive,
+            lost=self._lost,
+            joined=self._joined,
+            why_not_mlx=why_not_on_mlx(source),
         )
         self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
         verifier, weights = self.peers.verifier, self._weights
@@ -311,7 +316,7 @@ class Head:
 
     def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> LoadedStage:
         position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
-        options = stage_options(plan, position, self._options.member)
+        options = stage_options(plan, position, self._options.member, self._source)
         self._ranks = ranks = ranks_of(
             *(plan, plan_digest(plan), position, self.name, self._source.spec),
             options=self._options.member,

@@ -20,7 +20,7 @@ from convoy.config.kernels import measured_form
 from convoy.errors import ConvoyError, LinkClosed, PeerError
 from convoy.model.backends.host.speed import measure_speed
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.device import choose_devices
+from convoy.model.device import choose_devices, or_host
 from convoy.plan.placement.placement import Placement
 from convoy.plan.rates.rates import Links, RatesReport, Workload, predict
 from convoy.plan.speed import Speed
@@ -79,7 +79,7 @@ class StepTimes:
             if key not in self._speeds:
                 options = self._options
                 try:
-                    device = choose_devices(options.device, options.kernel)[0]
+                    device = or_host(choose_devices(options.device, options.kernel)[0], kernel)
                     self._speeds[key] = measure_speed(kernel, options.num_threads, device, key[1])
                 except ConvoyError as error:
                     _log.warning("this machine's speed could not be measured: %s", error.message)

@@ -20,7 +20,9 @@ from convoy.engine.run.kv_server import MAX_REASON, KvServer
 from convoy.engine.run.stage_worker import Failed, StageRoute, StageWorker
 from convoy.engine.stats import Histogram
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatible, StepError
-from convoy.model.device import stage_device
+from convoy.model.backends.registry import why_not_on_mlx
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.device import or_host, stage_device
 from convoy.model.stage import LoadedStage, Stage, StageOptions
 from convoy.plan.spec.model import ModelSpec
 from convoy.transport.link.link import Link
@@ -255,7 +257,7 @@ def load_plan(
     source = found.source
     check_plan(plan, source.spec.num_layers, source.spec.max_context)
     weights.make_ready(asker, found, plan.stages[position])
-    chosen = stage_options(plan, position, options.member)
+    chosen = stage_options(plan, position, options.member, source)
     progress = partial(asker.tell, "")
     ranks = ranks_of(plan, digest, position, me, source.spec, options=options.member)
     stage: LoadedStage
@@ -277,15 +279,20 @@ def ranks_of(
     return RankPeers(plan, digest, position, me, num_kv_heads, join_s=options.ranks_join_s)
 
 
-def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:
+def stage_options(plan: Plan, position: int, member: MemberOptions, source: ModelSource) -> StageOptions:
     """Return the options of the stage at ``position`` on this member.
 
     Raises `UsageError` as `choose_devices` does.
     """
+    kernel, wished = plan.kernel_of(position), stage_device(member.device, member.kernel)
+    device = or_host(wished, kernel)
+    if device != wished:
+        why = why_not_on_mlx(source) or f"the cluster computes under {kernel}"
+        _log.warning("this member computes on %s: %s", device, why)
     return StageOptions(
-        kernel=plan.kernel_of(position),
+        kernel=kernel,
         block_size=plan.block_size,
-        device=stage_device(member.device, member.kernel),
+        device=device,
         num_threads=member.num_threads,
         kv_dtype=plan.kv_dtype,
     )

@@ -16,7 +16,7 @@ import msgspec
 
 from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.handlers import Handler
-from convoy.cluster.offer import make_hello
+from convoy.cluster.offer import make_hello, without_mlx
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
 from convoy.cluster.presence.first_dial import DIAL_S, Arrival, FirstDial
@@ -67,7 +67,8 @@ class Peers:
     """Hold the connected peers. Thread-safe.
 
     ``receive`` gets every frame that a peer sends; see `after_greeting`. It and ``lost`` are called on
-    receiver threads, ``joined`` on a dial's thread.
+    receiver threads, ``joined`` on a dial's thread. ``why_not_mlx`` is the reason why no stage on MLX runs
+    the model; members that offer a host's kernel too then compute on their hosts.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Peers:
         receive: Handler,
         lost: Callable[[Link, ConvoyError], None],
         joined: Callable[[str], None],
+        why_not_mlx: str = "",
     ) -> None:
         self.verifier = MemberVerifier(lambda: me.current, options.member)
         self.links: dict[str, Link] = {}
@@ -86,7 +88,7 @@ class Peers:
         self.slow = SlowMembers()
         self.idle = IdleTimes()
         self.traffic = Traffic()
-        # Why a better kernel is not used, if loading the model showed that.
+        # Why a better kernel is not used, if the model is the reason.
         self.why_kernel = ""
         # The members that did not come at the bring-up.
         self.absent: dict[str, PeerUnreachable] = {}
@@ -98,7 +100,8 @@ class Peers:
         self._network = network
         self._options = options
         self._receive, self._lost, self._joined = receive, lost, joined
-        self._hello = self._capped(me.name, make_hello(options.member), head=True)
+        self._why_not_mlx = why_not_mlx
+        self._hello = self._counted(me.name, make_hello(options.member), head=True)
         self._changed = threading.Condition()
         self._num_changes = 0
         self._greeting: dict[Link, PlanMailbox] = {}
@@ -340,7 +343,7 @@ class Peers:
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:
-        hello = self._capped(link.peer, hello)
+        hello = self._counted(link.peer, hello)
         with self._changed:
             self._greeting.pop(link, None)
             self.links[link.peer], self.hellos[link.peer] = link, hello
@@ -353,8 +356,11 @@ class Peers:
                 self._forget(link)
         self.wake()
 
-    def _capped(self, name: str, hello: Hello, *, head: bool = False) -> Hello:
-        """Return a greeting with only as much of its offered memory as the policy lets count."""
+    def _counted(self, name: str, hello: Hello, *, head: bool = False) -> Hello:
+        """Return a greeting with the memory that the policy lets count, and kernels that run the model."""
+        if self._why_not_mlx and (kept := without_mlx(hello)) is not hello:
+            hello, self.why_kernel = kept, f"{name} computes on cpu: {self._why_not_mlx}"
+            _log.warning("%s", self.why_kernel)
         counted = self._options.member.policy.capped(name, hello.memory_bytes, head=head)
         if counted < hello.memory_bytes:
             text = "%s offers %.1f GB of memory, and the policy lets %.1f GB count"

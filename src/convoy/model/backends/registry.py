@@ -149,6 +149,19 @@ def load_stage(
     return _backend_of(options.device).load(source, assignment, options, progress, before)
 
 
+def why_not_on_mlx(source: ModelSource) -> str:
+    """Return the model's name and the part of it that no stage on MLX runs, or "". Needs no MLX."""
+    from convoy.model.backends.mlx.supported import why_not
+
+    reason = why_not(source)
+    return reason and f"{source.name} does not run on mlx: {reason}"
+
+
+def why_not_chosen(source: ModelSource) -> str:
+    """Return the reason why `auto` does not choose MLX for a model on this machine, or ""."""
+    return mlx_device.why_not_default() or why_not_on_mlx(source)
+
+
 def load_slice(
     source: ModelSource,
     assignment: StageAssignment,

@@ -157,7 +157,7 @@ def plan_source(
 ) -> PlanReport:
     """Return the plan of a model over these members. Raises PlanError or SpanError if none fits."""
     settings = question.settings
-    kernels = _kernels(question, members)
+    kernels = _kernels(question, members, source)
     for kernel in kernels.values():
         kv_form(kernel, settings.engine.kv_dtype)
     spec = source.spec.with_kv_dtype(settings.engine.kv_dtype)
@@ -275,7 +275,7 @@ class _Paces:
         return Workload(min(self.context, spec.max_context), options.max_batch, options.chunk_tokens)
 
 
-def _kernels(question: PlanQuestion, members: PlanMembers) -> dict[str, str]:
+def _kernels(question: PlanQuestion, members: PlanMembers, source: ModelSource) -> dict[str, str]:
     """Return the kernel that each member would run.
 
     This proves nothing: `auto` counts as CUDA where there is CUDA, otherwise as exact mode on x86-64. Hosts
@@ -283,7 +283,7 @@ def _kernels(question: PlanQuestion, members: PlanMembers) -> dict[str, str]:
     """
     asked, names = question.kernel, [offer.name for offer in members.offers]
     if not members.kinds:
-        device = _device_here(question)
+        device = _device_here(question, source)
         kernel = _host_kernel(asked) if device == _HOST else _device_kernel(device, question)
         return dict.fromkeys(names, kernel)
     of_hosts = EXACT if asked == AUTO else asked
@@ -305,15 +305,17 @@ def _device_kernel(device: str, question: PlanQuestion) -> str:
     return kernel_on(device, question.kernel, question.kernel_from)
 
 
-def _device_here(question: PlanQuestion) -> str:
-    """Return the device on which a member of this machine would compute."""
+def _device_here(question: PlanQuestion, source: ModelSource | None = None) -> str:
+    """Return the device on which a member of this machine would compute ``source``, or some model."""
     wish = question.settings.model.device
     # Skips the second that torch takes to load.
     if wish == _HOST:
         return _HOST
+    from convoy.model.backends.registry import why_not_chosen
     from convoy.model.device import choose_devices
 
-    return choose_devices(wish, question.kernel)[0]
+    why_not = None if source is None else functools.partial(why_not_chosen, source)
+    return choose_devices(wish, question.kernel, why_not_mlx=why_not)[0]
 
 
 def _unpacks(spec: ModelSpec, kernel: str) -> bool:

@@ -128,10 +128,12 @@ class Measurements:
 
     def _measured(self, kernel: str, form: str) -> Speed:
         from convoy.cluster.own_speed import own_speed
+        from convoy.model.device import or_host
 
         if (kernel, form) not in self._own:
             here = self.here
-            found = own_speed(kernel, here.num_threads, here.device, self.cache, form=form)
+            device = or_host(here.device, kernel)
+            found = own_speed(kernel, here.num_threads, device, self.cache, form=form)
             if found.warning is not None and not self._own:
                 self.note(found.warning)
             self._own[kernel, form] = found.speed

@@ -15,13 +15,9 @@ import torch
 
 from convoy.model.backends.mlx.arrays import to_mlx
 from convoy.model.backends.mlx.layers.matrices import CodedMatrix
-from convoy.model.checkpoints.formats.unpacking import Unpacking
+from convoy.model.backends.mlx.supported import BLOCK, CENTRED, GROUPS
 from convoy.model.kernels.stored.bits import stream_codes
 from convoy.model.kernels.stored.matrix import GGUF, PLACES, StoredRange
-
-# The groups that `quantized_matmul` takes, best first where several fit.
-_GROUPS = (128, 64, 32)
-_CENTRED = {f"centred{bits}": bits for bits in (2, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -35,23 +31,10 @@ class _Affine:
     group: int
 
 
-def why_not_laid_out(name: str, whole: Unpacking) -> str:
-    """Return why MLX has no form for the codes of a stored tensor, or "". Reads headers alone."""
-    form, width = whole.kept_form, whole.shape[-1]
-    if form not in _CENTRED and form not in _BLOCKS:
-        kind = form or type(whole).__name__
-        return f"{name} is stored in a form ({kind}) that quantized_matmul does not take"
-    # 0: one scale for a row. 1: the format's own row tells it.
-    group = 32 if form in _BLOCKS else int(getattr(whole, "group_size", whole.kept_group)) or width
-    if not any(min(group, width) % size == 0 == width % size for size in _GROUPS):
-        return f"{name} has groups of {group} in rows of {width}, expected multiples of {_GROUPS[-1]}"
-    return ""
-
-
 def lay_out(one: StoredRange, dtype: mx.Dtype) -> CodedMatrix:
     """Return the same matrix in MLX's affine form, with factors in ``dtype`` if that is float32."""
-    if one.form in _BLOCKS:
-        width, lay = _BLOCKS[one.form]
+    if one.form in BLOCKS:
+        width, lay = BLOCKS[one.form]
         found = lay(one.parts["stored"].reshape(one.outputs, one.inputs // width, -1))
     else:
         found = _centred(one)
@@ -82,21 +65,18 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _centred(one: StoredRange) -> _Affine:
     assert PLACES not in one.parts, "`weights` refuses them"
-    bits = _CENTRED[one.form]
+    bits = CENTRED[one.form]
     codes = stream_codes(one.parts["codes"], bits)[:, : one.inputs]
     scales, zeros = one.parts["scales"].to(torch.float32), one.parts.get("zeros")
     half = float(1 << (bits - 1)) if zeros is None or zeros.dtype == torch.int8 else 0.0
     biases = -(half + (0 if zeros is None else zeros.to(torch.float32))) * scales
     group = min(one.group or one.inputs, one.inputs)
-    size = next(size for size in _GROUPS if group % size == 0 == one.inputs % size)
+    size = next(size for size in GROUPS if group % size == 0 == one.inputs % size)
     scales, biases = (
         each.expand(one.outputs, -1).repeat_interleave(group // size, 1)[:, : one.inputs // size].contiguous()
         for each in (scales, biases)
     )
     return _Affine(codes, scales, biases, bits, size)
-
-
-_BLOCK = 32
 
 
 def _half(blocks: torch.Tensor, place: int) -> torch.Tensor:
@@ -111,17 +91,17 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def _q4_0(blocks: torch.Tensor) -> _Affine:
     scales = _half(blocks, 0)
-    return _Affine(_nibbles(blocks[..., 2:]), scales, -8 * scales, 4, _BLOCK)
+    return _Affine(_nibbles(blocks[..., 2:]), scales, -8 * scales, 4, BLOCK)
 
 
 def _q4_1(blocks: torch.Tensor) -> _Affine:
-    return _Affine(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4, _BLOCK)
+    return _Affine(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4, BLOCK)
 
 
 def _q8_0(blocks: torch.Tensor) -> _Affine:
     scales = _half(blocks, 0)
     codes = blocks[..., 2:].contiguous().view(torch.int8).to(torch.int16) + 128
-    return _Affine(codes.to(torch.uint8).flatten(1), scales, -128 * scales, 8, _BLOCK)
+    return _Affine(codes.to(torch.uint8).flatten(1), scales, -128 * scales, 8, BLOCK)
 
 
 def _q4_k(blocks: torch.Tensor) -> _Affine:
@@ -134,21 +114,21 @@ def _q4_k(blocks: torch.Tensor) -> _Affine:
     scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), -1)
     # 32 bytes hold two groups, the first one in the lower halves.
-    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, _BLOCK)
+    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, BLOCK)
     codes = torch.stack((pairs & 15, pairs >> 4), -2).flatten(1)
     return _Affine(
         codes,
         (_half(blocks, 0)[..., None] * scales).flatten(1),
         (-_half(blocks, 2)[..., None] * minima).flatten(1),
         4,
-        _BLOCK,
+        BLOCK,
     )
 
 
-# By the name of the form, those whose groups MLX has, with the inputs of a block.
-_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], _Affine]]] = {
-    f"{GGUF}Q4_0": (_BLOCK, _q4_0),
-    f"{GGUF}Q4_1": (_BLOCK, _q4_1),
-    f"{GGUF}Q8_0": (_BLOCK, _q8_0),
-    f"{GGUF}Q4_K": (8 * _BLOCK, _q4_k),
+# By the form in `supported.BLOCK_FORMS`, with the inputs of a block.
+BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], _Affine]]] = {
+    f"{GGUF}Q4_0": (BLOCK, _q4_0),
+    f"{GGUF}Q4_1": (BLOCK, _q4_1),
+    f"{GGUF}Q8_0": (BLOCK, _q8_0),
+    f"{GGUF}Q4_K": (8 * BLOCK, _q4_k),
 }

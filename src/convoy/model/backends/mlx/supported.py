@@ -1,10 +1,11 @@
-"""Tell whether stages on MLX run a model, from its configuration and the headers of its tensors alone."""
+"""Tell whether stages on MLX run a model, from its configuration and the headers of its tensors alone.
+
+A head asks this for members on MLX, so nothing here imports MLX.
+"""
 
 from __future__ import annotations
 
 from convoy.errors import ModelError
-from convoy.model.backends.mlx.codes import why_not_laid_out
-from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
 from convoy.model.checkpoints.formats.fp8 import WordFloats
 from convoy.model.checkpoints.formats.mlx import AffineRows
@@ -12,12 +13,19 @@ from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
 from convoy.model.checkpoints.formats.nvfp4 import GroupedFloats
 from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.stored.matrix import GGUF
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.registry import FAMILIES
 
 ON_CPU = 'set device = "cpu" for this member: its exact mode runs this model'
-# The groups that `quantized_matmul` takes.
-_GROUPS = (32, 64, 128)
+# The groups that `quantized_matmul` takes, best first where several fit.
+GROUPS = (128, 64, 32)
+# The words of activations in config.json that `layers.matrices` computes.
+ACTIVATION_WORDS = frozenset({"silu", "swish", "gelu_pytorch_tanh"})
+# The forms that `codes` lays out: bits of a code by form, and the types of GGUF whose groups MLX has.
+CENTRED = {f"centred{bits}": bits for bits in (2, 4, 8)}
+BLOCK = 32
+BLOCK_FORMS = frozenset(f"{GGUF}{name}" for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K"))
 _ACTIVATION_KEYS = ("hidden_activation", "hidden_act")
 # Codes that are small floats. `quantized_matmul` takes their codes and scales as they are.
 FloatCodes = RowFloats | WordFloats | GroupedFloats
@@ -43,8 +51,8 @@ def why_not(source: ModelSource) -> str:
         return f"model type {spec.family} has other layers than {known}"
     reader = ConfigReader(source.config, source.name)
     activation = next((word for key in _ACTIVATION_KEYS if (word := reader.word(key))), "")
-    if activation and activation not in ACTIVATIONS:
-        return f"the activation is {activation}, expected {', '.join(ACTIVATIONS)}"
+    if activation and activation not in ACTIVATION_WORDS:
+        return f"the activation is {activation}, expected {', '.join(sorted(ACTIVATION_WORDS))}"
     if reader.get("attn_logit_softcapping") is not None:
         return "its scores of attention have a bound (attn_logit_softcapping)"
     if spec.layer_input_size:
@@ -69,7 +77,20 @@ def _why_not_form(name: str, whole: Unpacking) -> str:
         assert isinstance(whole, JoinedRows | Composed), "both have parts"
         return next((reason for one in whole.wholes if (reason := _why_not_form(name, one))), "")
     if not isinstance(whole, AffineRows):
-        return why_not_laid_out(name, whole)
-    if whole.group_size not in _GROUPS:
-        return f"{name} has groups of {whole.group_size}, expected {', '.join(map(str, _GROUPS))}"
+        return _why_not_laid_out(name, whole)
+    if whole.group_size not in GROUPS:
+        return f"{name} has groups of {whole.group_size}, expected {', '.join(map(str, sorted(GROUPS)))}"
+    return ""
+
+
+def _why_not_laid_out(name: str, whole: Unpacking) -> str:
+    """Return why MLX has no form for the codes of a stored tensor, or "". Reads headers alone."""
+    form, width = whole.kept_form, whole.shape[-1]
+    if form not in CENTRED and form not in BLOCK_FORMS:
+        kind = form or type(whole).__name__
+        return f"{name} is stored in a form ({kind}) that quantized_matmul does not take"
+    # 0: one scale for a row. 1: the format's own row tells it.
+    group = 32 if form in BLOCK_FORMS else int(getattr(whole, "group_size", whole.kept_group)) or width
+    if not any(min(group, width) % size == 0 == width % size for size in GROUPS):
+        return f"{name} has groups of {group} in rows of {width}, expected multiples of {GROUPS[-1]}"
     return ""
