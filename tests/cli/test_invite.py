@@ -20,12 +20,15 @@ from typing import Any
 import pytest
 
 from cli.transcript import run_here
+from convoy.api.page.invitations import InvitationList
 from convoy.cli.invite import DEFAULT_ENROLMENT_PORT
 from convoy.config.settings import load_config
 from convoy.transport.ports import free_port
 from convoy.trust.audit import Entry, read_entries, verify_log
 from convoy.trust.invite import decode_token
 from support.cases import cases
+from support.invitations import Joining
+from survival.losing import wait_for
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 EVERYWHERE = ("0.0.0.0", 0)  # noqa: S104 - where members listen
@@ -33,12 +36,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    folder: Path, *arguments: str, environment: dict[str, str] = ENVIRONMENT
+) -> Iterator[subprocess.Popen[str]]:
     folder.mkdir(exist_ok=True)
     command = subprocess.Popen(
         [sys.executable, "-m", "convoy", *arguments],
         cwd=folder,
-        env=ENVIRONMENT,
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -136,6 +141,32 @@ def test_yes_lets_the_newcomer_in_and_a_typo_is_asked_again(tmp_path: Path) -> N
         if file.is_file():
             assert token not in file.read_text(), file
             assert spoken.hex() not in file.read_text(), file
+
+
+@pytest.mark.parametrize("approves", cases([True, False], bool))
+def test_the_page_of_the_head_answers_in_place_of_the_terminal(tmp_path: Path, approves: bool) -> None:
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    arguments = ("invite", "--json", "--address", "127.0.0.1", "--name", "alpha")
+    with process(tmp_path / "alpha", *arguments, environment=environment) as operator:
+        newcomer = Joining(decode_token(event(operator, "invited")["token"]), port=7779)
+        asked = event(operator, "confirm")
+        head = load_config(tmp_path / "alpha/.convoy/convoy.toml").require_operator_key().hex()
+        questions = InvitationList(tmp_path / "cache/convoy/invitations", head)
+        wait_for(questions.pending)
+        [question] = questions.pending()
+        assert (question.name, question.code) == (asked["name"], asked["code"])
+        assert question.fingerprint == asked["identity_key"]
+        questions.answer(question.id, question.code, approves=approves)
+        # The end of its input would be an answer too.
+        operator.wait(30)
+        said, noted = operator.communicate(timeout=30)
+    assert f"the page said {'yes' if approves else 'no'}\n" in noted
+    assert ('"event": "enrolled"' in said) is approves
+    assert (newcomer.end().enrolled is not None) is approves
+    *_, last = read_entries(tmp_path / "alpha/.convoy/operator/audit.jsonl")
+    assert isinstance(last, Entry)
+    assert last.fields["subject"]["answered"] == "page"
+    assert questions.pending() == []
 
 
 @pytest.mark.parametrize("said", cases(["n\n", "\n", "NO\n"], "\n".__eq__))

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from playwright.sync_api import Page, expect
 
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import PageOptions, ServeOptions
+from convoy.api.page.invitations import InvitationQuestion, OpenQuestion, asked_on_page
 from convoy.api.page.tokens import OpenTokens, Scope
 from convoy.sdk.head import service_of
 from page.conftest import WIDE, Open
@@ -25,6 +26,7 @@ from support.fake_service import FakeEngine, serving, serving_of
 from survival.losing import WAIT_S, Survival, survival, wait_for
 
 KEY = "sk-test-0123456789"
+OPERATOR = "ab" * 32
 _AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
 PHONE = {"width": 390, "height": 844}
 # Preact runs an effect at the next frame, or after 100 ms without one. Once `keepEffects` is called, effects
@@ -93,6 +95,13 @@ class Head:
     url: str
     tokens: OpenTokens
 
+    def asked(self, invitation_id: str, name: str) -> AbstractContextManager[OpenQuestion]:
+        """Ask as ``convoy invite`` does whether a machine may come in."""
+        question = InvitationQuestion(
+            invitation_id, name, "10.0.0.7:7777", "10.0.0.7", "cd" * 32, "4408 5596", time.time() + 300
+        )
+        return asked_on_page(self.tokens.folder.with_name("invitations"), OPERATOR, question)
+
     def signed_in(self, scope: Scope = "operate") -> str:
         """Return an address that begins a session."""
         return f"{self.url}/#token={self.tokens.make(int(self.url.rpartition(':')[2]), scope)}"
@@ -102,7 +111,8 @@ class Head:
 def head_of(real: Survival, folder: Path) -> Iterator[Head]:
     """Serve ``real`` with a key."""
     tokens = OpenTokens(folder)
-    options = ServeOptions(port=0, keys=KeyRing.of(KEY), page=PageOptions(tokens=folder))
+    page = PageOptions(folder, folder.with_name("invitations"), OPERATOR)
+    options = ServeOptions(port=0, keys=KeyRing.of(KEY), page=page)
     with serving_of(service_of(real.cluster), options) as (url, _):
         yield Head(url, tokens)
 
@@ -164,6 +174,35 @@ def test_an_operate_action_is_refused_to_a_key_and_done_by_a_session(cluster: He
     operator.get_by_role("button", name="Sign everybody out").click()
     expect(operator.get_by_role("heading", name="Sign in")).to_be_visible()
     expect(viewer.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def test_an_invitation_is_confirmed_by_a_session_and_refused_to_a_key(
+    cluster: Head, open_page: Open, pytestconfig: pytest.Config
+) -> None:
+    viewer, operator = open_page(cluster.signed_in("view")), open_page(cluster.signed_in())
+    hostile = "<img src=x onerror=window.ran=1>"
+    with cluster.asked("0" * 32, "delta") as good, cluster.asked("1" * 32, hostile) as bad:
+        answer = {"id": "0" * 32, "code": good.code, "approves": True}
+        with httpx.Client(base_url=cluster.url, headers={"authorization": f"Bearer {KEY}"}) as http:
+            assert http.get("/page/invitations").status_code == 403
+            assert http.post("/page/invitations", json=answer).status_code == 403
+        assert good.answer() is None
+        shown = operator.get_by_role("region", name="Invitations").get_by_role("listitem")
+        expect(shown).to_have_text(
+            [re.compile(r"delta asks.+4408 5596.+10\.0\.0\.7:7777"), re.compile("<img")]
+        )
+        assert serious(operator) == []
+        if pytestconfig.getoption("--pictures"):
+            folder = pytestconfig.rootpath / "docs" / "pictures"
+            (folder / "invitation-light.png").write_bytes(shown.first.screenshot())
+        shown.nth(1).get_by_role("button", name="Refuse it").click()
+        expect(shown).to_have_count(1)
+        shown.get_by_role("button", name="The codes are the same: let it in").click()
+        expect(operator.get_by_text("You let delta in.")).to_be_visible()
+        assert (good.answer(), bad.answer()) == (True, False)
+    assert operator.evaluate("window.ran") is None
+    expect(viewer.get_by_role("heading", name="beta")).to_be_visible()
+    assert viewer.get_by_role("region", name="Invitations").count() == 0
 
 
 def test_a_status_that_ends_before_the_page_has_signed_out_hides_no_sign_in(

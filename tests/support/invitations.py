@@ -122,6 +122,7 @@ class Joining:
 
     token: Token
     name: str = "beta"
+    port: int = 7777
     identity: Identity = field(default_factory=Identity.generate)
     codes: list[str] = field(default_factory=list)
     enrolled: Enrolled | None = None
@@ -133,7 +134,7 @@ class Joining:
 
     def _run(self) -> None:
         try:
-            asked = EnrolmentRequest(self.name, None, 7777)
+            asked = EnrolmentRequest(self.name, None, self.port)
             self.enrolled = join_by_token(self.token, self.identity, asked, self.codes.append)
         except ConvoyError as error:
             self.error = error

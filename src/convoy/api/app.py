@@ -111,7 +111,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
 
 
 def _page_routes(rights: PageRights, options: ServeOptions) -> list[Route]:
-    files, page = PageFiles(rights), PageEndpoints(rights, needs_key=options.keys is not None)
+    files, page = PageFiles(rights), PageEndpoints(rights, options)
     return [
         Route("/", files.root),
         Route("/page/static/{name:path}", files.static),
@@ -119,6 +119,8 @@ def _page_routes(rights: PageRights, options: ServeOptions) -> list[Route]:
         Route("/page/session", page.begin, methods=["POST"]),
         Route("/page/session", page.end, methods=["DELETE"]),
         Route("/page/sessions", page.end_all, methods=["DELETE"]),
+        Route("/page/invitations", page.invitations),
+        Route("/page/invitations", page.answer_invitation, methods=["POST"]),
     ]
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,12 +28,13 @@ from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.operator.passphrase import PassphraseFlag
 from convoy.cli.show.output import one_line, print_json_line, print_note
-from convoy.config.files import replace_file
+from convoy.config.files import invitation_folder, replace_file
 from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
 
 if TYPE_CHECKING:
     import socket
 
+    from convoy.api.page.invitations import OpenQuestion
     from convoy.cluster.enrolment.inviter import Newcomer
     from convoy.transport.member import Member, Roster
     from convoy.trust.consumption import Consumption
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 DEFAULT_ENROLMENT_PORT = 7778
 _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "": False}
 _MAX_LINE_BYTES = 4096
+# How often the answer of a page is looked for.
+_LOOK_S = 0.25
 AutoApproveFlag = Annotated[
     bool,
     typer.Option("--auto-approve", help="Approve the first machine that presents the token, without asking."),
@@ -114,8 +117,9 @@ def _invite(
     files.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
     name = one_line(newcomer.card.name)
     with screen.ending(f"{name} was not let in, and the invitation is used up"):
-        approved = screen.approves(newcomer)
-    if not approved:
+        answer = _ask(files, screen, newcomer, token)
+    who["answered"] = answer.where
+    if not answer.approves:
         from convoy.trust.consumption import DECLINED
         from convoy.wire.messages.enrolment import Refusal
 
@@ -126,8 +130,46 @@ def _invite(
             f"{newcomer.card.name} was not let in, and the invitation is used up",
             hint="make a new one with `convoy invite`",
         )
-    roster, member = _let_in(files, newcomer, consumption)
+    roster, member = _let_in(files, newcomer, consumption, answer)
     screen.enrolled(roster, member, files.roster_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Hold whether the newcomer comes in, and where the operator said so."""
+
+    approves: bool
+    where: Literal["terminal", "page", "--auto-approve"]
+
+
+def _ask(files: OperatorFiles, screen: _Screen, newcomer: Newcomer, token: Token) -> _Decision:
+    """Return the operator's answer, from this terminal or from the page of the same user's head."""
+    screen.asked(newcomer)
+    if screen.auto_approve:
+        return _Decision(True, "--auto-approve")
+    from convoy.api.page.invitations import InvitationQuestion, asked_on_page
+    from convoy.transport.listen.enrolment_listener import EnrolmentLimits
+    from convoy.trust.roster.roster import format_address
+
+    card, wait_s = newcomer.card, EnrolmentLimits().decision_timeout_s
+    question = InvitationQuestion(
+        id=token.id,
+        name=card.name,
+        address=format_address(card.address),
+        called_from=newcomer.host,
+        fingerprint=card.identity_key.hex(),
+        code=newcomer.code,
+        expires_unix_s=time.time() + wait_s,
+    )
+    typed = _Typed(time.monotonic() + wait_s)
+    with contextlib.ExitStack() as page:
+        try:
+            key = files.settings.require_operator_key().hex()
+            typed.page = page.enter_context(asked_on_page(invitation_folder(), key, question))
+            print_note("answer here, or on the page of this machine's head (`convoy open`)")
+        except ConfigError as error:
+            print_note(f"only this terminal can answer: {error.message}")
+        return _decision(f"does {one_line(card.name)}'s screen show the same code? [y/N] ", typed)
 
 
 def _meet(
@@ -206,7 +248,9 @@ def _listen(port: int | None) -> socket.socket:
         return sock
 
 
-def _let_in(files: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
+def _let_in(
+    files: OperatorFiles, newcomer: Newcomer, consumption: Consumption, answer: _Decision
+) -> tuple[Roster, Member]:
     """Sign the next roster, write it, and hand it over; return it with the new member.
 
     The order matters: the newcomer never has a roster that is not on disk. A newcomer that hung up while the
@@ -227,7 +271,8 @@ def _let_in(files: OperatorFiles, newcomer: Newcomer, consumption: Consumption) 
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
         signed = sign_roster(roster, files.key, before.handovers)
         subject = roster_subject(verify_roster(signed, operator_key=files.key.public_key), files.roster_file)
-        with files.audit.doing("sign roster", {**subject, "invitation": consumption.invitation_id}):
+        facts = {"invitation": consumption.invitation_id, "answered": answer.where}
+        with files.audit.doing("sign roster", {**subject, **facts}):
             replace_file(files.roster_file, signed)
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
     try:
@@ -296,11 +341,8 @@ class _Screen:
                 print_note(f"\nended: {what}")
             raise
 
-    def approves(self, newcomer: Newcomer) -> bool:
-        """Return whether the operator approves ``newcomer``.
-
-        Ask again after an answer other than y or n. A timeout and the end of the input both mean no.
-        """
+    def asked(self, newcomer: Newcomer) -> None:
+        """Show the machine that wants to come in, and its code."""
         from convoy.trust.roster.roster import format_address
 
         card = newcomer.card
@@ -319,9 +361,6 @@ class _Screen:
         else:
             print_note(f"{one_line(card.name)} at {where} asks to be let in (it called from {newcomer.host})")
             print_note(f"code: {newcomer.code}")
-        if self.auto_approve:
-            return True
-        return _says_yes(f"does {one_line(card.name)}'s screen show the same code? [y/N] ")
 
     def enrolled(self, roster: Roster, member: Member, file: Path) -> None:
         if self.as_json:
@@ -330,40 +369,46 @@ class _Screen:
             print_note(f"{member.name} is in: roster epoch {roster.epoch} in {file}")
 
 
-def _says_yes(question: str) -> bool:
-    """Return the answer to ``question``. Ask until it is one of ``_ANSWERS``, within the newcomer's waiting
-    time.
-    """
-    from convoy.transport.listen.enrolment_listener import EnrolmentLimits
+def _decision(question: str, typed: _Typed) -> _Decision:
+    """Return the answer to ``question``. A timeout and the end of the input both mean no.
 
+    Ask again after an answer other than those of ``_ANSWERS``.
+    """
     if sys.stdin.isatty():
         # Text that was typed before the question does not answer it.
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
-    typed = _Typed(time.monotonic() + EnrolmentLimits().decision_timeout_s)
     while True:
         print(question, end="", file=sys.stderr, flush=True)
-        said = typed.line().strip().lower()
-        if said in _ANSWERS:
-            return _ANSWERS[said]
+        said = typed.line()
+        if isinstance(said, bool):
+            print_note(f"\nthe page said {'yes' if said else 'no'}")
+            return _Decision(said, "page")
+        if (word := said.strip().lower()) in _ANSWERS:
+            return _Decision(_ANSWERS[word], "terminal")
         print_note("that is neither y nor n")
 
 
 class _Typed:
-    """Read lines of standard input until a deadline (monotonic).
+    """Read lines of standard input until a deadline (monotonic), or until ``page`` has an answer.
 
     It reads the descriptor itself: `select` cannot see the bytes that `sys.stdin` has read ahead.
     """
 
     def __init__(self, deadline_s: float) -> None:
+        self.page: OpenQuestion | None = None
         self._deadline_s = deadline_s
         self._ahead = b""
 
-    def line(self) -> str:
-        """Return the next line; empty once the time or the input is over."""
+    def line(self) -> str | bool:
+        """Return the next line, or the page's answer; an empty line once the time or the input is over."""
         source = sys.stdin.fileno()
         while b"\n" not in self._ahead:
+            if self.page is not None and (answer := self.page.answer()) is not None:
+                return answer
             left_s = max(0.0, self._deadline_s - time.monotonic())
-            if not select.select([source], [], [], left_s)[0]:
+            if not select.select([source], [], [], min(left_s, _LOOK_S))[0]:
+                if left_s > 0:
+                    continue
                 return ""
             data = os.read(source, _MAX_LINE_BYTES)
             if not data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -87,3 +88,25 @@ def _base_folder(variable: str, usual: str) -> Path:
 def token_folder() -> Path:
     """Return the folder in which ``convoy open`` leaves tokens for the heads of this user."""
     return default_cache() / "open"
+
+
+def invitation_folder() -> Path:
+    """Return the folder in which ``convoy invite`` leaves its questions for the heads of this user."""
+    return default_cache() / "invitations"
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make a folder of this user alone. Raises `ConfigError` as `check_own_folder`, and `OSError`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own_folder(folder)
+
+
+def check_own_folder(folder: Path) -> None:
+    """Raise `ConfigError` unless this user alone may enter ``folder``. Raises `OSError` if it is missing."""
+    found = os.lstat(folder)
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        raise ConfigError(
+            f"{folder} has mode {mode:04o} and owner {found.st_uid}, expected 0700 and {os.getuid()}",
+            hint="remove it: the next command makes it anew",
+        )

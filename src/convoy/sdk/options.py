@@ -6,13 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.config.files import MAX_PEM_BYTES, WHENCE_ROSTER, default_cache, read_bytes, token_folder
+from convoy.config.files import (
+    MAX_PEM_BYTES,
+    WHENCE_ROSTER,
+    default_cache,
+    invitation_folder,
+    read_bytes,
+    token_folder,
+)
 from convoy.config.settings import Config
 from convoy.config.table import DEFAULT_SPECULATE
 from convoy.errors import ConfigError, RosterError
 
 if TYPE_CHECKING:
-    from convoy.api.listen.options import ServeOptions
+    from convoy.api.listen.options import PageOptions, ServeOptions
     from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
     from convoy.transport.membership import Membership
     from convoy.trust.evidence.policy import Policy
@@ -167,7 +174,7 @@ def head_options(config: Config) -> HeadOptions:
 def serve_options(config: Config) -> ServeOptions:
     """Return the options of the HTTP server. Raises `ConfigError` for a wrong file."""
     from convoy.api.keys.keys import KeyRing
-    from convoy.api.listen.options import PageOptions, ServeOptions
+    from convoy.api.listen.options import ServeOptions
 
     serve, tls = config.serve, _tls_files(config)
     return ServeOptions(
@@ -180,8 +187,17 @@ def serve_options(config: Config) -> ServeOptions:
         tls=tls,
         drain_s=serve.drain_s,
         store_responses=serve.store_responses,
-        page=PageOptions(tokens=token_folder()),
+        page=_page_options(config),
     )
+
+
+def _page_options(config: Config) -> PageOptions:
+    from convoy.api.listen.options import PageOptions
+
+    if config.cluster.operator_key is None:
+        return PageOptions(tokens=token_folder())
+    operator_key = config.require_operator_key().hex()
+    return PageOptions(tokens=token_folder(), invitations=invitation_folder(), operator_key=operator_key)
 
 
 def _tls_files(config: Config) -> tuple[str, str] | None:

@@ -40,10 +40,14 @@ class ResumeOptions:
 class PageOptions:
     """Hold the options of the page. ``tokens`` is the folder in which ``convoy open`` leaves its tokens.
 
-    ``clock`` measures the life of sessions, and ``now`` is the time of files, both in seconds.
+    ``invitations`` is the folder in which ``convoy invite`` asks whether a machine may come in. The page has
+    the questions of the cluster with ``operator_key``, in hex. ``clock`` measures the life of sessions, and
+    ``now`` is the time of files, both in seconds.
     """
 
     tokens: Path | None = None
+    invitations: Path | None = None
+    operator_key: str = ""
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 

@@ -1,25 +1,43 @@
-"""Begin and end the sessions of persons, below ``/page``."""
+"""Begin and end the sessions of persons, and answer invitations, below ``/page``."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
 
 import anyio.to_thread
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from convoy.api.listen.options import PageOptions, ServeOptions
 from convoy.api.page.files import SAFE_HEADERS
+from convoy.api.page.invitations import InvitationList, InvitationQuestion
 from convoy.api.page.rights import SESSION, PageRights, demand_operate
 from convoy.api.page.sessions import PageSession
 from convoy.api.refusals import BodyTooLong, WrongKey, WrongMediaType
 from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 
-# A token has 44 characters.
+# A token has 44 characters, and an invitation's id 32.
 _MAX_BODY_BYTES = 1024
+_Body = TypeVar("_Body")
 
 
 class _Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
+
+
+class _InvitationAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Carry a person's answer, with the code that this person compared."""
+
+    id: str
+    code: str
+    approves: bool
+
+
+class _Pending(msgspec.Struct, frozen=True):
+    invitations: list[InvitationQuestion]
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -34,11 +52,13 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class PageEndpoints:
-    """Answer the requests below ``/page``. ``needs_key`` tells whether requests to models need a key."""
+    """Answer the requests below ``/page``."""
 
-    def __init__(self, rights: PageRights, *, needs_key: bool) -> None:
+    def __init__(self, rights: PageRights, options: ServeOptions) -> None:
         self._rights = rights
-        self._needs_key = needs_key
+        self._needs_key = options.keys is not None
+        page = options.page or PageOptions()
+        self._invitations = InvitationList(page.invitations, page.operator_key, page.now)
 
     async def about(self, request: Request) -> Response:
         """Answer GET /page/session: the scope of the request's session, or of its key."""
@@ -48,7 +68,7 @@ class PageEndpoints:
 
     async def begin(self, request: Request) -> Response:
         """Answer POST /page/session: begin a session for a token of ``convoy open``."""
-        asked = await _read_begin(request)
+        asked = await _read(request, _Begin, '{"token": TEXT}')
         if self._rights.why_not is not None:
             raise RequestError(self._rights.why_not)
         granted = await anyio.to_thread.run_sync(
@@ -77,20 +97,33 @@ class PageEndpoints:
         demand_operate(request.scope[SESSION])
         return _json(_Ended(self._rights.sessions.end_all()))
 
+    async def invitations(self, request: Request) -> Response:
+        """Answer GET /page/invitations: the machines that wait to be let in, each with its code."""
+        demand_operate(request.scope[SESSION])
+        return _json(_Pending(await anyio.to_thread.run_sync(self._invitations.pending)))
 
-async def _read_begin(request: Request) -> _Begin:
+    async def answer_invitation(self, request: Request) -> Response:
+        """Answer POST /page/invitations: let a machine in, or refuse it."""
+        demand_operate(request.scope[SESSION])
+        said = await _read(request, _InvitationAnswer, '{"id": TEXT, "code": TEXT, "approves": BOOLEAN}')
+        answer = partial(self._invitations.answer, said.id, said.code, approves=said.approves)
+        await anyio.to_thread.run_sync(answer)
+        return _json(said)
+
+
+async def _read(request: Request, kind: type[_Body], form: str) -> _Body:
     # Pages of other sites can send text and forms without asking, but not this type.
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise WrongMediaType("a token is sent as application/json")
+        raise WrongMediaType("this body is sent as application/json")
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY_BYTES:
             raise BodyTooLong(f"the body has more than {_MAX_BODY_BYTES} bytes")
     try:
-        return msgspec.json.decode(bytes(body), type=resolved(_Begin))
+        return msgspec.json.decode(bytes(body), type=resolved(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise RequestError('the body is not {"token": TEXT}') from None
+        raise RequestError(f"the body is not {form}") from None
 
 
 def _json(body: object) -> Response:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from convoy.config.files import check_own_folder, make_own_folder
 from convoy.errors import ConfigError
 
 Scope = Literal["view", "operate"]
@@ -38,8 +39,7 @@ class OpenTokens:
     def make(self, port: int, scope: Scope) -> str:
         """Return a new token for the head at ``port``. Raises `ConfigError` for a folder that is not safe."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_folder()
+            make_own_folder(self.folder)
             self._remove_old()
             token = scope[0] + secrets.token_urlsafe(32)
             path = self.folder / _name(token, port)
@@ -63,7 +63,7 @@ class OpenTokens:
             return None
         path = self.folder / _name(token, port)
         try:
-            self._check_folder()
+            check_own_folder(self.folder)
             found = os.lstat(path)
             # Of two requests with one token, only one removes the file.
             path.unlink()
@@ -72,16 +72,6 @@ class OpenTokens:
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
         age_s = self._now() - found.st_mtime
         return _SCOPES[token[0]] if is_ours and -1.0 <= age_s < TOKEN_LIFE_S else None
-
-    def _check_folder(self) -> None:
-        found = os.lstat(self.folder)
-        mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
-            raise ConfigError(
-                f"{self.folder} has mode {mode:04o} and owner {found.st_uid}, "
-                f"expected 0700 and {os.getuid()}",
-                hint="remove it: `convoy open` makes it anew",
-            )
 
     def _remove_old(self) -> None:
         for path in self.folder.iterdir():

@@ -3,6 +3,7 @@ import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
 import { RETRY_MS, about, beginSession, endAllSessions, endSession, readModels, watchStatus } from "./server.js";
 import { Cluster } from "./cluster.js";
 import { Requests, History } from "./requests.js";
+import { Invitations } from "./invitations.js";
 import { Connect } from "./connect.js";
 import { Chat } from "./chat.js";
 
@@ -113,6 +114,7 @@ function Page() {
     <main id="main" tabindex="-1">
       ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
       ${notice && html`<p class="notice bad" role="alert">${notice}</p>`}
+      ${rights?.scope === "operate" && html`<${Invitations} />`}
       ${view !== "chat" && (status
         ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
         : !notice && html`<p class="quiet-text">Asking the head …</p>`)}

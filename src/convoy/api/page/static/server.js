@@ -29,8 +29,10 @@ export const about = async (key) => (await ask("/page/session", { headers: heade
 export const readModels = async (key) => (await (await ask("/v1/models", { headers: headersOf(key) })).json()).data;
 export const endSession = () => ask("/page/session", { method: "DELETE" });
 export const endAllSessions = () => ask("/page/sessions", { method: "DELETE" });
-export const beginSession = (token) =>
-  ask("/page/session", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ token }) });
+const send = (path, body) => ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+export const beginSession = (token) => send("/page/session", { token });
+export const readInvitations = async () => (await (await ask("/page/invitations")).json()).invitations;
+export const answerInvitation = ({ id, code }, approves) => send("/page/invitations", { id, code, approves });
 
 // Yield the data of each server-sent event.
 async function* eventsOf(answer) {
