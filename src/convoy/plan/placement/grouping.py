@@ -93,7 +93,7 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
     if on_device(first.kernel):
         raise PlanError(
             f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs",
-            hint="hold whole layers on it: --parallel pipeline",
+            hint='hold whole layers on it: --parallel pipeline, or set device = "cpu" on its members',
         )
     return dataclasses.replace(
         first,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from convoy.config.kernels import AUTO, EXACT, MLX_BF16
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, PlanError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import HOST, MLX, choose_devices, deal_devices
 from convoy.model.mlx_device import Platform, why_no_mlx, why_not_default, why_not_steady
@@ -69,11 +70,11 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    source: ModelSource, device: str, num_members: int = 2
+    source: ModelSource, device: str, num_members: int = 2, **options: Any
 ) -> tuple[list[int], str, list[str], list[str]]:
     """Return tokens, why the better kernel is not used, and the devices and kernels of the stages."""
     byte_level().save(str(source.path / "tokenizer.json"))
-    with running_cluster(source, num_members, member=replace(MEMBER, device=device)) as cluster:
+    with running_cluster(source, num_members, member=replace(MEMBER, device=device), **options) as cluster:
         request = GenerationRequest(
             (5, 9, 30), SamplingParams(temperature=0.0), max_tokens=4, ignore_eos=True
         )
@@ -122,6 +123,19 @@ def test_a_model_that_mlx_runs_is_computed_on_it(models: Models) -> None:
     assert device_and_kernel(source, AUTO, AUTO, 1, 1) == (MLX, MLX_BF16)
     # Members of one machine choose by the model each.
     assert deal_devices(AUTO, 2) == [AUTO, AUTO]
+
+
+@without
+def test_ranks_on_mlx_are_refused_by_name_before_weights_are_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.model.backends.mlx.stage.load_weights", lambda *_: pytest.fail("no refusal"))
+    found = "alpha runs mlx-bf16, and ranks of a stage compute on CPUs"
+    with pytest.raises(PlanError, match=found) as refused:
+        run(models.source("qwen3"), MLX, parallel="tensor")
+    assert refused.value.hint
+    with pytest.raises(PlanError, match=found):
+        run(models.source("qwen3"), MLX, spans={"alpha+beta": "0:3,output"})
 
 
 @without

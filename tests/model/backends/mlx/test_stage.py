@@ -137,6 +137,25 @@ def test_a_window_looks_back_no_further_than_the_library(load: Loader, models: M
     assert models.distance("mistral", ids, found, allowed=1e-4) <= 1e-4
 
 
+@pytest.mark.parametrize(("num_rows", "every_layer"), [(64, False), (65, True)])
+def test_a_step_of_many_rows_is_cut_into_one_evaluation_for_each_layer(
+    num_rows: int, every_layer: bool, load: Loader, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.source("qwen3")
+    (stage,) = load(source)
+    chain = Chain([stage])
+    evaluate, cuts = mx.eval, []
+
+    def count(*arrays: mx.array) -> None:
+        cuts.append(arrays)
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", count)
+    (found,) = chain.run((0, (PROMPT * 2)[:num_rows]))
+    assert len(cuts) == (source.spec.num_layers if every_layer else 0)
+    assert models.distance("qwen3", (PROMPT * 2)[:num_rows], found, allowed=5e-5) <= 5e-5
+
+
 def test_a_form_that_mlx_does_not_multiply_is_refused_by_name_before_weights_are_read(
     load: Loader, tmp_path: Path
 ) -> None:
