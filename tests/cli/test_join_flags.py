@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 import socket
@@ -61,6 +62,15 @@ def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
         if not line.startswith("starting: "):
             said.append(line.rstrip("\n"))
     return said
+
+
+def test_a_peer_listens_while_it_says_that_it_loads_pytorch(config: Path, port: str) -> None:
+    with joining(config, "--port", port) as process:
+        assert process.stderr is not None
+        # The first line is a note on the port.
+        assert "starting: loading PyTorch ...\n" in itertools.islice(process.stderr, 2)
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=30):
+            pass
 
 
 @pytest.mark.long

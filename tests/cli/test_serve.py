@@ -21,12 +21,13 @@ import pytest
 from cli.transcript import run_here
 from convoy.cli.serve import with_layers
 from convoy.cli.show.exit_codes import EXIT_CONFIG
-from convoy.cli.show.progress import LoadLines, VerifyLines
+from convoy.cli.show.progress import LoadLines, StartLines, VerifyLines
 from convoy.crypto.identity import OperatorKey
 from convoy.errors import SpanError, UsageError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import heavy_rooms
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.wire.messages.control import Progress
 from support.fake_service import serving
 
 WAIT_S = 90.0
@@ -265,6 +266,22 @@ def test_a_check_that_nobody_watches_on_a_terminal_is_a_line_at_once_and_now_and
     assert capsys.readouterr().err.splitlines() == [
         "verifying: 0/7 layouts, 0:0",
         "verifying: 5/7 layouts, 0:5",
+    ]
+
+
+def test_a_member_that_starts_is_told_at_once_and_then_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    lines = StartLines(lambda: now_s)
+    for second in range(1, 9):
+        now_s = second
+        lines.on_start("beta", Progress(0, second, 0, "import" if second < 3 else "examine"))
+    lines.on_start("beta", Progress(7, 1, 2, "fetch"))
+    assert capsys.readouterr().err.splitlines() == [
+        "beta loads PyTorch: 1 s so far",
+        "beta examines its kernels: 3 s so far",
+        "beta examines its kernels: 8 s so far",
     ]
 
 

@@ -27,6 +27,7 @@ from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.running.member import load_member, watched_roster
 from convoy.cli.running.process import AnnouncedProcess, announced
 from convoy.cli.show.output import JsonFlag, VerboseFlag, print_json_line, print_note
+from convoy.cluster.peer.early import early_listener
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
 from convoy.model.library import heavy_rooms
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from convoy.cluster.metrics.families import Metric
+    from convoy.cluster.options import PeerOptions
     from convoy.cluster.peer.event import PeerEvent
     from convoy.cluster.peer.peer import Peer
     from convoy.transport.membership import Membership
+    from convoy.wire.messages.control import StartPhase
 
     Show = Callable[[PeerEvent], None]
 
@@ -97,25 +100,32 @@ def join(
     settings = computing(override(settings, model=asked), None, None, device)
     me = load_member(settings)
     _check_peer(me)
+    tell, bind = _teller(as_json), _bind(settings, me)
     if token is None:
         # With a token, the enrolment has used these flags already.
-        _check_asked(newcomer, file, me, _teller(as_json))
-    with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
-        # This import loads the heavy packages, so the errors above come without the wait.
-        from convoy.cluster.peer.peer import Peer
-
-    options = peer_options(settings, model, exit_with_head=exit_with_head)
-    _check_model(options.model_path)
+        _check_asked(newcomer, file, me, tell)
     with (
         only_process(settings),
         network_of(settings) as network,
         watched_roster(settings, me, quiet=as_json),
         announced("join", me.name, file.parent, listed=not until_stdin_closes) as here,
+        early_listener(network, me, bind, partial(_say_slow, tell)) as early,
     ):
-        peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby, here), network)
-        with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
-            why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
-    _teller(as_json)("ended", f"{me.name}, {why}")
+        with heavy_rooms(lambda text: tell("starting", text)):
+            # This import loads the heavy packages, so the errors above come without the wait.
+            from convoy.cluster.peer.peer import Peer
+        options = _checked(peer_options(settings, model, exit_with_head=exit_with_head))
+        early.enter("examine")
+        peer = Peer(me, options, _shown(as_json, verbose, settings.cluster.standby, here), early)
+        with serving_metrics(metrics, metrics_key_file, partial(_families, peer), tell):
+            why = _run_until_asked(peer, bind, until_stdin_closes)
+    tell("ended", f"{me.name}, {why}")
+
+
+def _say_slow(tell: Tell, phase: StartPhase) -> None:
+    """Say that this machine examines itself. The import was said when it began."""
+    if phase == "examine":
+        tell("starting", "examining this machine's kernels ...")
 
 
 def _check_peer(me: Membership) -> None:
@@ -124,12 +134,13 @@ def _check_peer(me: Membership) -> None:
         raise UsageError(f"{me.name} is the head of this cluster", hint="`convoy serve MODEL` starts it")
 
 
-def _check_model(path: Path | None) -> None:
-    """Raise the model's errors before a head asks for the model."""
+def _checked(options: PeerOptions) -> PeerOptions:
+    """Return ``options``. Raises the errors of their model before a head asks for it."""
     from convoy.model.checkpoints.source import ModelSource
 
-    if path is not None:
-        ModelSource.resolve(str(path))
+    if options.model_path is not None:
+        ModelSource.resolve(str(options.model_path))
+    return options
 
 
 def _bind(settings: Config, me: Membership) -> tuple[str, int]:

@@ -36,7 +36,7 @@ from convoy.cli.show.output import (
     print_json,
     print_note,
 )
-from convoy.cli.show.progress import loading_bars
+from convoy.cli.show.progress import StartLines, loading_bars
 from convoy.cli.show.ready import ReadyServer, room_tokens
 from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, ConvoyError, UsageError
@@ -401,6 +401,7 @@ def start_cluster(
             network=network,
             watch=watch,
             on_arrival=_say_arrival if tells_arrivals else None,
+            on_start=StartLines().on_start if tells_arrivals else None,
             own=opened.own,
         )
     _say_why_not_exact(settings, cluster, verbose=verbose)

@@ -26,7 +26,7 @@ from convoy.model.text.tokens import Tokenizer
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.evidence.level import weakest
-from convoy.wire.messages.control import Plan
+from convoy.wire.messages.control import Plan, Progress
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +54,21 @@ class RunningCluster:
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
         on_arrival: Arrival | None = None,
+        on_start: Callable[[str, Progress], None] | None = None,
         own: HeadWeights | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
         ``on_arrival`` is told of each peer that answers, of the missing ones, and of the seconds left for
-        them. ``own``: see `Head`. Raises the errors of `Head.bring_up`.
+        them. ``on_start`` is told each second of a peer that has answered and still starts. ``own``: see
+        `Head`. Raises the errors of `Head.bring_up`.
         """
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch, own=own)
         if on_arrival is not None:
             head.peers.on_arrival = on_arrival
+        if on_start is not None:
+            head.peers.on_start = on_start
         active = head.bring_up(on_load)
         num_guesses = options.num_guesses(source.spec, steady=active.plan.kernel in STEADY)
         if num_guesses < options.speculate:

@@ -32,3 +32,9 @@ def test_one_member_says_nothing_of_another() -> None:
 def test_passes_without_end_are_not_waited_for() -> None:
     watch = ProgressWatch()
     assert sum(watch.is_further("beta", fetched(0, total)) for total in range(1000)) == 32
+
+
+def test_the_time_of_a_start_counts_for_ten_minutes() -> None:
+    watch = ProgressWatch()
+    steps = [watch.is_further("beta", Progress(0, seconds, 0, "examine")) for seconds in range(1, 1000)]
+    assert sum(steps) == 600

@@ -12,8 +12,11 @@ from convoy.cli.show.output import print_note
 
 if TYPE_CHECKING:
     from convoy.cluster.head.head import LoadProgress
+    from convoy.wire.messages.control import Progress as StartProgress
 
 
+# What a member does in a phase of its start, by `Progress.stage`.
+STARTING = {"import": "loads PyTorch", "examine": "examines its kernels"}
 _LINE_EVERY_S = 5.0
 _FIRST_LINE_S = 1.0
 
@@ -32,6 +35,20 @@ class LoadLines:
         if self._now() - self._said_s >= _LINE_EVERY_S:
             self._said_s = self._now()
             print_note(f"{self._action}: {', '.join(self._parts.values())}")
+
+
+class StartLines:
+    """Print what a member that is here still does before it can take layers: at once, then every 5 s."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._said: dict[str, tuple[str, float]] = {}
+
+    def on_start(self, member: str, progress: StartProgress) -> None:
+        now_s, (phase, said_s) = self._now(), self._said.get(member, ("", 0.0))
+        if progress.stage in STARTING and (phase != progress.stage or now_s - said_s >= _LINE_EVERY_S):
+            self._said[member] = progress.stage, now_s
+            print_note(f"{member} {STARTING[progress.stage]}: {progress.loaded_bytes} s so far")
 
 
 # Takes the number of things that are done, the number of all, and the thing that comes next.

@@ -31,7 +31,7 @@ from convoy.transport.member import Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.wire.frame import frames_from
-from convoy.wire.messages.control import Hello, Inquire, Reached, Sender
+from convoy.wire.messages.control import Hello, Inquire, Progress, Reached, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +92,9 @@ class Peers:
         self.why_kernel = ""
         # The members that did not come at the bring-up.
         self.absent: dict[str, PeerUnreachable] = {}
-        # Called during the bring-up only.
+        # Both are called during the bring-up only. The second has what a linked member does while it starts.
         self.on_arrival: Arrival = lambda *_: None
+        self.on_start: Callable[[str, Progress], None] = lambda *_: None
         # Called with the name of a member that left, and the reason.
         self.on_gone: Callable[[str, str], None] = lambda _name, _why: None
         self._me = me
@@ -194,7 +195,7 @@ class Peers:
             )
             dialled = first_dial.call()
             links, self.absent = dialled.links, dialled.absent
-            hellos = mailbox.gather(links, Hello, self._options.answer_s)
+            hellos = mailbox.gather(links, Hello, self._options.answer_s, self.on_start)
             self.verifier.admit(links, watch)
         except BaseException:
             for link in links.values():

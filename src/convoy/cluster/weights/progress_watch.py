@@ -1,14 +1,21 @@
-"""Tell whether a member that fetches or checks weights makes progress: only then is it waited for longer.
+"""Tell whether a member that starts, or fetches or checks weights, makes progress.
+
+Only then is it waited for longer.
 
 It is apart because the head's bring-up and its prefetch both use it.
 """
 
 from __future__ import annotations
 
-from convoy.wire.messages.control import Progress
+from typing import get_args
+
+from convoy.wire.messages.control import Progress, StartPhase
 
 # Passes of one member: files, digests, a hub and the head, and each once more.
 _MAX_PASSES = 32
+# The seconds of a phase of a start count as progress up to here: time passes by itself.
+_MAX_START_S = 600
+START_PHASES = frozenset(get_args(StartPhase))
 
 
 class ProgressWatch:
@@ -23,6 +30,8 @@ class ProgressWatch:
         A pass has a phase and a total of its own. The number of passes is bounded, so that no member can
         be waited for without end by its own word.
         """
+        if progress.stage in START_PHASES and progress.loaded_bytes > _MAX_START_S:
+            return False
         passes = self._reached.setdefault(member, {})
         key = progress.stage, progress.total_bytes
         if key not in passes and len(passes) >= _MAX_PASSES:

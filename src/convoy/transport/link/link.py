@@ -49,7 +49,7 @@ _HELD_S = 0.25
 class Link:
     """Connect this process with one other member.
 
-    `dial` or a `Listener` makes it. Call ``start`` before any other method.
+    `dial` or a `Listener` makes it. Call ``start`` before any other method but ``send`` and ``close``.
     ``link_id`` (16 bytes) is public. ``binding`` (32 bytes) is known only to the two ends of this
     handshake. ``replaces`` is the id of the link that the dialler wants this one to replace, or zeros.
     """

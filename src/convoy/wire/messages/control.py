@@ -91,6 +91,8 @@ MAX_IN_FLIGHT = table.MAX_IN_FLIGHT
 MAX_MARKED_STEPS = 16
 MicrosecondsAgo = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 # One number for each cache group.
+# What a peer does before it can answer HELLO: it loads PyTorch, and it examines its own kernels.
+StartPhase = Literal["import", "examine"]
 Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
@@ -260,7 +262,7 @@ class Plan(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Report how far a peer is with loading, or before that with fetching or checking weights (peer to
+    """Report how far a peer is with its start, with fetching or checking weights, or with loading (peer to
     head).
     """
 
@@ -269,8 +271,9 @@ class Progress(Message, frozen=True):
     plan_id: int
     loaded_bytes: int
     total_bytes: int
-    # The bytes are those of this phase; empty while loading.
-    stage: Literal["", "check", "fetch", "hub"] = ""
+    # The bytes are those of this phase; empty while loading. A phase of the start comes before HELLO, and its
+    # ``loaded_bytes`` are the seconds that it has lasted.
+    stage: Literal["", "check", "fetch", "hub", "import", "examine"] = ""
 
 
 class Ready(Message, frozen=True):
