@@ -42,7 +42,7 @@ INLINE void chain(const int rows, const float *x, int64_t stride, const float *w
       for (int64_t k = from; k < end; k++, p += PANEL) {
         V own[VECTORS];
         UNROLL for (int v = 0; v < vectors; v++) {
-          v_prefetch((const uint8_t *)p, v, 4 * LANES);
+          v_prefetch(rows, (const uint8_t *)p, v, 4 * LANES);
           own[v] = v_load(p + LANES * v);
         }
         UNROLL for (int r = 0; r < rows; r++) {

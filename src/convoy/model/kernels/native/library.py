@@ -7,6 +7,7 @@ import functools
 import platform
 from collections.abc import Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -325,10 +326,13 @@ def _torchs_threads() -> list[c_void_p]:
         return []
 
 
-def load_library(of: InstructionSet) -> NativeLibrary:
-    """Compile and load a library, and share torch's threads with it if it can. Raises SelfCheckError."""
+def load_library(of: InstructionSet, place: Path | None = None) -> NativeLibrary:
+    """Load a library, and share torch's threads with it if it can. Raises SelfCheckError.
+
+    ``place`` None loads the one of these sources, which is compiled if need be.
+    """
     try:
-        place = built_library(of)
+        place = place or built_library(of)
         library = NativeLibrary(str(place))
     except OSError as error:
         raise SelfCheckError(f"the compiled kernels cannot be loaded: {error}") from error

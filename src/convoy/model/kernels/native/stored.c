@@ -48,7 +48,7 @@ INLINE void walk_f32(const int rows, const int vectors, const int ahead, const W
     for (int64_t b = 0; !ahead && b < walk->step; b += LINE) prefetch(walk->next + at * walk->step + b);
     V w[VECTORS];
     UNROLL for (int v = 0; v < vectors; v++) {
-      if (ahead) v_prefetch(p, v, 4 * LANES);
+      if (ahead) v_prefetch(rows, p, v, 4 * LANES);
       w[v] = v_load(p + 4 * LANES * v);
       if (!rows) v_store(walk->tile + at * PANEL + walk->lane + LANES * v, w[v]);
     }
@@ -64,7 +64,7 @@ INLINE void walk_bf16(const int rows, const int vectors, const Walk *walk, V (*s
   int64_t n = walk->end - walk->k;
   for (int64_t at = 0; at < n; at += 2, p += 4 * PANEL) {
     UNROLL for (int v = 0; v < vectors; v++) {
-      v_prefetch(p, v, 4 * LANES);
+      v_prefetch(rows, p, v, 4 * LANES);
       use(rows, walk, at, s, v, v_bits(i_left(i_load(p + 4 * LANES * v), 16)));
     }
     UNROLL for (int v = 0; v < vectors; v++)
@@ -77,7 +77,7 @@ INLINE void walk_f16(const int rows, const int vectors, const Walk *walk, V (*s)
   int64_t n = walk->end - walk->k;
   for (int64_t at = 0; at < n; at++, p += 2 * PANEL) {
     UNROLL for (int v = 0; v < vectors; v++) {
-      v_prefetch(p, v, 2 * LANES);
+      v_prefetch(rows, p, v, 2 * LANES);
       use(rows, walk, at, s, v, v_half(p + 2 * LANES * v));
     }
   }
@@ -111,7 +111,7 @@ INLINE void use_nibbles(const int rows, const int vectors, const int kind, const
                         int64_t at, const uint8_t *p, Values values, const Factors *by) {
   I codes[VECTORS];
   UNROLL for (int v = 0; v < vectors; v++) {
-    v_prefetch(p, v, 4 * LANES);
+    v_prefetch(rows, p, v, 4 * LANES);
     codes[v] = i_load(p + 4 * LANES * v);
   }
   UNROLL for (int j = 0; j < 8; j++)
@@ -142,7 +142,7 @@ INLINE void use_bytes(const int rows, const int vectors, const int kind, const W
                       int64_t at, const uint8_t *p, const V *scale, const V *second) {
   UNROLL for (int v = 0; v < vectors; v++) {
     const uint8_t *q = p + LANES * v;
-    v_prefetch(p, v, LANES);
+    v_prefetch(rows, p, v, LANES);
     V w = v_mul(kind == E4M3 ? v_e4m3(q) : v_int(kind == SIGNED ? i_signed(q) : i_bytes(q)), scale[v]);
     if (kind == BYTES_ADD) w = v_add(w, second[v]);
     use(rows, walk, at, s, v, w);
@@ -225,11 +225,11 @@ INLINE void walk_q6_k(const int rows, const int vectors, const Walk *walk, V (*s
       centre[v] = v_mul(scale[v], v_set(-32));
       /* Bits 4 and 5 of each byte are those of four inputs. */
       highs[v] = i_load(high + 4 * LANES * v);
-      v_prefetch(high, v, 4 * LANES);
+      v_prefetch(rows, high, v, 4 * LANES);
     }
     for (int pair = 0; pair < 2; pair++, low += 4 * PANEL) {
       UNROLL for (int v = 0; v < vectors; v++) {
-        v_prefetch(low, v, 4 * LANES);
+        v_prefetch(rows, low, v, 4 * LANES);
         lows[v] = i_load(low + 4 * LANES * v);
       }
       UNROLL for (int quad = 0; quad < 2; quad++) {

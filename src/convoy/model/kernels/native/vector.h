@@ -45,9 +45,10 @@ INLINE V v_round_bf16(V a) {
 /* Ask for a line of memory that is read soon. */
 INLINE void prefetch(const uint8_t *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Prefetch the line of vector v, of `bytes` bytes each, unless it begins inside one. */
-INLINE void v_prefetch(const uint8_t *p, const int v, const int bytes) {
-  if (v * bytes % LINE == 0) prefetch(p + v * bytes + AHEAD);
+/* Prefetch the line of vector v, of `bytes` bytes each, unless it begins inside one. One row of numbers takes less
+   time than the memory needs to bring the next page, so that two pages have to be on their way. */
+INLINE void v_prefetch(const int rows, const uint8_t *p, const int v, const int bytes) {
+  if (v * bytes % LINE == 0) prefetch(p + v * bytes + (rows == 1 ? 2 * AHEAD : AHEAD));
 }
 
 #endif
