@@ -20,7 +20,10 @@ if mlx_device.why_no_mlx():
     pytest.skip(f"{mlx_device.why_no_mlx()}: `make test-mlx` installs it", allow_module_level=True)
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn import Embedding
+
+from convoy.model.backends.mlx.layers.attention import MAX_PADDING, batches_of
 
 PROMPT = list(range(3, 40))
 
@@ -135,6 +138,23 @@ def test_a_window_looks_back_no_further_than_the_library(load: Loader, models: M
     found = torch.cat([chain.run((0, ids[at : at + 15]))[0] for at in range(0, 75, 15)])
     found = torch.cat([found, *(chain.run((0, [token]))[0] for token in ids[75:])])
     assert models.distance("mistral", ids, found, allowed=1e-4) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        ((90, 100, 10), [[100, 90], [10]]),
+        ((80, 100), [[100, 80]]),
+        ((60, 100), [[100], [60]]),
+        ((5,) * 65, [[5] * 64, [5]]),
+    ],
+)
+def test_decodes_share_a_call_where_padding_adds_less_than_a_quarter_of_their_keys(
+    lengths: tuple[int, ...], batches: list[list[int]]
+) -> None:
+    assert MAX_PADDING == 0.25
+    decodes = [(place, np.arange(length, dtype=np.int32)) for place, length in enumerate(lengths)]
+    assert [[len(slots) for _, slots in batch] for batch in batches_of(decodes)] == batches
 
 
 @pytest.mark.parametrize(("num_rows", "every_layer"), [(64, False), (65, True)])
