@@ -23,6 +23,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.proxy.trust import Trust
 from convoy.transport.ports import free_port
 from support.fleet import FakeEngine, FleetUnderTest, engine_server, question
+from support.head_processes import head_rss_bytes
 from support.http_strangers import (
     ENDLESS_VALUE,
     OPENING,
@@ -61,7 +62,6 @@ class Head:
                 stderr=out,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        self._seen = psutil.Process(self.process.pid)
         end_s = time.monotonic() + START_S
         while not self.is_ready():
             assert self.process.poll() is None, self.log.read_text(errors="replace")[-2000:]
@@ -78,7 +78,7 @@ class Head:
             return False
 
     def rss_bytes(self) -> int:
-        return int(self._seen.memory_info().rss)
+        return head_rss_bytes(self.process.pid)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(address_of(self.url), timeout=60)

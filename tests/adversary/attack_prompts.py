@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 import convoy
 from adversary.beside import others_beside
 from adversary.ledger import Row
+from support.head_processes import head_processes, head_rss_bytes
 from support.programs import Program
 from support.waiting import wait_until
 
@@ -45,8 +45,7 @@ class Served:
         return httpx.post(self.url + path, content=body, headers=headers, timeout=300.0)
 
     def memory(self) -> int:
-        found: int = psutil.Process(self.program.process.pid).memory_info().rss
-        return found
+        return head_rss_bytes(self.program.process.pid)
 
     def check_unharmed(self) -> None:
         status = httpx.get(f"{self.url}/status", timeout=120.0).json()
@@ -178,7 +177,6 @@ def test_clients_that_go_before_their_answer_do_not_pile_up_work(head: Served, r
     with others_beside(head.url, row), ThreadPoolExecutor(4) as clients:
         for outcome in clients.map(come_and_go, range(40)):
             row.tried(outcome)
-    threads = psutil.Process(head.program.process.pid).num_threads()
-    assert threads < 100
+    assert all(one.num_threads() < 100 for one in head_processes(head.program.process.pid))
     head.check_unharmed()
     wait_until(lambda: head.memory() - before < MAX_GROWTH_BYTES)

@@ -144,7 +144,7 @@ def draw(weights: RandomWeights, api: str, number: int, seed: int) -> Counter[st
 
 def grammar_of(asked: ParsedRequest) -> CompiledGrammar:
     grammar = asked.requests[0].grammar
-    assert grammar is not None
+    assert isinstance(grammar, CompiledGrammar)
     return grammar
 
 

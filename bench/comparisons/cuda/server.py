@@ -61,13 +61,24 @@ def _as_client() -> None:
     sys.stdout.write(json.dumps(asyncio.run(_client(port, bodies))) + "\n")
 
 
-def measure(port: int, streams: int, setting: str, seed: int, answer: int) -> dict[str, object]:
-    """Return the rate of ``streams`` at once while all of them run, and the times between their tokens."""
+def measure(
+    port: int,
+    streams: int,
+    setting: str,
+    seed: int,
+    answer: int,
+    *,
+    context: int = CONTEXT,
+    vocab: int = _VOCAB,
+) -> dict[str, object]:
+    """Return the rate of ``streams`` at once while all of them run, and the times between their tokens.
+
+    Prompts have ``context`` random tokens below ``vocab``.
+    """
     drawn = random.Random(seed)  # noqa: S311 - not a secret
     bodies = [
         {
-            "model": MODEL,
-            "prompt": [drawn.randrange(_VOCAB) for _ in range(CONTEXT)],
+            "prompt": [drawn.randrange(vocab) for _ in range(context)],
             "max_tokens": answer,
             "stream": True,
             "ignore_eos": True,
@@ -76,20 +87,7 @@ def measure(port: int, streams: int, setting: str, seed: int, answer: int) -> di
         }
         for number in range(streams)
     ]
-    command = [sys.executable, "-m", "comparisons.cuda.server", "--client"]
-    groups = [bodies[at : at + _STREAMS_OF_A_CLIENT] for at in range(0, streams, _STREAMS_OF_A_CLIENT)]
-    clients = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in groups
-    ]
-    for client, group in zip(clients, groups, strict=True):
-        assert client.stdin is not None
-        client.stdin.write(json.dumps([port, group]) + "\n")
-        client.stdin.close()
-    times: list[list[float]] = []
-    for client in clients:
-        assert client.stdout is not None
-        times += json.loads(client.stdout.readline())
-        client.wait()
+    times = _ask(port, bodies)
     first = sorted(one[1] - one[0] for one in times)
     begin, end = max(one[1] for one in times), min(one[-1] for one in times)
     num_tokens = sum(begin < at <= end for one in times for at in one)
@@ -105,6 +103,25 @@ def measure(port: int, streams: int, setting: str, seed: int, answer: int) -> di
         "first_p99_ms": round(1000 * first[int(0.99 * len(first))], 1),
         "events_per_stream": round(statistics.mean(map(len, times)) - 1, 2),
     }
+
+
+def _ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Send all requests at once from several processes, and return the times of each one's events."""
+    command = [sys.executable, "-m", "comparisons.cuda.server", "--client"]
+    groups = [bodies[at : at + _STREAMS_OF_A_CLIENT] for at in range(0, len(bodies), _STREAMS_OF_A_CLIENT)]
+    clients = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in groups
+    ]
+    for client, group in zip(clients, groups, strict=True):
+        assert client.stdin is not None
+        client.stdin.write(json.dumps([port, group]) + "\n")
+        client.stdin.close()
+    times: list[list[float]] = []
+    for client in clients:
+        assert client.stdout is not None
+        times += json.loads(client.stdout.readline())
+        client.wait()
+    return times
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from convoy.api.service import Service
 
 _log = logging.getLogger(__name__)
+
+
+class Stoppable(Protocol):
+    """Declare what signals ask of a server. Handlers call it, between any two instructions."""
+
+    def request(self) -> None:
+        """Ask the server to drain, or to end at once if it was asked before."""
+
+    def request_reload(self) -> bool:
+        """Schedule a fresh read of keys and certificates. Return whether the server has any to read."""
 
 
 class Stop:
@@ -139,15 +149,26 @@ def run_server(
     """
     options.check()
     stop = stop or Stop()
-    with (
-        bind(options) as listening,
-        asyncio.Runner(loop_factory=loop_factory()) as runner,
-        signals(stop),
-    ):
+    with bind(options) as listening, signals(stop):
+        return serve_on(
+            *(listening, service, options, stop), on_ready=on_ready, on_stop=on_stop, on_drain=on_drain
+        )
+
+
+def serve_on(
+    listener: socket.socket,
+    service: Service,
+    options: ServeOptions,
+    stop: Stop,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
+) -> int:
+    """Serve on a listening socket until ``stop``, as `run_server` does, and handle no signals."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(
-            _serve(
-                *(service, options, listening, stop), on_ready=on_ready, on_stop=on_stop, on_drain=on_drain
-            )
+            _serve(*(service, options, listener, stop), on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
         )
 
 
@@ -337,7 +358,7 @@ class HttpServer(uvicorn.Server):
 
 
 @contextmanager
-def signals(stop: Stop) -> Iterator[None]:
+def signals(stop: Stoppable) -> Iterator[None]:
     """Handle signals inside this block. On other threads than the main one nothing changes.
 
     SIGTERM and SIGINT request a stop. From the second one on, the process ends within `ending.END_S`,

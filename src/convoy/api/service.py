@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from convoy.api.refusals import UnknownModel
 from convoy.cluster.metrics.families import Source
 from convoy.engine.outputs import Output
-from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.request import AnswerGrammar, GenerationRequest
 from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.text.conversation import Conversation
 from convoy.model.text.formats.registry import ReplyFormat
+from convoy.model.text.grammar import Grammar
 
 
 class Handle(Protocol):
@@ -37,6 +38,21 @@ class ServedEngine(Protocol):
         """
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None], /) -> Handle: ...
+
+
+class ServedGrammars(Protocol):
+    """Declare the part of `convoy.model.constraints.compiler.GrammarCompiler` that HTTP needs."""
+
+    def check(self, grammar: Grammar, param: str, /) -> None:
+        """Raise `RequestError` for a caller's own text that is too long."""
+
+    def check_schema(self, schema: object, param: str, /) -> None:
+        """Raise `RequestError` for a schema beyond the limits."""
+
+    def compile(
+        self, grammar: Grammar, param: str, /, *, caller: bytes = b"", owner: bytes = b""
+    ) -> AnswerGrammar:
+        """Return the grammar of requests. Raises `RequestError` and `QueueFull`."""
 
 
 class ServedTokenizer(Protocol):
@@ -81,16 +97,20 @@ class ServedTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Hold a model, the engine that runs it, and the compiler of grammars for its tokens."""
+    """Hold a model, the engine that runs it, and the compiler of grammars for its tokens.
+
+    ``compiler`` None compiles them here.
+    """
 
     name: str
     engine: ServedEngine
     tokenizer: ServedTokenizer
     created: int = field(default_factory=lambda: int(time.time()))
-    grammars: GrammarCompiler = field(init=False, repr=False)
+    compiler: ServedGrammars | None = field(default=None, repr=False)
+    grammars: ServedGrammars = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grammars", GrammarCompiler(self.tokenizer))
+        object.__setattr__(self, "grammars", self.compiler or GrammarCompiler(self.tokenizer))
 
     @property
     def max_context(self) -> int:

@@ -21,6 +21,7 @@ from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAdd
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.running.front import front_server, own_key, server_of
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.running.invite import InviteFlags
 from convoy.cli.running.member import load_head, watched_roster
@@ -42,7 +43,7 @@ from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, ConvoyError, UsageError
 from convoy.model.library import heavy_rooms
 from convoy.sdk.endpoint import DEFAULT_URL, dialled_url, head_answers
-from convoy.sdk.head import network_of, only_process, service_of
+from convoy.sdk.head import network_of, only_process
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 from convoy.sdk.models import OpenedModel
 from convoy.sdk.names import spans_by_name
@@ -51,6 +52,7 @@ from convoy.sdk.options import head_options, serve_options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from convoy.api.front.supervisor import FrontServer
     from convoy.api.listen.options import ServeOptions
     from convoy.cluster.running import RunningCluster
     from convoy.fleet.provider.run import ProviderBeside
@@ -249,6 +251,7 @@ def serve_cluster(
         only_process(settings),
         watched_roster(settings, me, quiet=show.as_json),
         announced(show.verb, me.name, show.folder) as here,
+        front_server(settings, options) as front,
     ):
         # The network only finds peers at the start: a serving head looks for no member.
         with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
@@ -265,7 +268,7 @@ def serve_cluster(
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
-            _serve(cluster, told, settings, show, providing, here)
+            _serve(cluster, told, settings, show, providing, here, front)
 
 
 def _check_port(options: ServeOptions) -> None:
@@ -302,19 +305,19 @@ def _serve(
     show: Shown,
     providing: Providing | None,
     here: AnnouncedProcess,
+    front: FrontServer | None,
 ) -> None:
-    from convoy.api.server import run_server
-
     beside: list[ProviderBeside] = []
     try:
-        service = service_of(cluster, settings.serve)
+        run = server_of(front, cluster, options, settings.serve)
 
         def on_ready(url: str) -> None:
             settle_memory()
             _say_ready(cluster, url, settings, show)
             here.ready(f"serves {cluster.status().model} at {url}/v1", url)
             if providing is not None:
-                beside.append(providing.begin(url, cluster.head, options, quiet=show.as_json))
+                key = own_key(front, options, "provider")
+                beside.append(providing.begin(url, cluster.head, options, key, quiet=show.as_json))
 
         def on_stop() -> None:
             # The coordinator's requests end before the head does.
@@ -325,7 +328,7 @@ def _serve(
             if not show.as_json:
                 print_draining(num_answers, drain_s)
 
-        num_cut = run_server(service, options, on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
+        num_cut = run(on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
     finally:
         cluster.close()
     if not show.as_json:

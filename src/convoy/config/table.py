@@ -227,6 +227,17 @@ class ServeConfig(msgspec.Struct, frozen=True):
             flag=Flag("Name of the model in every API, in place of its own."),
         ),
     ] = None
+    http_process: Annotated[
+        bool,
+        Setting(
+            "serve HTTP in a process of its own beside the engine's",
+            ": a crash there costs its streams alone ([survival.md](survival.md#the-front-process))",
+            flag=Flag(
+                "Serve HTTP in a process of its own beside the engine's.",
+                ("--http-process/--no-http-process",),
+            ),
+        ),
+    ] = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

@@ -13,9 +13,8 @@ from typing import Any
 
 from convoy.api.service import Handle, ServedEngine, ServedModel, Service
 from convoy.engine.outputs import Output, TokenOutput
-from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.request import AnswerGrammar, GenerationRequest
 from convoy.errors import ConfigError, RequestError
-from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.text.conversation import Tool
 from convoy.model.text.formats.grammar import CallRules
 from convoy.model.text.grammar import Grammar
@@ -120,7 +119,7 @@ class _LiteralRules(CallRules):
         return self.text(json.dumps(schema["enum"][0]))
 
 
-def _compiled(model: ServedModel, turn: ScriptedCall | str) -> CompiledGrammar:
+def _compiled(model: ServedModel, turn: ScriptedCall | str) -> AnswerGrammar:
     """Return the grammar of one turn. Raises `ConfigError` for a call if the model has no format of calls."""
     if isinstance(turn, str):
         grammar = Grammar("choice", json.dumps([turn]), param="script")

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.service import ServedModel, Service
-from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.request import AnswerGrammar, GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
-from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.conversation import Conversation
 from convoy.model.text.formats.parser import ParserOptions
@@ -142,7 +141,7 @@ def _check_tools(conversation: Conversation, model: ServedModel) -> None:
 
 def _form(
     request: ChatRequest, reply: ParserOptions, model: ServedModel, *, may_think: bool, salt: bytes
-) -> tuple[CompiledGrammar | None, ParserOptions]:
+) -> tuple[AnswerGrammar | None, ParserOptions]:
     """Return the grammar of the answer, and the options that read it.
 
     It is the grammar of its calls if the caller demands some, or else that of its text.
@@ -191,7 +190,7 @@ def _call_or_form(
     *,
     may_think: bool,
     salt: bytes,
-) -> CompiledGrammar | None:
+) -> AnswerGrammar | None:
     """Return the grammar of an answer that calls a tool or has a form.
 
     Return None if there is nothing to call, or no such grammar. The form then holds alone.

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from convoy.api.keys.key_file import (
@@ -109,6 +109,15 @@ class KeyRing:
         return ring
 
     @property
+    def file(self) -> Path | None:
+        """Return the file that is read again when it changes, or None. A pipe is none."""
+        return None if self._seen is None else self._file
+
+    def listed(self) -> tuple[ApiKey, ...]:
+        """Return the keys that callers have, without their texts."""
+        return tuple(replace(key, text=None) for key, _ in self._keys.values())
+
+    @property
     def counted(self) -> frozenset[str]:
         """Return the names of the keys with counts, those that left the file included."""
         return frozenset(self._uses)
@@ -128,10 +137,14 @@ class KeyRing:
     def own_key(self, name: str) -> str:
         """Return a new key for a part of this process, under a name that no file can have."""
         text = new_key()
+        self.add_own(name, text)
+        return text
+
+    def add_own(self, name: str, text: str) -> None:
+        """Add the key ``text`` for a part of Convoy, under a name that no file can have."""
         with self._lock:
             self._own.append(ApiKey(f"({name})", digest_of(text)))
             self._set([key for key, _ in self._keys.values() if not key.name.startswith("(")])
-        return text
 
     def reload(self) -> None:
         """Read the file again now. A file that cannot be used changes nothing and is logged."""

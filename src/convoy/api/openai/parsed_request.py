@@ -19,10 +19,9 @@ from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, S
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.api.telemetry.dropped import DroppedHistory
-from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.request import AnswerGrammar, GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
-from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from convoy.model.text.grammar import Grammar
 
@@ -169,9 +168,7 @@ def _shared(
     )
 
 
-def _compiled(
-    form: Grammar | None, model: ServedModel, caller: bytes, owner: bytes
-) -> CompiledGrammar | None:
+def _compiled(form: Grammar | None, model: ServedModel, caller: bytes, owner: bytes) -> AnswerGrammar | None:
     if form is None:
         return None
     model.grammars.check(form, form.param)

@@ -84,8 +84,13 @@ class Providing:
         certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
         return cls(url, key, certified, identity, settings.engine.max_batch)
 
-    def begin(self, head_url: str, head: Head, listens: ServeOptions, *, quiet: bool) -> ProviderBeside:
-        """Return a provider that runs on a thread, for the head at ``head_url`` with options ``listens``."""
+    def begin(
+        self, head_url: str, head: Head, listens: ServeOptions, key: str | None, *, quiet: bool
+    ) -> ProviderBeside:
+        """Return a provider that runs on a thread, for the head at ``head_url`` with options ``listens``.
+
+        ``key`` is the provider's own API key there, or None for a head that asks for none.
+        """
         from convoy.cluster.head.provider_evidence import evidence_source_of
         from convoy.fleet.provider.provide import ProvideOptions
         from convoy.fleet.provider.run import ProviderBeside
@@ -107,7 +112,6 @@ class Providing:
             )
 
         say("key", f"this provider's key is {self.identity.public_key.hex()}")
-        key = None if listens.keys is None else listens.keys.own_key("provider")
         certificate = None if listens.tls is None else listens.tls[0]
         upstream = Upstream(head_url, key, certificate)
         return ProviderBeside(upstream, self.identity, options, slots=self.slots, say=say)

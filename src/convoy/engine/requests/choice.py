@@ -25,7 +25,7 @@ from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError, RequestError
 from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct
 from convoy.model.sampling.sample import Sampled
-from convoy.model.text.stop import TextStream
+from convoy.model.text.stop import NoText, TextStream
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Row
 
@@ -40,7 +40,7 @@ class Choice:
     index: int
     sequence: Sequence
     tokenizer: Tokenizer
-    stream: TextStream
+    stream: TextStream | NoText
     emit: Callable[[Output], None]
     group: object
     meter: ChoiceMeter
@@ -244,7 +244,7 @@ def make_choices(
             matcher=matcher,
             feeds=feeds and not all_outputs,
         )
-        stream = TextStream(tokenizer, request.stop)
+        stream = TextStream(tokenizer, request.stop) if request.tells_text or request.stop else NoText()
         meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))
         choices.append(
             Choice(request, index, sequence, tokenizer, stream, emit, group, meter, restrictions, seen)

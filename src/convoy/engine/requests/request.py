@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from convoy.model.constraints.matcher import CompiledGrammar
+from convoy.model.constraints.matcher import Matcher
 from convoy.model.sampling.params import SamplingParams
+
+
+class AnswerGrammar(Protocol):
+    """Declare the part of `CompiledGrammar` that an engine needs."""
+
+    def matcher(self) -> Matcher:
+        """Return a new matcher, at the start of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,8 @@ class GenerationRequest:
     the others. With a ``grammar`` each answer matches it. An answer that ends with "length" is the beginning
     of one that does. An answer that nothing can continue ends. A request that ``embeds`` samples nothing: its
     only output is the final state of the prompt's last token, and ``max_tokens`` is 0. With
-    ``tells_prefill`` each chunk of the prompt is reported.
+    ``tells_prefill`` each chunk of the prompt is reported. Without ``tells_text`` a request that has no stop
+    strings gets tokens without their text, for a caller that spells them itself.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +48,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: CompiledGrammar | None = field(default=None, repr=False)
+    grammar: AnswerGrammar | None = field(default=None, repr=False)
     embeds: bool = False
     tells_prefill: bool = False
+    tells_text: bool = True

@@ -140,3 +140,17 @@ class TextStream:
         del self._ids[: self._num_context]
         self._num_context = len(self._ids)
         self._shown = len(self._tokenizer.decode(self._ids))
+
+
+class NoText:
+    """Stand for a `TextStream` where another process spells the tokens: without text and stop strings."""
+
+    stopped = False
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:  # noqa: ARG002
+        """Return no text for a token."""
+        return ""
+
+    def finish(self) -> str:
+        """Return no text."""
+        return ""

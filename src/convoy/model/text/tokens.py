@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ModelError, RequestError
-from convoy.model.checkpoints.formats.gguf.header import read_gguf
-from convoy.model.checkpoints.formats.gguf.rows import gguf_package
-from convoy.model.checkpoints.source import HEADER, ModelSource
-from convoy.model.checkpoints.synthetic import Synthetic
 from convoy.model.library import LIBRARY
 from convoy.model.text.chat import ChatTemplate
 from convoy.model.text.conversation import Conversation
@@ -19,28 +16,60 @@ from convoy.model.text.formats.registry import ReplyFormat, find_format
 from convoy.model.text.templates import TemplateRenderer
 from convoy.model.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    # A process that gets a description reads no files, and starts without their modules.
+    from convoy.model.checkpoints.source import ModelSource
+
 _TOKENIZER = "fetch the model's whole directory, with tokenizer.json"
 _BESIDE_GGUF = "put the tokenizer.json of the model beside the file: it is read first"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDescription:
+    """Hold all that a `Tokenizer` is made of, as a model's files say it.
+
+    ``backend`` is the JSON of the library's tokeniser, ``special`` lists tokens that are special although it
+    does not mark them, and ``variables`` are those of the chat template. It has none if it is empty.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    backend: str
+    special: tuple[str, ...]
+    template: str
+    variables: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, source: ModelSource) -> TokenizerDescription:
+        """Return the description of a model's tokeniser.
+
+        It reads local files only, and runs no code from them. Raises ModelError if the directory has no
+        usable tokeniser, or names end-of-text ids outside the vocabulary.
+        """
+        pretrained = _load(source)
+        eos_ids = tuple(sorted(set(_eos_ids(source, pretrained.eos_token_id))))
+        template = pretrained.chat_template
+        template = template.get("default") if isinstance(template, Mapping) else template
+        special = (*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(list(eos_ids)))
+        backend, variables = pretrained.backend_tokenizer.to_str(), pretrained.special_tokens_map
+        return cls(source.spec.vocab_size, eos_ids, backend, special, template or "", variables)
 
 
 class Tokenizer:
     """Convert text to token ids and back for one model. Thread-safe.
 
-    It reads local files only, and runs no code from them. Raises ModelError if the directory has no usable
-    tokeniser, or names end-of-text ids outside the vocabulary.
+    Raises ModelError as `TokenizerDescription.read` does.
     """
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource | TokenizerDescription) -> None:
+        described = source if isinstance(source, TokenizerDescription) else TokenizerDescription.read(source)
         # the model's number of tokens: ids from here on have no embedding
-        self.vocab_size = source.spec.vocab_size
-        pretrained = _load(source)
-        self.eos_ids = frozenset(_eos_ids(source, pretrained.eos_token_id))
-        template = pretrained.chat_template
-        template = template.get("default") if isinstance(template, Mapping) else template
-        special = [*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(sorted(self.eos_ids))]
-        row = find_format(template or "")
-        description = pretrained.backend_tokenizer.to_str()
-        self._vocabulary = Vocabulary(description, special, template or "", row.marks)
+        self.vocab_size = described.vocab_size
+        self.eos_ids = frozenset(described.eos_ids)
+        self._variables = described.variables
+        self._template, self._special = template, special = described.template, described.special
+        row = find_format(template)
+        self._vocabulary = Vocabulary(described.backend, special, template, row.marks)
         tokens = {
             text: number for text in row.marks if (number := self._vocabulary.added_id(text)) is not None
         }
@@ -48,15 +77,23 @@ class Tokenizer:
         self._renderer: TemplateRenderer | None = None
         self._chat: ChatTemplate | None = None
         if template:
-            self._renderer = TemplateRenderer(template, pretrained.special_tokens_map)
+            self._renderer = TemplateRenderer(template, described.variables)
             self._chat = ChatTemplate(
                 self._renderer.render,
                 self._vocabulary,
-                own_variables=frozenset(pretrained.special_tokens_map),
+                own_variables=frozenset(described.variables),
                 has_tools="tools" in template,
                 arguments_as_text=row.arguments_as_text,
                 call_id_chars=row.call_id_chars,
             )
+
+    def describe(self) -> TokenizerDescription:
+        """Return the description of which this one is made."""
+        backend = self._vocabulary.describe()
+        ids = tuple(sorted(self.eos_ids))
+        return TokenizerDescription(
+            self.vocab_size, ids, backend, self._special, self._template, self._variables
+        )
 
     def close(self) -> None:
         """End the processes that render its chat template; they start again when needed."""
@@ -118,6 +155,8 @@ class Tokenizer:
 
 
 def _load(source: ModelSource) -> Any:
+    from convoy.model.checkpoints.source import HEADER
+
     if source.seed is not None:
         return _load_synthetic(source)
     directory = source.path.parent if source.is_one_file else source.path
@@ -162,6 +201,8 @@ def _load_files(source: ModelSource, directory: Path, *, has_file: bool) -> Any:
 
 def _load_synthetic(source: ModelSource) -> Any:
     """Return the tokeniser that a synthetic model's name stands for."""
+    from convoy.model.checkpoints.synthetic import Synthetic
+
     synthetic = Synthetic.parse(str(source.path))
     folder = None if synthetic is None else synthetic.tokenizer
     with LIBRARY:
@@ -177,6 +218,9 @@ def _load_synthetic(source: ModelSource) -> Any:
 
 def _load_gguf(path: Path) -> Any:
     """Return the tokeniser that a GGUF file's settings describe, rebuilt by the library."""
+    from convoy.model.checkpoints.formats.gguf.header import read_gguf
+    from convoy.model.checkpoints.formats.gguf.rows import gguf_package
+
     gguf_package()
     settings = read_gguf(path, whole=False).settings
     try:

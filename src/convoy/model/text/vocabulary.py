@@ -66,6 +66,10 @@ class Vocabulary:
         self._prefix = self._find_prefix()
         self._decoders = _decoder_types(self._json.get("decoder"))
 
+    def describe(self) -> str:
+        """Return the backend's description."""
+        return json.dumps(self._json)
+
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Return the ids of raw text, after the begin-of-sequence token if the tokeniser adds one.
 

@@ -1,0 +1,104 @@
+"""Start the front process of a head, and run it.
+
+A head runs this module with the log's level and format, and the descriptor of its channel. It is no verb,
+because only a head can use it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from convoy.cli.running.start import settle_memory, switch_threads_soon
+from convoy.cli.show.logs import json_line, set_up_logs
+from convoy.sdk.head import service_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from convoy.api.front.supervisor import FrontServer
+    from convoy.api.listen.options import ServeOptions
+    from convoy.api.traces import Traces
+    from convoy.cluster.running import RunningCluster
+    from convoy.config.settings import Config
+    from convoy.config.table import ServeConfig
+
+
+class RunServer(Protocol):
+    """Serve until a signal; see `api.server.run_server`. Return the number of answers that were cut off."""
+
+    def __call__(
+        self,
+        *,
+        on_ready: Callable[[str], None],
+        on_stop: Callable[[], None],
+        on_drain: Callable[[int, float], None],
+    ) -> int: ...
+
+
+@contextmanager
+def front_server(settings: Config, options: ServeOptions) -> Iterator[FrontServer | None]:
+    """Start a front process that loads its modules while the block runs. Yield None if settings want none."""
+    if not settings.serve.http_process:
+        yield None
+        return
+    from convoy.api.front.setup import FrontSetup
+    from convoy.api.front.supervisor import FrontOptions, FrontServer
+
+    level = logging.getLevelName(logging.getLogger("convoy").getEffectiveLevel()).lower()
+    form = "text" if json_line("") is None else "json"
+    command = FrontOptions((sys.executable, "-m", "convoy.cli.running.front", level, form))
+    setup = FrontSetup.of(options, settings.telemetry.traces)
+    with FrontServer(command, options, setup) as front:
+        yield front
+
+
+def server_of(
+    front: FrontServer | None, cluster: RunningCluster, options: ServeOptions, serve: ServeConfig
+) -> RunServer:
+    """Return the function that serves a cluster: in the front process, or in this one for None."""
+    service = service_of(cluster, serve)
+    if front is not None:
+        return partial(front.run, service, cluster.tokenizer.describe())
+    from convoy.api.server import run_server
+
+    return partial(run_server, service, options)
+
+
+def own_key(front: FrontServer | None, options: ServeOptions, name: str) -> str | None:
+    """Return a new API key for a part of this process, or None if the server asks for no key."""
+    if front is not None:
+        return front.own_key(name)
+    return None if options.keys is None else options.keys.own_key(name)
+
+
+def main() -> None:
+    """Run the front process of the arguments."""
+    # The head that wrote them has checked them.
+    level: Any
+    form: Any
+    level, form, descriptor = sys.argv[1:]
+    set_up_logs(level, form)
+    # Without an open stderr there is no place to name the functions of a crash in native code.
+    with suppress(OSError, RuntimeError, ValueError):
+        faulthandler.enable()
+    switch_threads_soon()
+    from convoy.api.front.child import run_child
+
+    run_child(int(descriptor), _tracing, settle_memory)
+
+
+def _tracing(url: str | None) -> AbstractContextManager[Traces]:
+    from convoy.cli.flags.traces import tracing
+
+    return tracing(url, "convoy-head")
+
+
+if __name__ == "__main__":
+    main()
