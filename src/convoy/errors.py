@@ -15,6 +15,7 @@ ConvoyError                     carries a message, a hint and a text that client
 │   └── RequestError            a request of a client (HTTP 400); names the parameter
 ├── CapacityError               a valid request that needs more than is available
 │   ├── PlanError               no plan fits the members
+│   │   └── TooLittleMemory     this machine has less free memory than its stage takes
 │   └── QueueFull               too many requests wait (HTTP 429)
 ├── PeerError                   another member's fault, or the network's
 │   ├── PeerUnreachable         no member answered in time
@@ -129,6 +130,16 @@ class CapacityError(ConvoyError):
 
 class PlanError(CapacityError):
     """Report that no plan fits the members; the text gives the reason for each member."""
+
+
+class TooLittleMemory(PlanError):  # noqa: N818 - a state, as in httpx and trio, not a fault
+    """Report that this machine has less free memory than its stage takes; ``room_bytes`` are free."""
+
+    def __init__(
+        self, message: str, *, room_bytes: int, hint: str | None = None, public: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, public=public)
+        self.room_bytes = room_bytes
 
 
 class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, not a fault

@@ -77,6 +77,16 @@ def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
     assert "beta offers 17592.2 GB of memory, and the policy lets 0.5 GB count" in caplog.text
 
 
+def test_a_member_that_lowers_its_offer_again_and_again_is_not_planned_for_without_end() -> None:
+    alpha, _ = make_local_members(("alpha", "beta"))
+    peers = peers_of(alpha, MemoryNetwork(), threading.Event(), replace(MEMBER, memory_bytes=1 << 30))
+    assert not peers.lower_offer("alpha", 1 << 30), "it offers as much"
+    assert not peers.lower_offer("beta", 1), "it is not here"
+    assert [peers.lower_offer("alpha", most) for most in (400, 300, 200, 100)] == [True, True, True, False]
+    assert peers.hello.memory_bytes == 200
+    peers.close("done")
+
+
 def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

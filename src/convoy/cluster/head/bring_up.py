@@ -8,9 +8,17 @@ from collections.abc import Callable
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.peer.refusal import failed_kernel
-from convoy.cluster.presence.mailbox import KernelRefused
+from convoy.cluster.presence.mailbox import KernelRefused, MemoryRefused
 from convoy.cluster.presence.peers import Peers
-from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
+from convoy.errors import (
+    CapacityError,
+    ConvoyError,
+    LinkClosed,
+    PeerError,
+    SelfCheckError,
+    SpanError,
+    TooLittleMemory,
+)
 from convoy.wire.messages.control import Hello, Plan
 
 _log = logging.getLogger(__name__)
@@ -44,8 +52,9 @@ def begin(
         while True:
             try:
                 return install(proposal)
-            except (PeerError, LinkClosed, SelfCheckError) as error:
-                if _drop_failed_kernel(peers, proposal.plan, next(iter(hellos())), error):
+            except (PeerError, LinkClosed, SelfCheckError, TooLittleMemory) as error:
+                head = next(iter(hellos()))
+                if _drop_failed_kernel(peers, proposal.plan, head, error) or lower(peers, head, error):
                     proposal = planner.first(hellos())
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
@@ -132,3 +141,14 @@ def _drop_failed_kernel(peers: Peers, plan: Plan, head: str, error: ConvoyError)
         return False
     _log.warning("%s, and another kernel is taken: %s", why, error.message)
     return True
+
+
+def lower(peers: Peers, head: str, error: ConvoyError) -> bool:
+    """Lower the offer of the member that has too little memory, so that the next plan gives it less.
+
+    ``head`` is the member that loads in this process. Returns False if the error has another reason, and if
+    the offer is as low already.
+    """
+    if isinstance(error, MemoryRefused):
+        return peers.lower_offer(error.member, error.memory_bytes)
+    return isinstance(error, TooLittleMemory) and peers.lower_offer(head, error.room_bytes)

@@ -471,6 +471,9 @@ class Peer:
                 self._drop_plan()
             self._tell("refused", error.message)
             answer = refusal(item, self._me.name, error)
+            if answer.memory_bytes is not None:
+                # The next plan must not count on more, and no room for K/V either.
+                self.hello = msgspec.structs.replace(self.hello, memory_bytes=answer.memory_bytes)
         # While this member stops, its links end in a moment. That tells the head more than a refusal.
         if self._head is None or self._stopping:
             return

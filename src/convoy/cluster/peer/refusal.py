@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from convoy.engine.run.kv_server import MAX_REASON
-from convoy.errors import ConvoyError, SelfCheckError
+from convoy.errors import ConvoyError, SelfCheckError, TooLittleMemory
 from convoy.transport.link.link import ReceivedMessage
-from convoy.wire.messages.control import Plan, Refuse
+from convoy.wire.messages.control import MAX_OFFER_BYTES, Plan, Refuse
 
 
 def refusal(received: ReceivedMessage, member: str, error: ConvoyError) -> Refuse:
@@ -13,7 +13,8 @@ def refusal(received: ReceivedMessage, member: str, error: ConvoyError) -> Refus
     asked = received.message
     kernel = failed_kernel(asked, member, error) if isinstance(asked, Plan) else ""
     hint = (error.hint or "")[:MAX_REASON]
-    return Refuse(received.plan_id, error.message[:MAX_REASON], hint, kernel)
+    room_bytes = min(error.room_bytes, MAX_OFFER_BYTES) if isinstance(error, TooLittleMemory) else None
+    return Refuse(received.plan_id, error.message[:MAX_REASON], hint, kernel, room_bytes)
 
 
 def failed_kernel(plan: Plan, member: str, error: ConvoyError) -> str:

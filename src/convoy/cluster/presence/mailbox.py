@@ -26,6 +26,15 @@ class KernelRefused(PeerRefused):
         self.kernel = kernel
 
 
+class MemoryRefused(PeerRefused):
+    """Say that ``member`` has less free memory than it offered: ``memory_bytes``."""
+
+    def __init__(self, message: str, member: str, memory_bytes: int, *, hint: str | None) -> None:
+        super().__init__(message, hint=hint)
+        self.member = member
+        self.memory_bytes = memory_bytes
+
+
 class PlanMailbox:
     """Collect one answer of a given type from each of several peers, within a deadline.
 
@@ -103,10 +112,12 @@ class PlanMailbox:
             match item:
                 case ConvoyError():
                     raise LinkBroken(f"the link to {peer} ended: {item.message}", hint=item.hint) from item
-                case Refuse(reason=reason, hint=hint, kernel=kernel):
+                case Refuse(reason=reason, hint=hint, kernel=kernel, memory_bytes=memory_bytes):
                     text = f"{peer} refused the plan: {reason}"
                     if kernel:
                         raise KernelRefused(text, peer, kernel, hint=hint or None)
+                    if memory_bytes is not None:
+                        raise MemoryRefused(text, peer, memory_bytes, hint=hint or None)
                     raise PeerRefused(text, hint=hint or None)
                 case StepFailed(reason=reason):
                     raise PeerRefused(f"{peer} could not follow: {reason}")

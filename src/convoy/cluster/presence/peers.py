@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
+_MAX_LOWERED = 3
 
 
 class IdleTimes:
@@ -101,7 +103,7 @@ class Peers:
         self._network = network
         self._options = options
         self._receive, self._lost, self._joined = receive, lost, joined
-        self._why_not_mlx = why_not_mlx
+        self._why_not_mlx, self._num_lowered = why_not_mlx, Counter[str]()
         self._hello = self._counted(me.name, make_hello(options.member), head=True)
         self._changed = threading.Condition()
         self._num_changes = 0
@@ -148,6 +150,26 @@ class Peers:
             else:
                 self.hellos[name] = changed
             self.why_kernel = why
+        return True
+
+    def lower_offer(self, name: str, memory_bytes: int) -> bool:
+        """Lower the memory that a member offers, until it greets anew.
+
+        Returns False if it offers no more than that, or lowered its offer too often.
+        """
+        with self._changed:
+            hello = self._hello if name == self._me.name else self.hellos.get(name)
+            # Each time the plan is made anew, so a member must not do it again and again.
+            if hello is None or memory_bytes >= hello.memory_bytes or self._num_lowered[name] == _MAX_LOWERED:
+                return False
+            self._num_lowered[name] += 1
+            changed = msgspec.structs.replace(hello, memory_bytes=memory_bytes)
+            if name == self._me.name:
+                self._hello = changed
+            else:
+                self.hellos[name] = changed
+        text = "%s has %.3g GB of memory left of the %.3g GB that it offered, and gets fewer layers"
+        _log.warning(text, name, memory_bytes / 1e9, hello.memory_bytes / 1e9)
         return True
 
     # Returns as soon as the head begins to close.
@@ -349,6 +371,7 @@ class Peers:
             self._greeting.pop(link, None)
             self.links[link.peer], self.hellos[link.peer] = link, hello
             self._seen.add(link.peer)
+            self._num_lowered.pop(link.peer, None)
             self._backoffs.came(link.peer)
             self.slow.came(link.peer)
             self.idle.begin([link.peer])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.active_plan import ActivePlan, world_sizes
+from convoy.cluster.head.bring_up import lower
 from convoy.cluster.head.head import Head
 from convoy.cluster.head.planning import PlannedStages
 from convoy.cluster.presence.backoff import Backoff
@@ -333,6 +334,8 @@ class StageRecovery:
             try:
                 return self._try_once(before, watch)
             except CapacityError as error:
+                if lower(peers, self._head.name, error):
+                    continue
                 why: ConvoyError = error
                 self._count_refusal()
                 wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
@@ -342,6 +345,8 @@ class StageRecovery:
             except (PeerError, LinkClosed) as error:
                 # A plan that fails because the engine ends is no failure to report.
                 self._require_wanted()
+                if lower(peers, self._head.name, error):
+                    continue
                 why, wait_s = error, backoff.next_s()
                 self._count_refusal()
                 self._outage.tell(f"a plan could not be made to run: {error.message}")

@@ -292,7 +292,7 @@ class Refuse(Message, frozen=True):
     """Refuse a plan and say why (peer to head). That plan ends at this peer.
 
     ``kernel`` names the kernel that does not pass the peer's check for the plan's model, if that is the
-    reason.
+    reason. ``memory_bytes`` is what the peer can offer now, if it has too little memory for the plan.
     """
 
     frame = FrameRow(FrameType.REFUSE, 16 * 1024, Sender.PEER, prose={"reason": 500, "hint": 500})
@@ -301,6 +301,7 @@ class Refuse(Message, frozen=True):
     reason: str
     hint: str
     kernel: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFER_BYTES)] | None = None
 
 
 class Activate(Message, frozen=True):

@@ -109,7 +109,7 @@ def test_ranks_on_mlx_are_refused_by_name_before_weights_are_read(
 
 
 @contextmanager
-def beside_mlx(source: ModelSource, cache: Path) -> Iterator[RunningCluster]:
+def beside_mlx(source: ModelSource, cache: Path, **changes: Any) -> Iterator[RunningCluster]:
     """Run a head on its host, and a peer on MLX that has no files of the model, in float32."""
     byte_level().save(str(source.path / "tokenizer.json"))
     members, network = make_local_members(NAMES[:2]), MemoryNetwork()
@@ -120,7 +120,7 @@ def beside_mlx(source: ModelSource, cache: Path) -> Iterator[RunningCluster]:
     peer = PeerThread(members[1], PeerOptions(theirs), network)
     spans = {"alpha": "0:1,output", "beta": f"2:{source.spec.num_layers - 1}"}
     try:
-        options = HeadOptions(ours, spans=spans, wait_s=60, num_blocks=64)
+        options = replace(HeadOptions(ours, spans=spans, wait_s=60, num_blocks=64), **changes)
         cluster = RunningCluster.start(membership_of(members[0]), source, options, network=network)
         try:
             yield cluster
@@ -166,3 +166,19 @@ def test_a_session_moves_with_its_kv_between_members_on_mlx(models: Models, tmp_
     with running_cluster(source, 1, member=member) as one, running_cluster(source, 2, member=member) as two:
         assert carry(one, two, tmp_path / "to.session") == len(TOKENS) // 16 * 16
         assert carry(two, one, tmp_path / "back.session") == len(TOKENS) // 16 * 16
+
+
+def test_a_member_whose_memory_got_short_offers_less_and_gets_fewer_layers(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = models.source("qwen3")
+    three = source.spec.weight_bytes(2, 5, embed=False, output=False, dtype=MLX_F32)
+    # Other programs took the rest after the member had offered 4 GB.
+    room = three - 20_000
+    monkeypatch.setattr("convoy.model.backends.mlx.stage.memory_bytes", lambda: room)
+    with beside_mlx(source, tmp_path, spans=None, num_blocks=8, max_context=64) as cluster:
+        head, peer = cluster.status().stages
+    assert head.end == peer.start > 2
+    assert peer.weight_bytes < room == peer.memory_bytes
+    assert f"layers 2 to 4 take {three} bytes, and MLX may use {room} on this machine" in caplog.text
+    assert "beta has 0.000106 GB of memory left of the 4.29 GB that it offered" in caplog.text

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from convoy.config.kernels import AUTO, MLX_KERNELS, form_of, kv_form
-from convoy.errors import ModelError, PlanError, StepError
+from convoy.errors import ModelError, StepError, TooLittleMemory
 from convoy.model.backends.mlx.arrays import DTYPES, OwnerThread, to_mlx, to_torch
 from convoy.model.backends.mlx.assemble import MlxWeights, load_weights
 from convoy.model.backends.mlx.kv import MlxKvStore
@@ -89,7 +89,7 @@ class MlxStage:
         """Load the assignment's weights. ``progress`` is called with (loaded, total) bytes.
 
         Raises ModelError for a kernel, a dtype of K/V, a family or a form of weights that MLX does not run,
-        and PlanError for weights that MLX's memory does not hold; both before weights are read.
+        and TooLittleMemory for weights that MLX's memory does not hold; both before weights are read.
         """
         _check_options(options)
         check_supported(source)
@@ -272,14 +272,15 @@ def _check_options(options: StageOptions) -> None:
 def _check_room(
     source: ModelSource, assignment: StageAssignment, kernel: str, kept: MlxWeights | None
 ) -> None:
-    """Raise PlanError for a stage whose weights MLX's memory does not hold beside those that are kept."""
+    """Raise TooLittleMemory if MLX's memory does not hold the stage's weights beside those that are kept."""
     needed = source.spec.weight_bytes(
         assignment.start, assignment.end, embed=assignment.embed, output=assignment.output, dtype=kernel
     )
     room = memory_bytes() + (0 if kept is None else kept.num_bytes)
     if needed > room:
-        raise PlanError(
+        raise TooLittleMemory(
             f"{source.name}: layers {assignment.start} to {assignment.end - 1} take {needed} bytes, and MLX "
             f"may use {room} on this machine",
             hint="give this member fewer layers, or end other programs",
+            room_bytes=room,
         )
