@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,21 @@ ENVIRONMENT = {
 }
 
 
+CONVOY = (sys.executable, "-m", "convoy")
+
+
 class Running:
     """Hold a command on one machine, in a folder of its own, with its output in files."""
 
-    def __init__(self, machine: Machine, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, machine: Machine, folder: Path, *arguments: str, command: Sequence[str] = CONVOY
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._verb = arguments[0]
         self._files = [(folder / f"{self._verb}.{name}").open("wb") for name in ("out", "err")]
         self.process = subprocess.Popen(
-            machine.run_in(sys.executable, "-m", "convoy", *arguments),
+            machine.run_in(*command, *arguments),
             cwd=folder,
             env=ENVIRONMENT,
             stdin=subprocess.PIPE,
@@ -76,12 +82,14 @@ def until(condition: Callable[[], Any], running: Running) -> Any:
 
 
 @contextmanager
-def running(machine: Machine, folder: Path, *arguments: str) -> Iterator[Running]:
-    command = Running(machine, folder, *arguments)
+def running(
+    machine: Machine, folder: Path, *arguments: str, command: Sequence[str] = CONVOY
+) -> Iterator[Running]:
+    started = Running(machine, folder, *arguments, command=command)
     try:
-        yield command
+        yield started
     finally:
-        command.end()
+        started.end()
 
 
 def ask(machine: Machine, url: str, question: str) -> str:
@@ -174,3 +182,51 @@ def _third_comes_in(first: Machine, second: Machine, tmp_path: Path) -> None:
             newest = (tmp_path / "a" / ".convoy" / "roster.toml").read_bytes()
             accepted = tmp_path / "b" / ".convoy" / "identity" / "accepted" / "newest"
             until(lambda: accepted.read_bytes().endswith(newest) or None, third)
+
+
+def started_again(machine: Machine, folder: Path) -> AbstractContextManager[Running]:
+    """Run the command of the member's unit, as systemd does after a reboot."""
+    print_unit = [*CONVOY, "service", "install", "--print"]
+    done = subprocess.run(
+        print_unit, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True
+    )
+    unit = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert unit["WorkingDirectory"] == str(folder)
+    python, *words = shlex.split(unit["ExecStart"])
+    verb = next(index for index, word in enumerate(words) if word in {"serve", "join"})
+    return running(machine, folder, *words[verb:], command=[python, *words[:verb]])
+
+
+def picture_of(machine: Machine, url: str) -> list[tuple[str, str]]:
+    """Return the members of the plan that runs, with the fingerprints of their keys."""
+    return [(stage["member"], stage["fingerprint"]) for stage in status(machine, url)["stages"]]
+
+
+@pytest.mark.long
+def test_two_machines_stay_one_cluster_over_the_loss_of_power_of_either(tmp_path: Path) -> None:
+    serve = ("serve", "demo-mini", "--invite", "--auto-approve", "--name", "alpha")
+    with two_machines() as (first, second), ExitStack() as stack:
+        head = stack.enter_context(running(first, tmp_path / "a", *serve))
+        token = head.wait_for("out", r"(convoy1[a-z2-7]+)\n")
+        peer = stack.enter_context(running(second, tmp_path / "b", "join", "-", "--name", "beta"))
+        peer.say(f"{token}\n")
+        url = head.wait_for("err", r"serving demo-mini at (http://\S+)/v1")
+        before = picture_of(first, url)
+        assert [member for member, _ in before] == ["alpha", "beta"]
+        roster = (tmp_path / "a" / ".convoy" / "roster.toml").read_bytes()
+
+        second.end_processes()
+        head.wait_for("err", r"(lost: beta)")
+        peer = stack.enter_context(started_again(second, tmp_path / "b"))
+        head.wait_for("err", r"in use: .*-> (beta)")
+        assert ask(first, f"{url}/v1", "What is 2+3?") == "5"
+        assert picture_of(first, url) == before
+
+        first.end_processes()
+        peer.wait_for("err", r"(lost|ended): ")
+        head = stack.enter_context(started_again(first, tmp_path / "a"))
+        head.wait_for("err", r"serving demo-mini at (http://\S+)/v1")
+        assert ask(first, f"{url}/v1", "What is 4+3?") == "7"
+        assert picture_of(first, url) == before
+        for folder in ("a", "b"):
+            assert (tmp_path / folder / ".convoy" / "roster.toml").read_bytes() == roster

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,14 @@ class Machine:
 
     name: str
     address: str
+
+    def end_processes(self) -> None:
+        """Kill every process there at once, as a loss of power does."""
+        listed = subprocess.run([_IP, "netns", "pids", self.name], check=True, capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            # It may have ended with its parent.
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def run_in(self, *command: str) -> list[str]:
         """Return the command line that runs ``command`` there."""
