@@ -20,6 +20,8 @@ from convoy.sdk.options import load_member
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 SETS = ("head", "peers")
+# As docs/kubernetes.md names it. It has no schemas of kustomize and of the Prometheus operator.
+KUBERNETES_VERSION = "1.37"
 METRIC = re.compile(r"\b(?:convoy_|vllm:)[a-z_]+")
 
 
@@ -36,6 +38,27 @@ def test_the_base_names_every_manifest() -> None:
     (base,) = objects("kustomization")
     files = {file.name for file in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
     assert set(base["resources"]) == files
+
+
+def check_schema(manifest: dict[str, Any]) -> None:
+    """Raise ValidationError for a field that Kubernetes does not know, or with a value that it refuses."""
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="requirements-dev.lock is not installed anew: `make setup`"
+    )
+    kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", ["head", "namespace", "peers"])
+def test_every_manifest_passes_the_schemas_of_kubernetes(name: str) -> None:
+    for manifest in objects(name):
+        check_schema(manifest)
+
+
+def test_a_manifest_with_a_wrong_field_does_not_pass() -> None:
+    (manifest,) = (one for one in objects("head") if one["kind"] == "StatefulSet")
+    manifest["spec"]["replica"] = 2
+    with pytest.raises(Exception, match="replica"):
+        check_schema(manifest)
 
 
 @pytest.mark.parametrize("name", SETS)
