@@ -178,6 +178,7 @@ dist: setup
 	@rm -f dist/convoy_llm-*
 	@$(BIN)/python -m hatchling build
 	@engine=$$(command -v buildah || command -v podman) || { echo "dist: no image: neither buildah nor podman is here"; exit 0; }; \
+	cp requirements.lock requirements-cpu.lock requirements-cuda.lock dist/ && \
 	$$engine build $(IMAGE_OPTIONS) -f deploy/container/Containerfile -t convoy dist
 
 check: setup
