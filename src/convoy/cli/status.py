@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
-from convoy.cli.show.cluster_status import guesses_text, print_cluster, recoveries_text
+from convoy.cli.show.cluster_status import forecast_lines, guesses_text, print_cluster, recoveries_text
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
 from convoy.errors import NotReady
@@ -72,3 +72,5 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
     )
     print()
     print_cluster(cluster)
+    for line in forecast_lines(cluster):
+        print(line)

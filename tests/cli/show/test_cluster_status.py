@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from convoy.cli.show.cluster_status import (
+    forecast_lines,
     guesses_text,
     idle_text,
     print_cluster,
@@ -16,7 +17,15 @@ from convoy.cli.show.cluster_status import (
     stage_rows,
     standbys_text,
 )
-from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
+from convoy.cluster.status import (
+    ClusterStatus,
+    Forecast,
+    IdleStatus,
+    LossForecast,
+    PlanForecast,
+    StageStatus,
+    StandbyStatus,
+)
 
 
 def cluster(**fields: Any) -> ClusterStatus:
@@ -48,6 +57,26 @@ def test_recoveries_after_which_a_text_may_differ_say_where() -> None:
     assert recoveries_text(cluster(recoveries=2)) == "2"
     told = recoveries_text(cluster(recoveries=2, near_ties=3))
     assert told == "2; 3 tokens since then had a rival (near ties)"
+
+
+def test_the_forecast_is_a_line_for_each_question() -> None:
+    assert forecast_lines(cluster()) == []
+    both = {"alpha": "layers 0-5", "beta": "layers 6-11"}
+    told = Forecast(
+        context=512,
+        running=PlanForecast(both, 41.26, "memory", 4096),
+        losses=[LossForecast("beta", PlanForecast(refused="alpha has 2 GB\nand needs 4 GB"))],
+        added_bytes=24 * 10**9,
+        added=PlanForecast(both, None, "", 8192),
+    )
+    assert forecast_lines(cluster(forecast=told, lone_step_s=0.025)) == [
+        "one request alone: predicted 41.3 tokens/s, measured 40 tokens/s; what limits it most is memory",
+        "if beta is lost: the model does not fit: alpha has 2 GB and needs 4 GB",
+        "with one more machine of 24.0 GB: layers 0-5 on alpha, layers 6-11 on beta, room for 8192 tokens",
+    ]
+    unknown = msgspec.structs.replace(told, running=PlanForecast(both))
+    [first, *_] = forecast_lines(cluster(forecast=unknown))
+    assert first == "one request alone: predicted no rate without a measured machine, measured nothing yet"
 
 
 def test_a_rank_is_shown_with_its_share_of_the_stage_and_a_member_alone_without() -> None:

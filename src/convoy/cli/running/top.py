@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
-from convoy.cli.show.cluster_status import idle_text, layers_text, standbys_text
+from convoy.cli.show.cluster_status import forecast_lines, idle_text, layers_text, standbys_text
 from convoy.cli.show.output import format_bytes, format_seconds, one_line, reads_text
 from convoy.errors import PeerUnreachable
 from convoy.sdk.client import cluster_status, status_of
@@ -110,6 +110,7 @@ def picture(status: ClusterStatus, rates: tuple[float, float] = (0.0, 0.0)) -> R
         table,
         Text(),
         *map(Text, _step_lines(status.step_path)),
+        *map(Text, forecast_lines(status)),
         *map(Text, _others(status)),
         Text(f"roster epoch {status.roster_epoch}; {status.parallel.mode}: {status.parallel.reason}", "dim"),
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from convoy.cli.show.output import counted, format_bytes, format_seconds, print_table, reads_text
+from convoy.cli.show.output import counted, format_bytes, format_seconds, one_line, print_table, reads_text
 from convoy.config.kernels import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
+    from convoy.cluster.status import ClusterStatus, IdleStatus, PlanForecast, StageStatus, StandbyStatus
 
 
 def print_stages(status: ClusterStatus) -> None:
@@ -138,6 +138,32 @@ def recoveries_text(status: ClusterStatus) -> str:
     if not status.near_ties:
         return str(status.recoveries)
     return f"{status.recoveries}; {counted(status.near_ties, 'token')} since then had a rival (near ties)"
+
+
+def forecast_lines(status: ClusterStatus) -> list[str]:
+    """Return the predicted rate beside the measured one, and the plan after each loss; nothing if unknown."""
+    forecast = status.forecast
+    if forecast is None:
+        return []
+    rate = _rate_text(forecast.running.tokens_per_s) or "no rate without a measured machine"
+    measured = _rate_text(1 / status.lone_step_s) if status.lone_step_s else "nothing yet"
+    limit = forecast.running.limit and f"; what limits it most is {forecast.running.limit}"
+    plans = [(f"if {one.member} is lost", one.plan) for one in forecast.losses]
+    plans.append((f"with one more machine of {format_bytes(forecast.added_bytes)}", forecast.added))
+    told = [f"one request alone: predicted {rate}, measured {measured}{limit}"]
+    return [one_line(line) for line in told + [f"{when}: {_plan_text(plan)}" for when, plan in plans]]
+
+
+def _plan_text(plan: PlanForecast) -> str:
+    if plan.refused:
+        return f"the model does not fit: {plan.refused}"
+    rate = _rate_text(plan.tokens_per_s)
+    layers = ", ".join(f"{layers} on {name}" for name, layers in plan.layers.items())
+    return f"{layers}{rate and f', about {rate}'}, room for {counted(plan.max_kv_tokens, 'token')}"
+
+
+def _rate_text(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f"{tokens_per_s:.3g} tokens/s"
 
 
 def layers_text(stage: StageStatus) -> str:
