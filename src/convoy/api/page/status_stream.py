@@ -1,4 +1,8 @@
-"""Send the cluster's status to every open page: asked for once, encoded once, and sent when it changes."""
+"""Send the cluster's status to every open page: asked for once, encoded once, and sent when it changes.
+
+New measurements of links and steps alone are sent every two seconds, so that pages of an idle cluster cost
+next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,14 @@ import msgspec
 
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
+from convoy.cluster.status import ClusterStatus, without_measurements
 from convoy.errors import QueueFull
 
 EVENTS = "text/event-stream"
 _EVERY_S = 0.5
+# Of so many statuses in which nothing but measurements changes, one is sent.
+_MEASURED_EVERY = 4
+_LOOK_EVERY = 2
 _HEARTBEAT = b": alive\n\n"
 _HEARTBEAT_EVERY = 10
 
@@ -26,6 +34,23 @@ def wants_events(accept: str) -> bool:
     Clients of other paths accept JSON and events in one header. They read one JSON value here.
     """
     return [kind.partition(";")[0].strip().lower() for kind in accept.split(",")] == [EVENTS]
+
+
+class StatusChanges:
+    """Tell which of the statuses that follow each other are sent."""
+
+    def __init__(self) -> None:
+        self._sent: Any = None
+        self._num_held = 0
+
+    def take(self, status: Any) -> bool:
+        """Return whether ``status`` is sent: it differs from the last one, or measurements are due."""
+        steady = without_measurements(status) if isinstance(status, ClusterStatus) else status
+        self._num_held += 1
+        if steady == self._sent and self._num_held < _MEASURED_EVERY:
+            return False
+        self._sent, self._num_held = steady, 0
+        return True
 
 
 class StatusFeed:
@@ -47,6 +72,7 @@ class StatusFeed:
         self._asking: asyncio.Task[None] | None = None
         self._event = b""
         self._number = 0
+        self._changes = StatusChanges()
         self._changed = asyncio.Condition()
 
     async def answer(self, exchange: Exchange, is_allowed: Callable[[], bool]) -> None:
@@ -61,7 +87,7 @@ class StatusFeed:
         self._num_readers += 1
         try:
             if self._asking is None:
-                self._event, self._number = b"", 0
+                self._event, self._number, self._changes = b"", 0, StatusChanges()
                 self._asking = asyncio.create_task(self._ask())
             await exchange.start_events()
             await exchange.while_connected(self._send(exchange, is_allowed))
@@ -91,14 +117,21 @@ class StatusFeed:
         while True:
             event = await anyio.to_thread.run_sync(self._encoded)
             async with self._changed:
-                self._event = event
+                self._event = event or self._event
                 self._number += 1
-                self._changed.notify_all()
+                # Once a second each reader also looks whether it is still allowed.
+                if event is not None or self._number % _LOOK_EVERY == 0:
+                    self._changed.notify_all()
             await asyncio.sleep(self._every_s)
 
-    def _encoded(self) -> bytes:
+    def _encoded(self) -> bytes | None:
+        """Return the event of the status now, or None if the last one is still good."""
         try:
-            data = msgspec.json.encode(self._status())
+            status = self._status()
+            if not self._changes.take(status):
+                return None
+            data = msgspec.json.encode(status)
         except Exception as error:  # noqa: BLE001 - its text may hold a prompt, and pages wait for the next one
+            self._changes = StatusChanges()
             data = json.dumps({"failed": type(error).__name__}).encode()
         return b"data: " + data + b"\n\n"

@@ -1,0 +1,44 @@
+"""Which statuses a page is sent: every change at once, and measurements alone at a slower pace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cli.running.test_top import STATUS
+from convoy.api.page.status_stream import StatusChanges
+from convoy.cluster.status import ClusterStatus
+
+
+def measured(number: int, **fields: Any) -> ClusterStatus:
+    """Return the status with measurements that no other number has."""
+    stages = [
+        msgspec.structs.replace(stage, round_trip_s=float(number), sealed_bytes_sent=number)
+        for stage in STATUS.stages
+    ]
+    return msgspec.structs.replace(STATUS, stages=stages, ring_s=float(number), **fields)
+
+
+def test_measurements_alone_are_sent_once_in_four_statuses() -> None:
+    changes = StatusChanges()
+    taken = [changes.take(measured(number)) for number in range(9)]
+    assert taken == [True, False, False, False, True, False, False, False, True]
+
+
+def test_a_change_is_sent_at_once() -> None:
+    changes = StatusChanges()
+    taken = [
+        changes.take(measured(1)),
+        changes.take(measured(2)),
+        changes.take(measured(3, absent=["beta"])),
+        changes.take(measured(4, absent=["beta"])),
+        changes.take(measured(5, absent=["beta"], generated_tokens=51)),
+        changes.take(measured(6)),
+    ]
+    assert taken == [True, False, True, False, True, True]
+
+
+def test_a_status_of_another_kind_is_compared_as_a_whole() -> None:
+    changes = StatusChanges()
+    assert [changes.take({"ready": ready}) for ready in (True, True, False)] == [True, False, True]
