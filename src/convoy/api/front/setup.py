@@ -31,6 +31,8 @@ class FrontSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: float
     store_responses: bool
     tokens: str | None
+    invitations: str | None
+    operator_key: str
     keys: tuple[ApiKey, ...] | None
     key_file: str | None
     traces: str | None
@@ -50,6 +52,8 @@ class FrontSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options.drain_s,
             options.store_responses,
             None if page is None or page.tokens is None else str(page.tokens),
+            None if page is None or page.invitations is None else str(page.invitations),
+            "" if page is None else page.operator_key,
             None if keys is None else keys.listed(),
             None if file is None else str(file),
             traces,
@@ -68,7 +72,11 @@ class FrontSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tls=self.tls,
             drain_s=self.drain_s,
             store_responses=self.store_responses,
-            page=PageOptions(tokens=None if self.tokens is None else Path(self.tokens)),
+            page=PageOptions(
+                tokens=None if self.tokens is None else Path(self.tokens),
+                invitations=None if self.invitations is None else Path(self.invitations),
+                operator_key=self.operator_key,
+            ),
         )
 
 
