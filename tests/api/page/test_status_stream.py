@@ -42,3 +42,9 @@ def test_a_change_is_sent_at_once() -> None:
 def test_a_status_of_another_kind_is_compared_as_a_whole() -> None:
     changes = StatusChanges()
     assert [changes.take({"ready": ready}) for ready in (True, True, False)] == [True, False, True]
+
+
+def test_a_status_of_another_process_is_read_first() -> None:
+    changes = StatusChanges()
+    raw = [msgspec.Raw(msgspec.json.encode(measured(number))) for number in range(3)]
+    assert [changes.take(one) for one in (*raw, msgspec.Raw(b'{"ready":1}'))] == [True, False, False, True]

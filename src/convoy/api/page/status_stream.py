@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio.to_thread
@@ -17,6 +18,7 @@ import msgspec
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
 from convoy.cluster.status import ClusterStatus, without_measurements
+from convoy.config.type_resolution import resolved
 from convoy.errors import QueueFull
 
 EVENTS = "text/event-stream"
@@ -45,12 +47,21 @@ class StatusChanges:
 
     def take(self, status: Any) -> bool:
         """Return whether ``status`` is sent: it differs from the last one, or measurements are due."""
-        steady = without_measurements(status) if isinstance(status, ClusterStatus) else status
+        steady = _steady(status)
         self._num_held += 1
         if steady == self._sent and self._num_held < _MEASURED_EVERY:
             return False
         self._sent, self._num_held = steady, 0
         return True
+
+
+def _steady(status: Any) -> Any:
+    """Return the part of a status that stays the same while nothing happens."""
+    if isinstance(status, msgspec.Raw):
+        # A server in a process of its own has the status as the engine's process encoded it.
+        with suppress(msgspec.MsgspecError):
+            status = msgspec.json.decode(status, type=resolved(ClusterStatus))
+    return without_measurements(status) if isinstance(status, ClusterStatus) else status
 
 
 class StatusFeed:
