@@ -179,8 +179,17 @@ class _Tiles:
         return tokens
 
 
-def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: HeadShape) -> GroupBatch:
-    """Describe checked, non-empty ``rows`` for one cache group."""
+def describe_group(
+    rows: Sequence[tuple[Row, BlockTable]],
+    group: int,
+    shape: HeadShape,
+    max_chunk_bytes: int | None = _MAX_CHUNK_BYTES,
+) -> GroupBatch:
+    """Describe checked, non-empty ``rows`` for one cache group.
+
+    ``max_chunk_bytes`` bounds the pairs of a chunk. None makes one chunk of all tiles of a size: compiled
+    code copies no pairs, and starts its threads once for each chunk.
+    """
     columns = _columns(rows, group)
     tables = np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64)
     num_tokens = int(columns.length.sum())
@@ -193,7 +202,9 @@ def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: He
     sizes = shape.tile_tokens(columns.length)
     all_tiles = [_cut_tiles(shape, columns, sizes == size, int(size)) for size in np.unique(sizes)]
     chunks = [
-        _chunk(shape, tiles, tables, part) for tiles in all_tiles for part in _chunk_parts(shape, tiles)
+        _chunk(shape, tiles, tables, part)
+        for tiles in all_tiles
+        for part in _chunk_parts(shape, tiles, max_chunk_bytes)
     ]
     # with one token a tile, the tiles are already in the batch's order
     ordered = len(all_tiles) == 1 and all_tiles[0].num_tokens == 1
@@ -239,9 +250,11 @@ def _cut_tiles(shape: HeadShape, rows: _Rows, chosen: npt.NDArray[np.bool_], num
     )
 
 
-def _chunk_parts(shape: HeadShape, tiles: _Tiles) -> list[slice]:
+def _chunk_parts(shape: HeadShape, tiles: _Tiles, max_chunk_bytes: int | None) -> list[slice]:
     """Return runs of tiles with pairs within the byte limit; a single tile may exceed it."""
-    max_pairs = _MAX_CHUNK_BYTES // shape.pair_bytes(shape.tile_rows(tiles.num_tokens))
+    if max_chunk_bytes is None:
+        return [slice(0, len(tiles.head))]
+    max_pairs = max_chunk_bytes // shape.pair_bytes(shape.tile_rows(tiles.num_tokens))
     ends = np.cumsum(tiles.end_block - tiles.first_block)
     parts, start, done = [], 0, 0
     while start < len(ends):

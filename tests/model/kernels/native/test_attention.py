@@ -58,6 +58,21 @@ def test_a_long_context_has_the_same_bits_in_smaller_parts() -> None:
     assert torch.equal(attend(query, kv, LayerBatch(group, pool, NativeGroup(group))), expected)
 
 
+def test_one_chunk_of_all_tiles_has_the_bits_of_many() -> None:
+    shape, generator = HeadShape(4, 2, 16, 16, 800), torch.Generator().manual_seed(5)
+    tables = [BlockTable([list(range(40 * row, 40 * row + 40))]) for row in range(20)]
+    rows = [(Row(row, 600 - 9 * row, 1 + row % 2 * 30, 0), tables[row]) for row in range(20)]
+    many, one = (describe_group(rows, 0, shape, limit) for limit in (1 << 20, None))
+    assert (len(many.chunks) > 2, len(one.chunks)) == (True, 2)
+    pool = KvPool(800, 2, 16, 16)
+    pool.write(torch.arange(2 * 800 * 32), torch.randn(2 * 800 * 32, 16, generator=generator))
+    query = torch.randn(many.num_tokens, 4, 16, generator=generator)
+    found = [NativeGroup(group).attend_queries(query, pool) for group in (many, one)]
+    assert torch.equal(*found)
+    kv = pool.all_rows[many.write_rows].view(many.num_tokens, 4, 16)
+    assert torch.equal(attend(query, kv, LayerBatch(many, pool)), found[0])
+
+
 def test_padding_rows_come_back_as_zeros() -> None:
     shape, pool = HeadShape(4, 2, 16, 16, 2), KvPool(2, 2, 16, 16)
     group = describe_group([(Row(0, 0, 20, 0), BlockTable([[1, 0]]))], 0, shape)

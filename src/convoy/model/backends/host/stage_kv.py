@@ -77,8 +77,13 @@ class HostKvStore(KvStore):
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
     ) -> dict[int, LayerBatch | DeltaLayer | CompressedLayer]:
         """Return the inputs of each layer's attention or recurrence for checked, non-empty ``rows``."""
-        described = {index: describe_group(rows, index, shape) for index, shape in self._shapes.items()}
-        native = {index: native_group(described[index]) for index in self._native_groups}
+        described, native = {}, {}
+        for index, shape in self._shapes.items():
+            if index in self._native_groups:
+                described[index] = describe_group(rows, index, shape, max_chunk_bytes=None)
+                native[index] = native_group(described[index])
+            else:
+                described[index] = describe_group(rows, index, shape)
         attentions = {
             layer: LayerBatch(group, self._pools[layer], native.get(index))
             for index, group in described.items()

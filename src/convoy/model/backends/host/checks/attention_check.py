@@ -60,9 +60,8 @@ def _holds(shape: HeadShape, library: NativeLibrary) -> bool:
                 for row, each in enumerate(batch)
             ]
             group = describe_group(rows, 0, shape)
-            if not _agree(
-                NativeGroup(group, library), group, pools, generator, sinks if number % 2 else None
-            ):
+            native = NativeGroup(describe_group(rows, 0, shape, max_chunk_bytes=None), library)
+            if not _agree(native, group, pools, generator, sinks if number % 2 else None):
                 return False
     return True
 
