@@ -44,7 +44,7 @@ Tracing = Callable[[str | None], AbstractContextManager[Traces]]
 
 
 def run_child(descriptor: int, tracing: Tracing, on_ready: Callable[[], None]) -> None:
-    """BeginServing as the front process until the engine's process ends it.
+    """Serve as the front process until the engine's process ends it.
 
     ``descriptor`` is that of the channel. ``tracing`` opens the traces to a URL, and ``on_ready`` is called
     once the server answers.

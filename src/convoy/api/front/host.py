@@ -62,7 +62,7 @@ class _Running:
 
 
 class EngineHost:
-    """BeginServing the only model of a service to one front process."""
+    """Serve the only model of a service to one front process."""
 
     def __init__(
         self, channel: FrontChannel, service: Service, report: Callable[[FrontReport | None], None]
