@@ -31,7 +31,7 @@ Question = Literal["health", "status", "metrics"]
 
 
 class FrontMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
-    """BeginServing as the base of all messages. Each class names its own tag."""
+    """Serve as the base of all messages. Each class names its own tag."""
 
 
 class FrontError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 _STATE_S = 0.5
 # Calls that may wait: grammars, and questions about the cluster. Threads are made when they are needed.
 _MAX_THREADS = 32
+# How long the end of both threads is waited for. Nothing holds them up once the channel is closed.
+_END_S = 5.0
 
 FrontReport = FrontReady | FrontDraining | FrontEnded | FrontFailed
 
@@ -117,6 +119,10 @@ class EngineHost:
         for handle in left:
             handle.abort()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        # A thread that still ran when the interpreter ends, and logged just then, would abort the process.
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_END_S)
 
     # The reading thread.
 
