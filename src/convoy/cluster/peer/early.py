@@ -6,6 +6,7 @@ It is apart from `peer` because it must import neither PyTorch nor a stage.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from convoy.transport.membership import Membership
 from convoy.transport.network import Listening, Network, OnLink, TcpNetwork
 from convoy.wire.messages.control import Progress, StartPhase
 
+_log = logging.getLogger(__name__)
 # A start that takes no longer needs no word.
 _TICK_S = 1.0
 
@@ -47,6 +49,9 @@ class EarlyListener:
         self._kept: list[Link] = []
         self._phase: StartPhase = "import"
         self._num_ticks = 0
+        # The link to which a PROGRESS is under way, and whether a thread hands links over.
+        self._told: Link | None = None
+        self._is_handing = False
         self._over = threading.Event()
         self._listening = network.listen(me, bind, self._keep)
         self._ticker = threading.Thread(target=self._tick, name="start", daemon=True)
@@ -61,15 +66,16 @@ class EarlyListener:
         return self._network.dial(me, peer, timeout_s)
 
     def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
-        """Hand the kept links and all later ones to ``on_link``, and return the listener that runs."""
+        """Hand the kept links and all later ones to ``on_link``, and return the listener that runs.
+
+        They come in their order. A link to which a PROGRESS is under way comes after that: a head that reads
+        nothing holds up nothing but its own links.
+        """
         assert (me.current.name, bind) == self._place, "another listener than the one that runs"
         self._over.set()
-        # No PROGRESS may follow what the taker sends.
         with self._lock:
-            self._take, kept = on_link, self._kept
-            self._kept = []
-        for link in kept:
-            on_link(link)
+            self._take = on_link
+        self._hand_over()
         return self._listening
 
     def close(self) -> None:
@@ -83,27 +89,61 @@ class EarlyListener:
 
     def _keep(self, link: Link) -> None:
         with self._lock:
-            take = self._take
-            if take is None:
-                self._kept.append(link)
-        if take is not None:
-            take(link)
+            # The listener ends surplus links, and must not be outdone by a list of them.
+            self._kept = [one for one in self._kept if not one.is_over]
+            self._kept.append(link)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Hand the kept links over, the oldest first, on one thread at a time.
+
+        A link that is not taken ends. An error other than a `ConvoyError` is raised, and the rest stay kept.
+        """
+        while True:
+            with self._lock:
+                take, told = self._take, self._told
+                waits = None if told is None else told.peer
+                link = next((one for one in self._kept if one.peer != waits), None)
+                if take is None or link is None or self._is_handing:
+                    return
+                self._kept.remove(link)
+                self._is_handing = True
+            try:
+                take(link)
+            except ConvoyError as error:
+                _log.warning("the link from %s was not taken: %s", link.peer, error.message)
+                link.close("not taken")
+            except BaseException:
+                link.close("not taken")
+                raise
+            finally:
+                with self._lock:
+                    self._is_handing = False
 
     def _tick(self) -> None:
         while not self._over.wait(self._tick_s):
             with self._lock:
-                if self._over.is_set():
-                    return
                 self._num_ticks += 1
                 is_first, phase = self._num_ticks == 1, self._phase
                 progress = Progress(0, int(self._num_ticks * self._tick_s), 0, phase)
-                for link in self._kept:
-                    if link.facts.member.head:
-                        # The taker learns of a link that has ended.
-                        with contextlib.suppress(ConvoyError):
-                            link.send(progress)
+                heads = [link for link in self._kept if link.facts.member.head]
             if is_first:
                 self._on_slow(phase)
+            for link in heads:
+                self._say(link, progress)
+
+    def _say(self, link: Link, progress: Progress) -> None:
+        """Send outside the lock. No PROGRESS may follow what the taker sends, so the link waits here."""
+        with self._lock:
+            if self._over.is_set() or link not in self._kept:
+                return
+            self._told = link
+        # The taker learns of a link that has ended.
+        with contextlib.suppress(ConvoyError):
+            link.send(progress)
+        with self._lock:
+            self._told = None
+        self._hand_over()
 
 
 @contextmanager
