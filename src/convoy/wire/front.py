@@ -280,6 +280,7 @@ FromEngine = Setup | BeginServing | EngineState | CallReply | OwnKey | Drain | R
 _encoder = msgspec.msgpack.Encoder()
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_submit_head = msgspec.msgpack.Decoder(tuple[Literal["submit"], _Number, msgspec.Raw])
 
 
 def encode_front(message: FromFront | FromEngine) -> bytes:
@@ -304,6 +305,15 @@ def decode_from_front(payload: bytes | bytearray) -> FromFront:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"{len(payload)} bytes of the front process are no message") from None
     return message
+
+
+def submit_number(payload: bytes | bytearray) -> int | None:
+    """Return the number of a `Submit` with a request that is beyond the bounds, or None."""
+    try:
+        _, number, _ = _submit_head.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return number
 
 
 def decode_from_engine(payload: bytes | bytearray) -> FromEngine:

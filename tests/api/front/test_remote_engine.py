@@ -26,12 +26,13 @@ from convoy.engine.outputs import (
     TokenOutput,
 )
 from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_ids
 from convoy.engine.stats import HistogramCounts
 from convoy.errors import ConvoyError, FrameError, QueueFull, RequestError, StageLost
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.grammar import Grammar
 from convoy.wire.front import MAX_PROMPT_PART, FrontError, RequestFields, SamplingFields
-from support.fake_service import REPLY, ByteTokenizer, FakeEngine, serving_of, state_of
+from support.fake_service import REPLY, ByteTokenizer, FakeEngine, FakeHandle, serving_of, state_of
 from support.remote_engine import over_a_channel
 from support.waiting import wait_until
 
@@ -163,6 +164,38 @@ def test_an_error_keeps_its_class_and_its_fields(
     with pytest.raises(type(error)) as refused:
         service.models[0].engine.submit(REQUEST, lambda _: None)
     assert vars(refused.value) == vars(error)
+
+
+class CheckingEngine(FakeEngine):
+    """Check ids against the vocabulary, as the engine does."""
+
+    def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> FakeHandle:
+        check_ids(request, ByteTokenizer.eos_ids, ByteTokenizer.vocab_size)
+        return super().submit(request, on_output)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_outside_the_vocabulary_are_refused_alone(way: str) -> None:
+    engine = CheckingEngine()
+    with seen_by_http(way, engine) as service:
+        for outside in (-1, 257, 1 << 33, 1 << 62, 1 << 70):
+            for embeds in (False, True):
+                with pytest.raises(RequestError) as refused:
+                    outputs_of(service, replace(REQUEST, prompt_ids=(1, outside), embeds=embeds))
+                assert refused.value.message == "a prompt token is outside the vocabulary of 257"
+                assert refused.value.param == "prompt"
+            with pytest.raises(RequestError) as refused:
+                outputs_of(service, replace(REQUEST, stop_token_ids=frozenset({outside})))
+            assert refused.value.param == "stop_token_ids"
+        assert isinstance(outputs_of(service, REQUEST)[-1], FinishOutput)
+    engine.close()
+
+
+def test_a_number_that_no_message_can_hold_is_refused_alone(engine: FakeEngine) -> None:
+    with seen_by_http(WAYS[1], engine) as service:
+        with pytest.raises(RequestError, match="no message can hold"):
+            outputs_of(service, replace(REQUEST, max_tokens=1 << 70))
+        assert isinstance(outputs_of(service, REQUEST)[-1], FinishOutput)
 
 
 def test_a_request_ends_when_it_is_aborted(service: Service, engine: FakeEngine) -> None:

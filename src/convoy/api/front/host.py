@@ -24,7 +24,7 @@ from convoy.api.problem import log_internal_error
 from convoy.api.service import Handle, Service
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.requests.request import AnswerGrammar
-from convoy.errors import ConvoyError, FrameError
+from convoy.errors import ConvoyError, FrameError, RequestError
 from convoy.wire.front import (
     Abort,
     Ask,
@@ -42,6 +42,7 @@ from convoy.wire.front import (
     Question,
     Submit,
     decode_from_front,
+    submit_number,
 )
 
 _log = logging.getLogger(__name__)
@@ -129,12 +130,25 @@ class EngineHost:
     def _read(self) -> None:
         try:
             while (payload := self._channel.receive()) is not None:
-                self._handle(decode_from_front(payload))
+                self._take(payload)
         except FrameError as error:
             _log.error("the front process is ended: %s", error.message)
         except Exception as error:  # noqa: BLE001 - its text may hold a prompt
             log_internal_error(_log, "-", error)
         self._report(None)
+
+    def _take(self, payload: bytearray) -> None:
+        try:
+            message = decode_from_front(payload)
+        except FrameError:
+            number = submit_number(payload)
+            if number is None:
+                raise
+            # A request beyond the bounds of a message ends alone.
+            error = RequestError("the request has a value beyond the bounds of a message")
+            self._append(CallReply(number, error=to_error(error)))
+        else:
+            self._handle(message)
 
     def _handle(self, message: FromFront) -> None:
         match message:

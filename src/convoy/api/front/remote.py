@@ -17,6 +17,7 @@ from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.cluster.metrics.families import Metric
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_ids
 from convoy.errors import FrameTooLong, RequestError
 from convoy.model.constraints.compiler import GrammarCompiler
 from convoy.model.text.grammar import Grammar
@@ -111,6 +112,8 @@ class RemoteEngine:
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RemoteHandle:
         """Submit a request, and wait until the engine has admitted it. Raises as `Engine.submit` does."""
+        # An id that no message can hold gets the answer that the engine gives.
+        check_ids(request, self._tokenizer.eos_ids, self._tokenizer.vocab_size)
         own_text = not request.stop and not request.embeds
         number, count = next(self._numbers), request.num_choices
         texts = [TextStream(self._tokenizer) for _ in range(count)] if own_text else None
@@ -168,10 +171,11 @@ class RemoteEngine:
             self._calls[number] = call
         try:
             self._channel.send(message)
+            return call.result()
         except FrameTooLong as error:
             raise RequestError(f"the request is too long: {error.message}") from None
-        try:
-            return call.result()
+        except (OverflowError, UnicodeError):
+            raise RequestError("the request has a number or a text that no message can hold") from None
         finally:
             with self._lock:
                 self._calls.pop(number, None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.requests.request import GenerationRequest
-from convoy.engine.requests.restrictions import check_restrictions
+from convoy.engine.requests.restrictions import check_ids
 from convoy.engine.sequence import SequenceOwner
 from convoy.errors import CapacityError, RequestError
 
@@ -22,14 +22,9 @@ def check_request(
     pools: BlockPools,
 ) -> None:
     """Raise `RequestError` for a request that can never run; it names the parameter and both numbers."""
-    num_prompt = len(request.prompt_ids)
-    if num_prompt == 0:
-        raise RequestError("the prompt is empty, expected at least one token", param="prompt")
-    if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
-        raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
     # Checked before admission: on the engine's thread, the error would end all requests.
-    request.params.check_vocabulary(vocab_size)
-    check_restrictions(request, eos_ids, vocab_size)
+    check_ids(request, eos_ids, vocab_size)
+    num_prompt = len(request.prompt_ids)
     if num_prompt + request.max_tokens > max_context:
         raise RequestError(
             f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "

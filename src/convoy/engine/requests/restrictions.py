@@ -74,6 +74,17 @@ def _has(mask: bytes, token: int) -> int:
     return mask[token // 8] >> token % 8 & 1
 
 
+def check_ids(request: GenerationRequest, eos_ids: SetOf[int], vocab_size: int) -> None:
+    """Raise `RequestError` for an empty prompt, ids outside the vocabulary, and as `check_restrictions`."""
+    prompt = request.prompt_ids
+    if not prompt:
+        raise RequestError("the prompt is empty, expected at least one token", param="prompt")
+    if max(prompt) >= vocab_size or min(prompt) < 0:
+        raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
+    request.params.check_vocabulary(vocab_size)
+    check_restrictions(request, eos_ids, vocab_size)
+
+
 def check_restrictions(request: GenerationRequest, eos_ids: SetOf[int], vocab_size: int) -> None:
     """Raise `RequestError` for ids outside the vocabulary, too many ids, and rules that leave no token."""
     listed = {"stop_token_ids": request.stop_token_ids, "allowed_token_ids": request.allowed_token_ids}
