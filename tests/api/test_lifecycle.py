@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from convoy.api.listen.options import ServeOptions
-from convoy.api.server import Stop, bind, run_server
+from convoy.api.server import Stop, bind, run_server, serve_on
 from convoy.api.service import Service
 from convoy.errors import ConfigError
 from support.fake_service import REPLY, FakeEngine, Running, events, serving
@@ -205,6 +205,15 @@ def test_what_on_ready_raises_ends_the_server() -> None:
     service = Service(models=(), health=lambda: (True, ""), status=dict)
     with pytest.raises(ValueError, match="nobody wants it"):
         run_server(service, ServeOptions(port=0), on_ready=on_ready)
+
+
+def test_a_server_that_cannot_start_is_not_announced() -> None:
+    announced: list[str] = []
+    options = ServeOptions(port=0, tls=("absent.pem", "absent.key"))
+    service = Service((), lambda: (True, ""), dict)
+    with bind(options) as listener, pytest.raises(FileNotFoundError):
+        serve_on(listener, service, options, Stop(), on_ready=announced.append)
+    assert not announced
 
 
 def test_a_stop_before_the_start_is_not_lost() -> None:

@@ -228,6 +228,10 @@ async def serve_until_stopped(
     try:
         for server, _ in servers:
             await first_of(server.ready.wait(), *serving)
+        for one in serving:
+            # A server that failed, such as for its certificate, is never announced.
+            if one.done():
+                one.result()
         if on_ready is not None:
             announcing = loop.run_in_executor(None, on_ready)
             await first_of(stop.drain.wait(), *serving, announcing)

@@ -75,7 +75,7 @@ def why_not_steady() -> str:
 
     It has a process of its own, so that a fault of a driver does not end this one.
     """
-    command = [sys.executable, "-m", "convoy.model.backends.mlx.selfcheck"]
+    command = [sys.executable, "-P", "-m", "convoy.model.backends.mlx.selfcheck"]
     try:
         found = subprocess.run(command, capture_output=True, check=False, timeout=_CHECK_S, text=True)
     except subprocess.TimeoutExpired:

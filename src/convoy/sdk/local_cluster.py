@@ -154,7 +154,7 @@ class LocalCluster(Started):
         """Start a `convoy` command as a process. Its output goes to a log beside its configuration."""
         with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "convoy", *arguments],
+                [sys.executable, "-P", "-m", "convoy", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -20,13 +20,14 @@ from convoy.api.front.supervisor import FrontOptions, FrontServer
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import ServeOptions
 from convoy.api.service import ServedModel, Service
+from convoy.cli.running.front import front_command
 from convoy.errors import ConfigError, ConvoyError, Unavailable
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.text.tokens import TokenizerDescription
 from support.fake_service import ByteTokenizer, FakeEngine
 from support.waiting import wait_until
 
-COMMAND = (sys.executable, "-m", "convoy.cli.running.front", "warning", "text")
+COMMAND = front_command("warning", "text")
 KEY = "a-key-of-a-test-with-room"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 TOKENIZER = TokenizerDescription.read(ModelSource.resolve("demo-mini"))

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from convoy.api.front.channel import FrontChannel
@@ -20,9 +20,10 @@ from convoy.api.front.convert import to_error
 from convoy.api.front.remote import RemoteEngine, remote_service
 from convoy.api.front.setup import FrontSetup, decode_setup, decode_tokenizer
 from convoy.api.listen.options import ServeOptions
+from convoy.api.problem import log_internal_error
 from convoy.api.server import Stop, serve_on
 from convoy.api.traces import Traces
-from convoy.errors import ConvoyError, FrameError
+from convoy.errors import ConvoyError, FrameError, Unavailable
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.front import (
     BeginServing,
@@ -54,16 +55,27 @@ def run_child(descriptor: int, tracing: Tracing, on_ready: Callable[[], None]) -
     channel = FrontChannel(socket.socket(fileno=descriptor))
     try:
         _serve(channel, tracing, on_ready)
-    except ConvoyError as error:
-        channel.send(FrontFailed(to_error(error)))
-    except OSError:
+    except ConnectionError:
         # The engine's process has gone, so nothing is left to do.
         return
+    except Exception as error:  # noqa: BLE001 - the engine's process tells the reason
+        # The engine's process may go meanwhile.
+        with suppress(OSError):
+            channel.send(FrontFailed(to_error(_told(error))))
+
+
+def _told(error: Exception) -> ConvoyError:
+    if isinstance(error, ConvoyError):
+        return error
+    log_internal_error(_log, "-", error)
+    return Unavailable(f"the front process met an internal error: {type(error).__name__}")
 
 
 def _serve(channel: FrontChannel, tracing: Tracing, on_ready: Callable[[], None]) -> None:
     setup = _setup(_receive(channel))
     options = setup.options()
+    # The files of the certificate may have changed since the first start.
+    options.check()
     # The engine's process loads the model meanwhile.
     import convoy.api.app  # noqa: F401
 
@@ -123,8 +135,10 @@ def _read(channel: FrontChannel, engine: RemoteEngine, options: ServeOptions, st
                     engine.take(message)
     except FrameError as error:
         _log.error("the front process ends: %s", error.message)
-    except OSError:
+    except ConnectionError:
         _log.debug("the engine's process has gone")
+    except Exception as error:  # noqa: BLE001 - its text may hold an answer
+        log_internal_error(_log, "-", error)
     finally:
         # No request can be answered any more, and an orderly end would wait for those that run.
         os._exit(1)

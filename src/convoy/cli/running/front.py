@@ -42,6 +42,12 @@ class RunServer(Protocol):
     ) -> int: ...
 
 
+def front_command(level: str, form: str) -> tuple[str, ...]:
+    """Return the command of a front process, but for its descriptor."""
+    # With -P no file of the working directory stands in for a module.
+    return sys.executable, "-P", "-m", "convoy.cli.running.front", level, form
+
+
 @contextmanager
 def front_server(settings: Config, options: ServeOptions) -> Iterator[FrontServer | None]:
     """Start a front process that loads its modules while the block runs. Yield None if settings want none."""
@@ -53,7 +59,7 @@ def front_server(settings: Config, options: ServeOptions) -> Iterator[FrontServe
 
     level = logging.getLevelName(logging.getLogger("convoy").getEffectiveLevel()).lower()
     form = "text" if json_line("") is None else "json"
-    command = FrontOptions((sys.executable, "-m", "convoy.cli.running.front", level, form))
+    command = FrontOptions(front_command(level, form))
     setup = FrontSetup.of(options, settings.telemetry.traces)
     with FrontServer(command, options, setup) as front:
         yield front
