@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -114,11 +115,26 @@ class TileChunk:
     # bool [masked pairs, tile_tokens, 1, KEY_BLOCK]: keys that a query must not see
     hidden: torch.Tensor
     pair_tile: torch.Tensor  # [pairs]
-    # [tiles, most blocks]: each tile's pairs, with the first pair repeated as padding
-    tile_pairs: torch.Tensor
     # [pairs]: the pairs of each tile, in the order of key blocks
     bag_pairs: torch.Tensor
     bag_starts: torch.Tensor  # [tiles]
+    # the most pairs of a tile
+    longest: int
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.bag_starts)
+
+    @cached_property
+    def tile_pairs(self) -> torch.Tensor:
+        """Return [tiles, longest]: each tile's pairs, with the first pair repeated as padding.
+
+        Only torch's products need it. It is large if one tile of many has a long context.
+        """
+        starts = self.bag_starts[:, None]
+        ends = torch.cat((self.bag_starts[1:], torch.tensor([len(self.bag_pairs)])))[:, None]
+        places = starts + torch.arange(self.longest)
+        return self.bag_pairs[torch.where(places < ends, places, starts)]
 
 
 @dataclass(frozen=True)
@@ -279,18 +295,16 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, part: slice) -> TileCh
     pair_tile, key_block = pair_tile[order], key_block[order]
     hidden = _hidden_keys(shape, positions[pair_tile[:num_masked]], key_block[:num_masked])
 
-    most = int(num_blocks.max())
-    in_bag = np.arange(most) < num_blocks[:, None]
-    tile_pairs = place[pair_starts[:, None] + np.where(in_bag, np.arange(most), 0)]
     return TileChunk(
         tile_tokens=tiles.num_tokens,
         query_rows=_tensor(tokens * shape.num_kv_heads + tiles.head[part, None]),
         kv_runs=_tensor(_kv_runs(shape, tiles, tables, part.start + pair_tile, key_block)),
         hidden=torch.from_numpy(hidden)[:, :, None, :],
         pair_tile=_tensor(pair_tile),
-        tile_pairs=_tensor(tile_pairs).view(-1, most),
-        bag_pairs=_tensor(tile_pairs[in_bag]),
+        # Pairs were listed tile by tile before they were ordered.
+        bag_pairs=_tensor(place),
         bag_starts=_tensor(pair_starts),
+        longest=int(num_blocks.max()),
     )
 
 

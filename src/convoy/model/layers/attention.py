@@ -95,7 +95,7 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Return [tiles * tile_tokens, group * value_dim] for one chunk of tiles."""
     shape = layer.group.shape
-    num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.tile_pairs.shape[0]
+    num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.num_tiles
     used = chunk.tile_tokens * shape.group
     tile_rows = shape.tile_rows(chunk.tile_tokens)
     queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
@@ -113,7 +113,7 @@ def _attend_chunk(
     _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
     # A maximum is exact in any order, so it may be taken over blocks and then over a tile's pairs.
     greatest = scores.amax(-1)
-    single = chunk.tile_pairs.shape[1] == 1
+    single = chunk.longest == 1
     if not single:
         flat = greatest.index_select(0, chunk.tile_pairs.view(-1))
         greatest = flat.view(*chunk.tile_pairs.shape, -1).amax(1).index_select(0, chunk.pair_tile)

@@ -51,15 +51,24 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
 
 def _limits(mount: Path, path: str, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
     # A container often sees its own group as the root, whatever the path says.
-    folder = mount / path.lstrip("/") if (mount / path.lstrip("/") / limit).exists() else mount
+    folder = mount / path.lstrip("/") if (mount / path.lstrip("/")).is_dir() else mount
     for group in (folder, *folder.parents):
         if not group.is_relative_to(mount):
             return
-        # The root of version 2 has no such files, and "max" is no number.
+        # A group without the controller and the root of version 2 have no such files, and "max" is no number.
         with suppress(OSError, ValueError):
             most = int((group / limit).read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield most, most - int((group / used).read_text()) + int(stat.get(cached, 0))
+            yield most, most - int((group / used).read_text()) + _cached(group, cached)
+
+
+def _cached(group: Path, key: str) -> int:
+    """Return the bytes of cached pages of a group; 0 where it has no statistics."""
+    with suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0
 
 
 def _own_rooms() -> Iterator[int]:

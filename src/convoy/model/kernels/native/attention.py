@@ -183,19 +183,19 @@ def fits_native(shape: HeadShape) -> bool:
 
 
 def _native_tiles(tiles: TileChunk) -> TilesStruct:
-    num_pairs, longest = tiles.pair_tile.shape[0], tiles.tile_pairs.shape[1]
+    num_pairs = tiles.pair_tile.shape[0]
     tensors = (tiles.query_rows, tiles.kv_runs, tiles.bag_pairs, tiles.bag_starts, tiles.hidden)
     return TilesStruct(
         *(tensor.data_ptr() for tensor in tensors),
-        *(tiles.tile_pairs.shape[0], num_pairs, tiles.hidden.shape[0], longest, tiles.tile_tokens),
+        *(tiles.num_tiles, num_pairs, tiles.hidden.shape[0], tiles.longest, tiles.tile_tokens),
     )
 
 
 def _native_chunk(shape: HeadShape, tiles: TileChunk) -> _NativeChunk:
-    num_pairs, longest = tiles.pair_tile.shape[0], tiles.tile_pairs.shape[1]
+    num_pairs = tiles.pair_tile.shape[0]
     tensors = (tiles.query_rows, tiles.kv_runs, tiles.bag_pairs, tiles.bag_starts, tiles.hidden)
     chunk = ChunkStruct(
         *(tensor.data_ptr() for tensor in tensors),
-        *(tiles.tile_pairs.shape[0], num_pairs, tiles.hidden.shape[0], longest),
+        *(tiles.num_tiles, num_pairs, tiles.hidden.shape[0], tiles.longest),
     )
     return _NativeChunk(tiles, chunk, num_pairs * shape.group * KEY_BLOCK)

@@ -228,9 +228,9 @@ def _chunk(
         kv_runs=_tensor(blocks),
         hidden=torch.from_numpy(hidden[order[:num_masked]])[:, :, None, :],
         pair_tile=_tensor(tile),
-        tile_pairs=_padded(back, starts, num_pairs, None),
         bag_pairs=_tensor(back),
         bag_starts=_tensor(starts),
+        longest=int(num_pairs.max()),
     )
     first = slice(int(of_entries.sum()))
     limits = (positions + 1) // shape.rate
@@ -270,13 +270,13 @@ def _pool_blocks(
     return found
 
 
-def _padded(pairs: Ints, starts: Ints, counts: Ints, padding: int | None) -> torch.Tensor:
-    """Return [tiles, most]: the pairs from ``starts`` on, then ``padding``, or the first pair for None."""
+def _padded(pairs: Ints, starts: Ints, counts: Ints, padding: int) -> torch.Tensor:
+    """Return [tiles, most]: the pairs from ``starts`` on, then ``padding``."""
     most = max(1, int(counts.max()))
     inside = np.arange(most) < counts[:, None]
     places = np.where(inside, starts[:, None] + np.arange(most), starts[:, None])
     found = pairs[np.minimum(places, len(pairs) - 1)]
-    return _tensor(found if padding is None else np.where(inside, found, padding)).view(-1, most)
+    return _tensor(np.where(inside, found, padding)).view(-1, most)
 
 
 def _closing(
