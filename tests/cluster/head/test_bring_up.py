@@ -20,6 +20,7 @@ from convoy.errors import (
     PeerUnreachable,
     PlanError,
     StepError,
+    TooLittleMemory,
 )
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.kernels.registry import own_form
@@ -206,6 +207,27 @@ def test_a_head_waits_on_for_a_member_that_dies_while_it_loads_and_cannot_be_spa
         cluster = Starting(s, wait_s=60).cluster()
         assert stages(cluster) == ["alpha", "beta"]
         assert ask(cluster) == "17"
+
+
+def test_a_head_waits_on_for_a_member_after_another_offers_less_than_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load, refused = HostStage.load, list[str]()
+
+    def refuse_once(source: object, mine: object, *args: object, **kept: object) -> HostStage:
+        if mine.member == "beta" and not refused:  # type: ignore[attr-defined]
+            refused.append("beta")
+            raise TooLittleMemory("it does not fit", room_bytes=tiny().memory_bytes)
+        return load(source, mine, *args, **kept)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostStage, "load", refuse_once)
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        starting = Starting(s, wait_s=1)
+        wait_until(lambda: "waiting for gamma: " in caplog.text)
+        s.join("gamma")
+        assert sorted(stages(starting.cluster())) == ["alpha", "beta", "gamma"]
+        assert refused == ["beta"]
 
 
 def test_a_head_does_not_wait_for_members_that_would_not_be_enough() -> None:

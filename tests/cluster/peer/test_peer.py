@@ -16,7 +16,15 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
-from convoy.errors import ConvoyError, Incompatible, LinkBroken, PeerRefused, PeerUnreachable
+from convoy.errors import (
+    ConvoyError,
+    Incompatible,
+    LinkBroken,
+    PeerRefused,
+    PeerUnreachable,
+    TooLittleMemory,
+)
+from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.testing.network import MemoryNetwork
@@ -118,6 +126,51 @@ def test_a_head_that_comes_back_displaces_its_old_link(
     second = Conversation(members[0], members[1], network)
     assert isinstance(second.ask(HELLO), Hello)
     assert isinstance(first.hear(), LinkBroken)
+
+
+def test_a_lowered_offer_stays_within_the_grant_and_counts_until_the_head_comes_anew(
+    members: tuple[LocalMember, ...],
+    network: MemoryNetwork,
+    peer: PeerThread,
+    source: ModelSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, rooms = MEMBER.memory_bytes, [MEMBER.memory_bytes + 9, 1 << 29, 1 << 30]
+    load, offered = HostStage.load, list[int]()
+    room_bytes = HostStage.room_bytes
+
+    def refuse_while_rooms(*args: object, **kept: object) -> HostStage:
+        if rooms:
+            raise TooLittleMemory("it does not fit", room_bytes=rooms.pop(0))
+        return load(*args, **kept)  # type: ignore[arg-type]
+
+    def note(stage: HostStage, offered_bytes: int) -> int:
+        offered.append(offered_bytes)
+        return room_bytes(stage, offered_bytes)
+
+    head = Head(membership_of(members[0]), source, HEAD_OPTIONS, network)
+    plans = [plan_for(source, head) for _ in range(5)]
+    monkeypatch.setattr(HostStage, "load", refuse_while_rooms)
+    monkeypatch.setattr(HostStage, "room_bytes", note)
+
+    def answer_of(talk: Conversation) -> Message | ConvoyError:
+        plan = plans.pop(0)
+        answer = talk.ask(plan, plan_id=plan.plan_id)
+        while not isinstance(answer, Ready | Refuse):
+            answer = talk.hear()
+        return answer
+
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    refused = [answer_of(talk) for _ in range(3)]
+    assert [one.memory_bytes for one in refused if isinstance(one, Refuse)] == [whole, 1 << 29, 1 << 29]
+    assert isinstance(answer_of(talk), Ready)
+    again = Conversation(members[0], members[1], network)
+    greeting = again.ask(HELLO)
+    assert isinstance(greeting, Hello)
+    assert greeting.memory_bytes == whole
+    assert isinstance(answer_of(again), Ready)
+    assert offered == [1 << 29, whole]
 
 
 def test_another_head_is_turned_away_while_the_first_is_there(network: MemoryNetwork) -> None:

@@ -55,7 +55,7 @@ def begin(
             except (PeerError, LinkClosed, SelfCheckError, TooLittleMemory) as error:
                 head = next(iter(hellos()))
                 if _drop_failed_kernel(peers, proposal.plan, head, error) or lower(peers, head, error):
-                    proposal = planner.first(hellos())
+                    proposal = _first(peers, planner, hellos, watch)
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
                 try:

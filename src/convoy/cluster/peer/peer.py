@@ -36,6 +36,7 @@ from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.evidence.verdict import Verdict
 from convoy.wire.frame import frames_from
 from convoy.wire.messages.control import (
+    MAX_OFFER_BYTES,
     Activate,
     Activated,
     BlocksDone,
@@ -95,6 +96,8 @@ class Peer:
         self._limited_log = RateLimitedLog(_log)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self.hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
+        # What a refused plan found to be left, which counts until a head comes on a new link.
+        self._left_bytes = MAX_OFFER_BYTES
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._refuse_head)
         self._weights = PeerWeights(me.name, options)
         self._preparing = PeerPrefetch(me.name, self._weights)
@@ -346,11 +349,17 @@ class Peer:
             # Only this link may plan from now on. Its clock may be behind the old link's.
             self._plan_id = 0
             self._newest.forget()
+            self._left_bytes = MAX_OFFER_BYTES
         self._head = link
         stands_by = ", and this member stands by" if self._options.standby else ""
         self._tell("head", f"{link.peer} is here{stands_by}")
         link.send(self.hello)
         self._demand_evidence(link)
+
+    def _present_offer(self) -> Hello:
+        """Return the greeting with the memory that is left, at most what the owner of this member grants."""
+        left_bytes = min(self.hello.memory_bytes, self._left_bytes)
+        return msgspec.structs.replace(self.hello, memory_bytes=left_bytes)
 
     def _demand_evidence(self, link: Link) -> None:
         """Ask the head for evidence before it may plan here, if this member's own policy demands it."""
@@ -388,7 +397,7 @@ class Peer:
             plan,
             digest,
             me=self._me.name,
-            hello=self.hello,
+            hello=self._present_offer(),
             options=self._options,
             weights=self._weights,
             asker=Asker(plan, link, lambda: self._newest.check_load(plan, self._me.name)),
@@ -473,7 +482,8 @@ class Peer:
             answer = refusal(item, self._me.name, error)
             if answer.memory_bytes is not None:
                 # The next plan must not count on more, and no room for K/V either.
-                self.hello = msgspec.structs.replace(self.hello, memory_bytes=answer.memory_bytes)
+                self._left_bytes = min(self._left_bytes, answer.memory_bytes)
+                answer = msgspec.structs.replace(answer, memory_bytes=self._present_offer().memory_bytes)
         # While this member stops, its links end in a moment. That tells the head more than a refusal.
         if self._head is None or self._stopping:
             return
