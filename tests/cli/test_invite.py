@@ -68,10 +68,12 @@ def event(command: subprocess.Popen[str], name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def inviting(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def inviting(
+    folder: Path, *flags: str, environment: dict[str, str] = ENVIRONMENT
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield the process of an open invitation at 127.0.0.1, and its token."""
     arguments = ("invite", "--json", "--address", "127.0.0.1", "--name", "alpha", *flags)
-    with process(folder, *arguments) as command:
+    with process(folder, *arguments, environment=environment) as command:
         yield command, event(command, "invited")["token"]
 
 
@@ -143,8 +145,26 @@ def test_yes_lets_the_newcomer_in_and_a_typo_is_asked_again(tmp_path: Path) -> N
             assert spoken.hex() not in file.read_text(), file
 
 
+def end_of_input(command: subprocess.Popen[str]) -> None:
+    assert command.stdin is not None
+    command.stdin.close()
+    command.stdin = None
+
+
+def noted_until(command: subprocess.Popen[str], words: str) -> str:
+    """Return what the process notes up to ``words``."""
+    assert command.stderr is not None
+    noted = ""
+    while words not in noted:
+        line = command.stderr.readline()
+        assert line, noted
+        noted += line
+    return noted
+
+
 @pytest.mark.parametrize("approves", cases([True, False], bool))
 def test_the_page_of_the_head_answers_in_place_of_the_terminal(tmp_path: Path, approves: bool) -> None:
+    is_without_terminal = approves
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     arguments = ("invite", "--json", "--address", "127.0.0.1", "--name", "alpha")
     with process(tmp_path / "alpha", *arguments, environment=environment) as operator:
@@ -152,12 +172,14 @@ def test_the_page_of_the_head_answers_in_place_of_the_terminal(tmp_path: Path, a
         asked = event(operator, "confirm")
         head = load_config(tmp_path / "alpha/.convoy/convoy.toml").require_operator_key().hex()
         questions = InvitationList(tmp_path / "cache/convoy/invitations", head)
+        if is_without_terminal:
+            end_of_input(operator)
+            noted_until(operator, "the input is over: only the page can answer now")
         wait_for(questions.pending)
         [question] = questions.pending()
         assert (question.name, question.code) == (asked["name"], asked["code"])
         assert question.fingerprint == asked["identity_key"]
         questions.answer(question.id, question.code, approves=approves)
-        # The end of its input would be an answer too.
         operator.wait(30)
         said, noted = operator.communicate(timeout=30)
     assert f"the page said {'yes' if approves else 'no'}\n" in noted
@@ -225,8 +247,13 @@ def test_who_interrupts_the_question_reads_that_the_invitation_is_used_up(tmp_pa
     assert "error: the invitation is used up, and the inviting machine went away" in said
 
 
-def test_the_end_of_input_after_a_typo_is_a_no(tmp_path: Path) -> None:
-    with inviting(tmp_path / "alpha") as (operator, token), joining(tmp_path / "beta", token):
+def test_the_end_of_input_after_a_typo_is_a_no_where_no_page_can_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    alone = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    with (
+        inviting(tmp_path / "alpha", environment=alone) as (operator, token),
+        joining(tmp_path / "beta", token),
+    ):
         event(operator, "confirm")
         _, errors = operator.communicate("maybe\n", timeout=30)
         assert operator.returncode == 1
@@ -445,13 +472,18 @@ def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> 
     assert epoch(alpha) == 3
 
 
-def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
+def test_the_invitation_of_a_killed_serve_names_no_page_and_ends_with_it(tmp_path: Path) -> None:
     arguments = ["serve", "demo-mini", "--invite", "--name", "alpha", "--address", "127.0.0.1", "--json"]
     port = str(free_port())
     with process(tmp_path / "alpha", *arguments, "--invite-port", port) as serve:
-        assert event(serve, "invited")["addresses"] == [f"127.0.0.1:{port}"]
+        invited = event(serve, "invited")
+        assert invited["addresses"] == [f"127.0.0.1:{port}"]
+        newcomer = Joining(decode_token(invited["token"]), port=7779)
+        event(serve, "confirm")
+        assert "page" not in noted_until(serve, "answer here"), "no head runs yet"
         serve.kill()
         serve.communicate(timeout=20)  # to the end of what the invitation's process could still write
+        assert newcomer.end().enrolled is None
 
 
 @pytest.mark.parametrize("name", ["convoy.toml", "roster.toml"])

@@ -34,7 +34,7 @@ from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
 if TYPE_CHECKING:
     import socket
 
-    from convoy.api.page.invitations import OpenQuestion
+    from convoy.api.page.invitations import InvitationQuestion, OpenQuestion
     from convoy.cluster.enrolment.inviter import Newcomer
     from convoy.transport.member import Member, Roster
     from convoy.trust.consumption import Consumption
@@ -102,7 +102,7 @@ def invite(
             home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file, model=model
         )
     files = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
-    screen = _Screen(as_json, auto_approve, out)
+    screen = _Screen(as_json, auto_approve, out, within_serve=ends_with is not None)
     with files.in_use():
         _invite(files, screen, address, port, minutes)
 
@@ -147,12 +147,33 @@ def _ask(files: OperatorFiles, screen: _Screen, newcomer: Newcomer, token: Token
     screen.asked(newcomer)
     if screen.auto_approve:
         return _Decision(True, "--auto-approve")
-    from convoy.api.page.invitations import InvitationQuestion, asked_on_page
     from convoy.transport.listen.enrolment_listener import EnrolmentLimits
+
+    wait_s = EnrolmentLimits().decision_timeout_s
+    typed = _Typed(time.monotonic() + wait_s)
+    asked = f"does {one_line(newcomer.card.name)}'s screen show the same code? [y/N] "
+    if screen.within_serve:
+        print_note("answer here")
+        return _decision(asked, typed)
+    from convoy.api.page.invitations import asked_on_page
+
+    question = _page_question(newcomer, token, wait_s)
+    with contextlib.ExitStack() as page:
+        try:
+            key = files.settings.require_operator_key().hex()
+            typed.page = page.enter_context(asked_on_page(invitation_folder(), key, question))
+            print_note("answer here, or on the page of this machine's head (`convoy open`)")
+        except ConfigError as error:
+            print_note(f"only this terminal can answer: {error.message}")
+        return _decision(asked, typed)
+
+
+def _page_question(newcomer: Newcomer, token: Token, wait_s: float) -> InvitationQuestion:
+    from convoy.api.page.invitations import InvitationQuestion
     from convoy.trust.roster.roster import format_address
 
-    card, wait_s = newcomer.card, EnrolmentLimits().decision_timeout_s
-    question = InvitationQuestion(
+    card = newcomer.card
+    return InvitationQuestion(
         id=token.id,
         name=card.name,
         address=format_address(card.address),
@@ -161,15 +182,6 @@ def _ask(files: OperatorFiles, screen: _Screen, newcomer: Newcomer, token: Token
         code=newcomer.code,
         expires_unix_s=time.time() + wait_s,
     )
-    typed = _Typed(time.monotonic() + wait_s)
-    with contextlib.ExitStack() as page:
-        try:
-            key = files.settings.require_operator_key().hex()
-            typed.page = page.enter_context(asked_on_page(invitation_folder(), key, question))
-            print_note("answer here, or on the page of this machine's head (`convoy open`)")
-        except ConfigError as error:
-            print_note(f"only this terminal can answer: {error.message}")
-        return _decision(f"does {one_line(card.name)}'s screen show the same code? [y/N] ", typed)
 
 
 def _meet(
@@ -294,6 +306,8 @@ class _Screen:
     as_json: bool
     auto_approve: bool
     out: Path | None
+    # The head that would have a page starts after this process.
+    within_serve: bool = False
 
     def invited(self, token: Token, port: int) -> None:
         """Show the token and the addresses. ``port`` is the port of this machine, to which a forwarded
@@ -370,7 +384,7 @@ class _Screen:
 
 
 def _decision(question: str, typed: _Typed) -> _Decision:
-    """Return the answer to ``question``. A timeout and the end of the input both mean no.
+    """Return the answer to ``question``. A timeout means no, and so does the end of the input without a page.
 
     Ask again after an answer other than those of ``_ANSWERS``.
     """
@@ -400,17 +414,25 @@ class _Typed:
         self._ahead = b""
 
     def line(self) -> str | bool:
-        """Return the next line, or the page's answer; an empty line once the time or the input is over."""
+        """Return the next line, or the page's answer; an empty line once the time or the input is over.
+
+        Without a terminal, the page may still answer after the input's end.
+        """
         source = sys.stdin.fileno()
+        inputs = [source]
         while b"\n" not in self._ahead:
             if self.page is not None and (answer := self.page.answer()) is not None:
                 return answer
             left_s = max(0.0, self._deadline_s - time.monotonic())
-            if not select.select([source], [], [], min(left_s, _LOOK_S))[0]:
+            if not select.select(inputs, [], [], min(left_s, _LOOK_S))[0]:
                 if left_s > 0:
                     continue
                 return ""
             data = os.read(source, _MAX_LINE_BYTES)
+            if not data and not self._ahead and self.page is not None and not os.isatty(source):
+                print_note("\nthe input is over: only the page can answer now (`convoy open`)")
+                inputs = []
+                continue
             if not data:
                 # The input is over, and its last line may lack a line end.
                 last, self._ahead = self._ahead, b""
