@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +12,24 @@ from dataclasses import dataclass
 import msgspec
 
 from convoy.api.front.channel import FrontChannel
-from convoy.api.front.convert import to_request
+from convoy.api.front.convert import RemoteGrammar, to_grammar, to_request
 from convoy.api.front.host import EngineHost, FrontReport
 from convoy.api.service import ServedModel, Service
 from convoy.engine.requests.request import GenerationRequest
+from convoy.model.constraints.compiler import GrammarCompiler
+from convoy.model.constraints.matcher import CompiledGrammar
 from convoy.model.sampling.params import SamplingParams
-from convoy.wire.front import Ask, BeginServing, CallReply, FromEngine, Submit, decode_from_engine
+from convoy.model.text.grammar import Grammar
+from convoy.wire.front import (
+    Ask,
+    BeginServing,
+    CallReply,
+    Compile,
+    FromEngine,
+    OwnKey,
+    Submit,
+    decode_from_engine,
+)
 from support.fake_service import ByteTokenizer, FakeEngine
 
 REQUEST = GenerationRequest((1, 2), SamplingParams(temperature=0.0), max_tokens=100)
@@ -70,3 +83,45 @@ def test_a_request_beyond_the_bounds_of_a_message_ends_alone() -> None:
         made.front.send(Ask(8, "health"))
         assert made.next() == CallReply(8, b'[true,"it runs"]')
         assert made.reports.empty()
+
+
+class SlowGrammars(GrammarCompiler):
+    """Compile nothing before a test lets go."""
+
+    def __init__(self) -> None:
+        super().__init__(ByteTokenizer())
+        self.go = threading.Event()
+
+    def compile(
+        self, grammar: Grammar, param: str, *, caller: bytes = b"", owner: bytes = b""
+    ) -> CompiledGrammar:
+        self.go.wait(60)
+        return super().compile(grammar, param, caller=caller, owner=owner)
+
+
+def test_slow_grammars_delay_no_answer_about_the_clusters_health() -> None:
+    grammars = SlowGrammars()
+    grammar = to_grammar(RemoteGrammar(Grammar("regex", "a+"), "guided_regex", b"c", b"o"))
+    with played(ServedModel("fake", FakeEngine(), ByteTokenizer(), 0, grammars)) as made:
+        for number in range(40):
+            made.front.send(Compile(number, grammar))
+        made.front.send(Ask(99, "health"))
+        assert made.next() == CallReply(99, b'[true,"it runs"]')
+        grammars.go.set()
+
+
+def test_a_front_process_that_does_not_read_holds_nothing_up_and_is_ended() -> None:
+    ours, theirs = socket.socketpair()
+    reports: queue.SimpleQueue[FrontReport | None] = queue.SimpleQueue()
+    service = Service(
+        (ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), lambda: {"n": 1}
+    )
+    host = EngineHost(FrontChannel(ours), service, reports.put, max_pending=4)
+    with theirs, socket.socket() as listener:
+        host.start(b" " * (1 << 22), listener.fileno())
+        for number in range(5):
+            assert not host.is_stalled
+            host.send(OwnKey("part", str(number)))
+        assert host.is_stalled
+        assert reports.get(timeout=10) is None
+        host.close()

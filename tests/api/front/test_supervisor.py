@@ -10,11 +10,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from convoy.api.front.host import MAX_PENDING
 from convoy.api.front.setup import FrontSetup
 from convoy.api.front.supervisor import FrontOptions, FrontServer
 from convoy.api.keys.keys import KeyRing
@@ -28,6 +30,14 @@ from support.fake_service import ByteTokenizer, FakeEngine
 from support.waiting import wait_until
 
 COMMAND = front_command("warning", "text")
+# It says that it serves, and reads nothing.
+HUNG = """
+import socket, sys, time
+from convoy.wire.front import FrontReady, encode_front
+kept = socket.socket(fileno=int(sys.argv[1]))
+kept.sendall(encode_front(FrontReady()))
+time.sleep(600)
+"""
 KEY = "a-key-of-a-test-with-room"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 TOKENIZER = TokenizerDescription.read(ModelSource.resolve("demo-mini"))
@@ -73,10 +83,18 @@ class Front:
 
 
 @contextmanager
-def front(keys: KeyRing | None = None, command: tuple[str, ...] = COMMAND) -> Iterator[Front]:
-    options = ServeOptions(port=0, drain_s=20.0, keys=keys)
+def front(
+    keys: KeyRing | None = None,
+    command: tuple[str, ...] = COMMAND,
+    *,
+    drain_s: float = 20.0,
+    end_s: float = 10.0,
+    max_pending: int = MAX_PENDING,
+) -> Iterator[Front]:
+    options = ServeOptions(port=0, drain_s=drain_s, keys=keys)
     setup = FrontSetup.of(options, None)
-    with FrontServer(FrontOptions(command, wait_s=0.01), options, setup) as server:
+    started = FrontOptions(command, wait_s=0.01, end_s=end_s, max_pending=max_pending)
+    with FrontServer(started, options, setup) as server:
         made = Front(server, FakeEngine(reply="The answer is 42."))
         thread = threading.Thread(target=made.run, name="front")
         thread.start()
@@ -171,6 +189,38 @@ def test_a_front_process_that_never_serves_ends_the_start_with_its_reason() -> N
         error = made.cut.get(timeout=60)
     assert isinstance(error, Unavailable)
     assert "ended 3 times before it served" in error.message
+
+
+def test_a_front_process_that_the_system_refuses_to_start_counts_as_a_crash() -> None:
+    with front(command=("an-absent-program",)) as made:
+        error = made.cut.get(timeout=60)
+    assert isinstance(error, Unavailable)
+    assert "ended 3 times before it served" in error.message
+
+
+def test_a_hung_front_process_is_ended_once_its_drain_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    with front(command=(sys.executable, "-c", HUNG), drain_s=0.0, end_s=0.1) as made:
+        made.ready.get(timeout=60)
+        made.server.request()
+        assert made.cut.get(timeout=60) == 0
+    assert "did not end within its drain: lost_requests=0" in caplog.text
+
+
+def test_a_front_process_that_reads_nothing_is_killed_and_starts_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    hung = (sys.executable, "-c", HUNG)
+    with front(KeyRing.open(file), hung, drain_s=0.0, end_s=0.1, max_pending=50) as made:
+        made.ready.get(timeout=60)
+        first = made.server.pid
+        # More than the socket holds.
+        while made.server.pid == first:
+            made.server.own_key("a part with a long name " * 1000)
+        wait_until(lambda: "status=-9" in caplog.text)
+    assert "it does not read, and max_pending=50" in caplog.text
 
 
 def test_the_reason_of_a_front_process_that_cannot_serve_is_told() -> None:

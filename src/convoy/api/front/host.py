@@ -7,6 +7,8 @@ for a socket: it appends an output, and all outputs of a step leave in one messa
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +52,8 @@ _log = logging.getLogger(__name__)
 _STATE_S = 0.5
 # Calls that may wait: grammars, and questions about the cluster. Threads are made when they are needed.
 _MAX_THREADS = 32
+# Messages and outputs that may wait for a front process. One that reads takes them many times a second.
+MAX_PENDING = 1 << 18
 # How long the end of both threads is waited for. Nothing holds them up once the channel is closed.
 _END_S = 5.0
 
@@ -68,9 +72,16 @@ class EngineHost:
     """Serve the only model of a service to one front process."""
 
     def __init__(
-        self, channel: FrontChannel, service: Service, report: Callable[[FrontReport | None], None]
+        self,
+        channel: FrontChannel,
+        service: Service,
+        report: Callable[[FrontReport | None], None],
+        max_pending: int = MAX_PENDING,
     ) -> None:
-        """Prepare the threads. ``report`` gets the front's reports on a thread, and None at its end."""
+        """Prepare the calls. ``report`` gets the front's reports on a thread, and None at its end.
+
+        If more than ``max_pending`` messages and outputs wait, the channel is ended.
+        """
         (self._model,) = service.models
         self._service = service
         self._channel = channel
@@ -79,13 +90,14 @@ class EngineHost:
         # Messages and outputs in the order in which they leave.
         self._pending: list[FromEngine | tuple[int, Output]] = []
         self._running: dict[int, _Running] = {}
+        self._max_pending = max_pending
+        self._stalled = False
         self._closed = False
         self._state = self._present_state()
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="front-call")
-        self._threads = [
-            threading.Thread(target=target, name=f"front-{name}", daemon=True)
-            for name, target in (("read", self._read), ("write", self._write))
-        ]
+        # Slow grammars delay no answer about the cluster's health.
+        self._questions = ThreadPoolExecutor(1, thread_name_prefix="front-ask")
+        self._threads: list[threading.Thread] = []
 
     @property
     def num_running(self) -> int:
@@ -93,15 +105,24 @@ class EngineHost:
         with self._wake:
             return len(self._running)
 
-    def start(self, tokenizer: bytes, listener: int) -> None:
-        """Let the front process serve on the listening socket with this descriptor.
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether the channel was ended because the front process did not read."""
+        return self._stalled
 
-        ``tokenizer`` is that of `setup.encode_tokenizer`. Raises `OSError` if the process has gone.
+    def start(self, tokenizer: bytes, listener: int) -> None:
+        """Let the front process serve on the listening socket with this descriptor, and wait for nothing.
+
+        ``tokenizer`` is that of `setup.encode_tokenizer`. Raises `OSError` without a free descriptor.
         """
         model, state = self._model, self._state
-        self._channel.send(
-            BeginServing(model.name, model.created, tokenizer, state.room, state.level), listener
-        )
+        begin = BeginServing(model.name, model.created, tokenizer, state.room, state.level)
+        # The caller may close its own while the message waits.
+        handed = socket.socket(fileno=os.dup(listener))
+        self._threads = [
+            threading.Thread(target=self._read, name="front-read", daemon=True),
+            threading.Thread(target=self._write, args=(begin, handed), name="front-write", daemon=True),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -119,7 +140,8 @@ class EngineHost:
         self._channel.close()
         for handle in left:
             handle.abort()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._questions):
+            pool.shutdown(wait=False, cancel_futures=True)
         # A thread that still ran when the interpreter ends, and logged just then, would abort the process.
         for thread in self._threads:
             if thread.ident is not None:
@@ -156,20 +178,20 @@ class EngineHost:
                 self._answer(number, partial(self._submit, message))
             case Submit(number):
                 # A grammar that wore out or left the cache is compiled once more.
-                self._call(number, partial(self._submit, message))
+                self._call(self._pool, number, partial(self._submit, message))
             case Abort(number):
                 self._abort(number)
             case Compile(number, grammar):
-                self._call(number, partial(self._compile, grammar))
+                self._call(self._pool, number, partial(self._compile, grammar))
             case Ask(number, question):
-                self._call(number, partial(self._ask, question))
+                self._call(self._questions, number, partial(self._ask, question))
             case _:
                 self._report(message)
 
-    def _call(self, number: int, work: Callable[[], object]) -> None:
+    def _call(self, pool: ThreadPoolExecutor, number: int, work: Callable[[], object]) -> None:
         # The pool refuses work once the front process has gone, and nothing waits for the answer then.
         with suppress(RuntimeError):
-            self._pool.submit(self._answer, number, work)
+            pool.submit(self._answer, number, work)
 
     def _answer(self, number: int, work: Callable[[], object]) -> None:
         try:
@@ -233,14 +255,38 @@ class EngineHost:
 
     def _append(self, one: FromEngine | tuple[int, Output]) -> None:
         with self._wake:
+            if self._stalled:
+                return
             self._pending.append(one)
             # Wake the writer once for all that waits.
             if len(self._pending) == 1:
                 self._wake.notify()
+            if len(self._pending) <= self._max_pending:
+                return
+            self._stalled = True
+            self._pending.clear()
+        _log.error("the front process is ended: it does not read, and max_pending=%d", self._max_pending)
+        # The reading thread reports it.
+        self._channel.close()
 
     # The writing thread.
 
-    def _write(self) -> None:
+    def _write(self, begin: BeginServing, listener: socket.socket) -> None:
+        try:
+            with listener:
+                self._channel.send(begin, listener.fileno())
+            self._write_pending()
+        except OSError:
+            # The front process has gone; the reading thread reports it.
+            return
+        except FrameError as error:
+            _log.error("the front process is ended: %s", error.message)
+            self._channel.close()
+        except Exception as error:  # noqa: BLE001 - its text may hold an answer
+            log_internal_error(_log, "-", error)
+            self._channel.close()
+
+    def _write_pending(self) -> None:
         told_s = time.monotonic()
         while True:
             with self._wake:
@@ -248,18 +294,10 @@ class EngineHost:
                 pending, self._pending = self._pending, []
                 if self._closed:
                     return
-            try:
-                self._send_all(pending)
-                if time.monotonic() - told_s >= _STATE_S:
-                    told_s = time.monotonic()
-                    self._tell_state()
-            except OSError:
-                # The front process has gone; the reading thread reports it.
-                return
-            except Exception as error:  # noqa: BLE001 - its text may hold an answer
-                log_internal_error(_log, "-", error)
-                self._channel.close()
-                return
+            self._send_all(pending)
+            if time.monotonic() - told_s >= _STATE_S:
+                told_s = time.monotonic()
+                self._tell_state()
 
     def _send_all(self, pending: list[FromEngine | tuple[int, Output]]) -> None:
         outputs: list[tuple[int, Output]] = []

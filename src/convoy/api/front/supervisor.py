@@ -13,14 +13,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from convoy.api.front.channel import FrontChannel
 from convoy.api.front.convert import from_error
-from convoy.api.front.host import EngineHost, FrontReport
+from convoy.api.front.host import MAX_PENDING, EngineHost, FrontReport
 from convoy.api.front.setup import FrontSetup, encode_setup, encode_tokenizer
 from convoy.api.keys.key_file import new_key
 from convoy.api.listen.options import ServeOptions
@@ -41,7 +41,6 @@ from convoy.wire.front import (
 )
 
 _log = logging.getLogger(__name__)
-_END_S = 10.0
 # Starts in a row that may fail before the first one serves.
 _MAX_FAILED_STARTS = 3
 
@@ -51,13 +50,16 @@ class FrontOptions:
     """Hold how the front process is started. The descriptor of its channel follows ``command``.
 
     After a crash it starts again at once. Each further crash within ``calm_s`` doubles the wait, from
-    ``wait_s`` to ``max_wait_s``.
+    ``wait_s`` to ``max_wait_s``. It has ``end_s`` beyond the time of a drain to end, and is ended if it
+    leaves more than ``max_pending`` messages unread.
     """
 
     command: Sequence[str]
     wait_s: float = 0.5
     max_wait_s: float = 30.0
     calm_s: float = 60.0
+    end_s: float = 10.0
+    max_pending: int = MAX_PENDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class FrontServer:
         self._drains = False
         self._num_crashes = 0
         self._restart_s: float | None = None
+        # When a drain is over at the latest.
+        self._end_s: float | None = None
 
     def __enter__(self) -> Self:
         self._spawn()
@@ -195,8 +199,10 @@ class FrontServer:
     # The events.
 
     def _handle(self, event: _Event | None) -> int | None:
-        """Handle an event; None is the time to start again. Return the number of cut answers at the end."""
+        """Handle an event; None is a time that has come. Return the number of cut answers at the end."""
         match event:
+            case None if self._end_s is not None:
+                return self._overdue()
             case None:
                 self._restart_s = None
                 self._spawn()
@@ -236,9 +242,22 @@ class FrontServer:
         """Handle the end of the front process. Only one that was asked for ends the server."""
         num_cut = host.num_running if child.num_cut is None else child.num_cut
         is_young = time.monotonic() - child.started_s < self._options.calm_s
+        if host.is_stalled:
+            child.process.kill()
         self._end_child()
         if self._drains:
             return num_cut
+        wait_s = self._plan_start(is_young=is_young)
+        _log.warning(
+            "the front process ended: status=%s lost_requests=%d; it starts again in wait_s=%g",
+            child.process.returncode,
+            num_cut,
+            wait_s,
+        )
+        return None
+
+    def _plan_start(self, *, is_young: bool) -> float:
+        """Count a crash, and return the seconds until the next start."""
         self._num_crashes = self._num_crashes + 1 if is_young else 1
         if not self._was_ready and self._num_crashes >= _MAX_FAILED_STARTS:
             raise Unavailable(
@@ -248,14 +267,18 @@ class FrontServer:
         wait_s = 0.0
         if self._num_crashes > 1:
             wait_s = min(self._options.max_wait_s, self._options.wait_s * 2.0 ** (self._num_crashes - 2))
-        _log.warning(
-            "the front process ended: status=%s lost_requests=%d; it starts again in wait_s=%g",
-            child.process.returncode,
-            num_cut,
-            wait_s,
-        )
         self._restart_s = time.monotonic() + wait_s
-        return None
+        return wait_s
+
+    def _overdue(self) -> int:
+        """End a front process that has outlasted its drain. Return the number of its requests."""
+        child = self._child
+        num_cut = 0 if child is None or child.host is None else child.host.num_running
+        _log.error("the front process did not end within its drain: lost_requests=%d", num_cut)
+        if child is not None:
+            child.process.kill()
+        self._end_child()
+        return num_cut
 
     def _drain(self, *, num_times: int) -> int | None:
         """Ask the front process to drain. Without one that serves there is nothing to wait for."""
@@ -264,6 +287,8 @@ class FrontServer:
             return 0
         for _ in range(num_times):
             self._tell(Drain())
+        drain_s = self._serve.drain_s if num_times == 1 else 0.0
+        self._end_s = time.monotonic() + drain_s + self._options.end_s
         return None
 
     def _tell(self, message: Drain | Reload) -> None:
@@ -272,11 +297,12 @@ class FrontServer:
             host.send(message)
 
     def _next_event(self) -> _Event | None:
-        """Return the next event, or None when it is time to start again."""
-        if self._restart_s is None:
+        """Return the next event, or None when it is time to start again or to end."""
+        due_s = self._restart_s if self._end_s is None else self._end_s
+        if due_s is None:
             return self._events.get()
         try:
-            return self._events.get(timeout=max(0.0, self._restart_s - time.monotonic()))
+            return self._events.get(timeout=max(0.0, due_s - time.monotonic()))
         except queue.Empty:
             return None
 
@@ -296,15 +322,22 @@ class FrontServer:
     # The process.
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [*self._options.command, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                # Standard output belongs to the command.
-                stdout=2,
-            )
+        """Start the front process. If the system refuses, `_begin` counts a crash."""
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs, ExitStack() as undo:
+                undo.callback(ours.close)
+                process = subprocess.Popen(
+                    [*self._options.command, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    # Standard output belongs to the command.
+                    stdout=2,
+                )
+                undo.pop_all()
+        except OSError as error:
+            _log.error("the front process cannot start: %s", error.strerror or type(error).__name__)
+            return
         self._child = _Child(process, FrontChannel(ours))
         # A process that has gone already is found by `_begin`.
         with suppress(OSError):
@@ -313,10 +346,16 @@ class FrontServer:
     def _begin(self) -> None:
         """Let the front process serve."""
         child, service, listener = self._child, self._service, self._listener
-        assert child is not None
+        if child is None:
+            self._plan_start(is_young=True)
+            return
         assert service is not None
         assert listener is not None
-        host = EngineHost(child.channel, service, lambda report: self._events.put(_Reported(host, report)))
+
+        def report(one: FrontReport | None) -> None:
+            self._events.put(_Reported(host, one))
+
+        host = EngineHost(child.channel, service, report, self._options.max_pending)
         child.host = host
         try:
             host.start(self._tokenizer, listener.fileno())
@@ -333,11 +372,11 @@ class FrontServer:
             return
         if child.num_cut is not None:
             # It closes its traces, and ends by itself.
-            wait_or_kill(child.process, _END_S)
+            wait_or_kill(child.process, self._options.end_s)
         if child.host is not None:
             child.host.close()
         else:
             # It may be loading its modules, and has no request.
             child.process.kill()
             child.channel.close()
-        wait_or_kill(child.process, _END_S)
+        wait_or_kill(child.process, self._options.end_s)
