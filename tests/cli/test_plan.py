@@ -92,7 +92,10 @@ def test_a_plan_names_every_stage_and_who_can_read_prompts(
     assert any(line.split()[:3] == ["0", "alpha", "(head)"] for line in lines)
     assert any(line.split()[:3] == ["1", "beta", "4:5"] for line in lines)
     assert lines[-1] == "can read prompts: alpha yes (tokens), beta yes (activations)"
-    assert done.stderr == "programs use 50% of this machine's cores: figures may be too low\n"
+    assert done.stderr.splitlines() == [
+        "measuring exact-f32 on this machine ...",
+        "programs use 50% of this machine's cores: figures may be too low",
+    ]
 
 
 def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> None:

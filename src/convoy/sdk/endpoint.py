@@ -246,7 +246,7 @@ class Endpoint:
                 hint = "name a model that is served, or none if one is; `convoy serve MODEL` serves another"
         except (ValueError, TypeError, KeyError, AttributeError):
             # The body explains nothing, so the status is all there is to report.
-            pass
+            hint = "does another program listen there? --url names a head of Convoy"
         if status == http.client.UNAUTHORIZED:
             return KeyRefused(message, hint=hint or self.key_hint)
         return (ServerBusy if status in _BUSY else HttpRefused)(message, hint=hint)

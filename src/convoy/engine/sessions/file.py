@@ -210,12 +210,13 @@ def _open_regular(path: Path) -> int:
         # Do not wait for a pipe's other end: pipes are refused below.
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise _cannot("read", path, error) from error
+        hint = "--save FILE writes one" if isinstance(error, FileNotFoundError) else None
+        raise _cannot("read", path, error, hint) from error
     if stat.S_ISREG(os.fstat(opened).st_mode):
         return opened
     os.close(opened)
     raise SessionError(f"{path} is not a file")
 
 
-def _cannot(verb: str, path: Path, error: OSError) -> SessionError:
-    return SessionError(f"cannot {verb} {path}: {(error.strerror or 'it failed').lower()}")
+def _cannot(verb: str, path: Path, error: OSError, hint: str | None = None) -> SessionError:
+    return SessionError(f"cannot {verb} {path}: {(error.strerror or 'it failed').lower()}", hint=hint)

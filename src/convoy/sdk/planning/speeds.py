@@ -132,6 +132,7 @@ class Measurements:
 
         if (kernel, form) not in self._own:
             here = self.here
+            self.note(f"measuring {kernel}{f' over {form}' if form else ''} on this machine ...")
             device = or_host(here.device, kernel)
             found = own_speed(kernel, here.num_threads, device, self.cache, form=form)
             if found.warning is not None and not self._own:
