@@ -85,6 +85,6 @@ def demand_operate(session: PageSession | None) -> None:
     """Raise `Forbidden` unless the session may operate. An API key has no session."""
     if session is None or session.scope != "operate":
         raise Forbidden(
-            "this needs a session that may operate: an api key or a session to view does not do",
+            "this needs a session that may operate; an api key or a session to view is not enough",
             hint="run `convoy open` on the head's machine",
         )

@@ -29,7 +29,7 @@ _TILE_ROWS = (1, 16, 64, 256)
 # the cost of copying a pair's K and V, in rows of its matmuls
 _PAIR_ROWS = 40
 # bytes that the pairs of one call touch: this bounds the copies, and keeps them in a processor's cache
-_MAX_CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 4 << 20
 
 Ints = npt.NDArray[np.int64]
 
@@ -199,7 +199,7 @@ def describe_group(
     rows: Sequence[tuple[Row, BlockTable]],
     group: int,
     shape: HeadShape,
-    max_chunk_bytes: int | None = _MAX_CHUNK_BYTES,
+    max_chunk_bytes: int | None = MAX_CHUNK_BYTES,
 ) -> GroupBatch:
     """Describe checked, non-empty ``rows`` for one cache group.
 

@@ -90,9 +90,9 @@ MAX_IN_FLIGHT = table.MAX_IN_FLIGHT
 # Steps of which a stage remembers the times.
 MAX_MARKED_STEPS = 16
 MicrosecondsAgo = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-# One number for each cache group.
 # What a peer does before it can answer HELLO: it loads PyTorch, and it examines its own kernels.
 StartPhase = Literal["import", "examine"]
+# One number for each cache group.
 Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]

@@ -10,7 +10,7 @@ from convoy.model.backends.host.checks.attention_check import attention_holds
 from convoy.model.backends.host.checks.selfcheck import least_tile_rows
 from convoy.model.kernels.native.attention import native_group
 from convoy.model.kv.delta_batch import DeltaLayer, DeltaSlots
-from convoy.model.kv.packed import HeadShape, describe_group
+from convoy.model.kv.packed import MAX_CHUNK_BYTES, HeadShape, describe_group
 from convoy.model.kv.pool import ApartPool, KvPool, make_pool
 from convoy.model.kv.pools import BlockTable, StagedStep
 from convoy.model.kv.span_kv import KvStore
@@ -77,13 +77,13 @@ class HostKvStore(KvStore):
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
     ) -> dict[int, LayerBatch | DeltaLayer | CompressedLayer]:
         """Return the inputs of each layer's attention or recurrence for checked, non-empty ``rows``."""
-        described, native = {}, {}
-        for index, shape in self._shapes.items():
-            if index in self._native_groups:
-                described[index] = describe_group(rows, index, shape, max_chunk_bytes=None)
-                native[index] = native_group(described[index])
-            else:
-                described[index] = describe_group(rows, index, shape)
+        described = {
+            index: describe_group(
+                rows, index, shape, None if index in self._native_groups else MAX_CHUNK_BYTES
+            )
+            for index, shape in self._shapes.items()
+        }
+        native = {index: native_group(described[index]) for index in self._native_groups}
         attentions = {
             layer: LayerBatch(group, self._pools[layer], native.get(index))
             for index, group in described.items()
