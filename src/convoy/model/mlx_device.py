@@ -93,13 +93,36 @@ def why_not_default(here: Platform | None = None, check: Callable[[], str] = why
     return why_no_mlx() or check()
 
 
-def memory_bytes() -> int:
-    """Return the bytes that a member may use: unified memory counts once, and Metal's limit holds."""
+def recommended_bytes() -> int:
+    """Return the bytes that Metal recommends to wire at most, or 0 without Metal."""
     import mlx.core as mx
 
-    free = int(free_bytes() * MEMORY_SHARE)
-    limit = mx.device_info().get("max_recommended_working_set_size")
-    return min(free, int(int(limit) * _WIRED_SHARE)) if limit else free
+    return int(mx.device_info().get("max_recommended_working_set_size", 0)) if mx.metal.is_available() else 0
+
+
+def wired_limit_bytes() -> int:
+    """Return the bytes that stages of this process may wire, or 0 without Metal."""
+    return int(recommended_bytes() * _WIRED_SHARE)
+
+
+def set_wired_limit() -> str:
+    """Let Metal keep up to `wired_limit_bytes` of stages resident. Return why it does not, or ""."""
+    import mlx.core as mx
+
+    limit = wired_limit_bytes()
+    if not limit:
+        return ""
+    try:
+        mx.set_wired_limit(limit)
+    except (ValueError, RuntimeError) as error:
+        return f"Metal refused a wired limit of {limit} bytes: {error}"
+    return ""
+
+
+def memory_bytes() -> int:
+    """Return the bytes that a member may use: unified memory counts once, and no more than may be wired."""
+    free, limit = int(free_bytes() * MEMORY_SHARE), wired_limit_bytes()
+    return min(free, limit) if limit else free
 
 
 def describe() -> str:

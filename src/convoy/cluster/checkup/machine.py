@@ -198,6 +198,7 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
         yield ok(f"{describe_devices((name,))}, {format_bytes(free)} of {format_bytes(total)} free")
     if not why_no_mlx():
         yield ok(f"{describe_devices((MLX,))}, {format_bytes(device_memory_bytes((MLX,)))} for a stage")
+        yield from _check_wired()
     try:
         chosen = describe_devices(choose_devices(wish, kernel))
     except UsageError as error:
@@ -206,6 +207,21 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
     if wish == "auto" and reason and Platform.here().is_apple_silicon:
         reason = why_not_default()
     yield ok(f"computes on {chosen}" + (f": {reason}" if reason and wish == "auto" else ""))
+
+
+def _check_wired() -> Iterator[Finding]:
+    """Show how much of Metal's recommendation stages keep resident; nothing without Metal."""
+    from convoy.model.mlx_device import recommended_bytes, set_wired_limit, wired_limit_bytes
+
+    if not (limit := wired_limit_bytes()):
+        return
+    if reason := set_wired_limit():
+        yield warn(reason, "update macOS to 15 or later: pages of weights may leave memory between steps")
+    else:
+        yield ok(
+            f"stages keep up to {format_bytes(limit)} wired, of {format_bytes(recommended_bytes())} that "
+            "Metal recommends"
+        )
 
 
 def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:

@@ -198,3 +198,12 @@ def test_a_machine_with_too_little_memory_refuses_before_weights_are_read(
     monkeypatch.setattr("convoy.model.backends.mlx.stage.memory_bytes", lambda: 1000)
     with pytest.raises(PlanError, match=r"take \d+ bytes, and MLX may use 1000 on this machine"):
         load(source)
+
+
+def test_a_stage_asks_for_the_wired_limit_and_runs_without_it_after_a_warning(
+    load: Loader, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "Metal refused a wired limit"
+    monkeypatch.setattr("convoy.model.backends.mlx.stage.set_wired_limit", lambda: reason)
+    assert load(models.source("qwen3"))
+    assert reason in caplog.text

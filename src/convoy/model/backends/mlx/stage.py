@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from convoy.model.backends.mlx.kv import MlxKvStore
 from convoy.model.backends.mlx.layers.layer import MlxLayer
 from convoy.model.backends.mlx.supported import check_supported
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.mlx_device import memory_bytes
+from convoy.model.mlx_device import memory_bytes, set_wired_limit
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_hidden, check_tokens, select_rows
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.stage_tensors import LoadProgress
     from convoy.model.kv.pools import StagedStep
 
+_log = logging.getLogger(__name__)
 # A step with more rows is evaluated layer by layer, so that no command buffer of Metal runs long.
 _ROWS_AT_ONCE = 64
 
@@ -101,6 +103,8 @@ class MlxStage:
         owner = owner or OwnerThread()
         try:
             owner.run(_check_room, source, assignment, options.kernel, kept)
+            if reason := owner.run(set_wired_limit):
+                _log.warning("%s", reason)
             dtype = form_of(options.kernel).dtype
             weights = owner.run(load_weights, source, assignment, dtype, progress, kept)
         except BaseException:
