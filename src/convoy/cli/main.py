@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import faulthandler
-import gc
 import os
 import re
 import signal
@@ -24,7 +23,12 @@ from typer.exceptions import TyperException
 
 from convoy import __version__
 from convoy.api.ending import arm_at_second, end_within, run_handlers_soon
-from convoy.cli.running.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
+from convoy.cli.running.start import (
+    ask_for_huge_pages,
+    leave_interpreter,
+    switch_threads_soon,
+    wait_briefly_for_threads,
+)
 from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
 from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
 from convoy.cli.show.output import one_line, print_json, report_convoy_error, report_error
@@ -96,6 +100,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = 
     Exit with 0, with 130 when interrupted, or with a code of `exit_codes`.
     """
     set_up_logs()
+    end = leave_interpreter()
     # A crash in native code then names the functions that ran. It shows none of their data.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         # Without an open stderr there is no place to say so.
@@ -117,9 +122,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer | None = 
         signal.signal(number, signal.SIG_IGN)
     # Ends the process even if one of its threads never ends.
     end_within()
-    # See `collector_at_rest` for the reason.
-    gc.freeze()
-    sys.exit(code)
+    end(code)
 
 
 def run(arguments: list[str], commands: typer.Typer | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What a command does before it imports torch."""
+"""What a command does before it imports torch, and how its process ends."""
 
 from __future__ import annotations
 
@@ -59,3 +59,34 @@ def test_what_is_large_lies_in_huge_pages_once_they_were_asked_for() -> None:
     asked = [sys.executable, "-c", _ASKS]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 128 * 1024
+
+
+IN_NATIVE_CODE = """
+import sys, threading
+from convoy.cli.running.start import leave_interpreter
+end = leave_interpreter()
+import torch
+
+numbers, begun = torch.ones(300, 300), threading.Event()
+
+def compute():
+    while True:
+        torch.mm(numbers, numbers)
+        begun.set()
+
+def finish():
+    begun.wait()
+    print("finished")
+
+for _ in range(3):
+    threading.Thread(target=compute, daemon=True).start()
+threading.Thread(target=finish).start()
+end(3)
+"""
+
+
+def test_a_process_ends_with_its_status_though_threads_compute() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_NATIVE_CODE], check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "finished\n", "")

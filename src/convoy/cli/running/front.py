@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from convoy.cli.running.start import settle_memory, switch_threads_soon
+from convoy.cli.running.start import leave_interpreter, settle_memory, switch_threads_soon
 from convoy.cli.show.logs import json_line, set_up_logs
 from convoy.sdk.head import service_of
 
@@ -91,6 +91,7 @@ def main() -> None:
     form: Any
     level, form, descriptor = sys.argv[1:]
     set_up_logs(level, form)
+    end = leave_interpreter()
     # Without an open stderr there is no place to name the functions of a crash in native code.
     with suppress(OSError, RuntimeError, ValueError):
         faulthandler.enable()
@@ -98,6 +99,7 @@ def main() -> None:
     from convoy.api.front.child import run_child
 
     run_child(int(descriptor), _tracing, settle_memory)
+    end(0)
 
 
 def _tracing(url: str | None) -> AbstractContextManager[Traces]:

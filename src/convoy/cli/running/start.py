@@ -7,9 +7,14 @@ process, garbage collection took another 1.0 s.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 _SWITCH_S = 0.001
 # A fraction of a millisecond: longer than the gap between two products of a step.
@@ -60,3 +65,30 @@ def settle_memory() -> None:
     # Collect first, so that garbage is not frozen with the rest.
     gc.collect()
     gc.freeze()
+
+
+def leave_interpreter() -> Callable[[int], NoReturn]:
+    """Return a function that exits with a status, and takes no interpreter down.
+
+    It waits for threads that are no daemons, and runs the functions of `atexit` that were registered since.
+    Call this early for that reason. A daemon thread may be in native code at the end. The interpreter unwinds
+    such a thread when it returns, and C++ ends the whole process with SIGABRT then: torch does so.
+    """
+    statuses: list[int] = []
+
+    def leave() -> None:
+        if not statuses:
+            return
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            # The reader may have gone, or there was none from the start.
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(statuses[0])
+
+    def end(status: int) -> NoReturn:
+        statuses.append(status)
+        sys.exit(status)
+
+    atexit.register(leave)
+    return end
