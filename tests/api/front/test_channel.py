@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -68,6 +69,25 @@ def test_the_end_of_the_other_process_is_none_between_messages_and_an_error_with
     with pytest.raises(FrameError, match="within a message of 100 bytes"):
         channel.receive()
     assert channel.receive() is None
+
+
+def test_a_process_that_reads_nothing_ends_the_channel_and_holds_no_sender_up() -> None:
+    ours, theirs = socket.socketpair()
+    channel = FrontChannel(ours, max_send_s=0.05)
+    with theirs:
+        with pytest.raises(TimeoutError, match="reads nothing"):
+            channel.send(OwnKey("provider", "x" * (1 << 22)))
+        assert channel.receive() is None
+    channel.close()
+
+
+def test_a_message_may_be_awaited_for_longer_than_a_send() -> None:
+    ours, theirs = socket.socketpair()
+    channel, late = FrontChannel(ours, max_send_s=0.01), threading.Timer(0.1, theirs.close)
+    late.start()
+    assert channel.receive() is None
+    late.join()
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,17 @@ def test_a_front_process_that_does_not_read_holds_nothing_up_and_is_ended() -> N
         assert host.is_stalled
         assert reports.get(timeout=10) is None
         host.close()
+
+
+def test_a_front_process_that_reads_a_part_and_hangs_is_ended_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    reports: queue.SimpleQueue[FrontReport | None] = queue.SimpleQueue()
+    service = Service(
+        (ServedModel("fake", FakeEngine(), ByteTokenizer()),), lambda: (True, ""), lambda: {"n": 1}
+    )
+    host = EngineHost(FrontChannel(ours, max_send_s=0.05), service, reports.put)
+    with theirs, socket.socket() as listener:
+        host.start(b" " * (1 << 22), listener.fileno())
+        assert reports.get(timeout=10) is None
+        assert host.is_stalled
+        host.close()

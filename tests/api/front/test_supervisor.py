@@ -220,7 +220,7 @@ def test_a_front_process_that_reads_nothing_is_killed_and_starts_again(
         while made.server.pid == first:
             made.server.own_key("a part with a long name " * 1000)
         wait_until(lambda: "status=-9" in caplog.text)
-    assert "it does not read, and max_pending=50" in caplog.text
+    assert "it does not read: max_pending=50" in caplog.text
 
 
 def test_the_reason_of_a_front_process_that_cannot_serve_is_told() -> None:

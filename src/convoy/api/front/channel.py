@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import suppress
 
 from convoy.errors import FrameError
 from convoy.wire.front import LENGTH, FromEngine, FromFront, check_front_length, encode_front
 
+# How long one send may wait for a process that reads nothing. A busy one pauses for a second at most.
+MAX_SEND_S = 30.0
+# A `struct timeval`.
+_TIMEVAL = struct.Struct("@ll")
+
 
 class FrontChannel:
     """Hold one end of the socket pair. Any thread may send; one thread receives."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, max_send_s: float = MAX_SEND_S) -> None:
+        """Take ``sock``. If the other process reads nothing for ``max_send_s``, a send ends the channel."""
         self._socket = sock
         self._sending = threading.Lock()
+        self._stalled = False
+        seconds, part = divmod(max_send_s, 1)
+        # A timeout of Python's socket would bound the receiving thread too.
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(part * 1_000_000))
+        )
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether a send ended the channel, because the other process read nothing."""
+        return self._stalled
 
     def send(self, message: FromFront | FromEngine, descriptor: int | None = None) -> None:
-        """Send a message, and ``descriptor`` after it. Raises `OSError` if the other end has gone."""
+        """Send a message, and ``descriptor`` after it. Raises `OSError` if the other end is gone or hangs."""
         frame = encode_front(message)
         with self._sending:
-            self._socket.sendall(frame)
-            if descriptor is not None:
-                socket.send_fds(self._socket, [b"\0"], [descriptor])
+            try:
+                self._socket.sendall(frame)
+                if descriptor is not None:
+                    socket.send_fds(self._socket, [b"\0"], [descriptor])
+            except BlockingIOError:
+                # A part of the frame may have left, so nothing can follow it.
+                self._stalled = True
+                self._end()
+                raise TimeoutError("the other process reads nothing") from None
 
     def receive(self) -> bytearray | None:
         """Return the next payload, or None once the other end has gone. Raises `FrameError`."""
@@ -46,10 +70,13 @@ class FrontChannel:
 
     def close(self) -> None:
         """End both directions; a thread that receives gets None."""
+        self._end()
+        self._socket.close()
+
+    def _end(self) -> None:
         # The other end may have gone already.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _read(self, num_bytes: int) -> bytearray | None:
         """Return exactly ``num_bytes``, or None if the other end closed before the last one.

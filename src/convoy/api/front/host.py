@@ -108,7 +108,7 @@ class EngineHost:
     @property
     def is_stalled(self) -> bool:
         """Return whether the channel was ended because the front process did not read."""
-        return self._stalled
+        return self._stalled or self._channel.is_stalled
 
     def start(self, tokenizer: bytes, listener: int) -> None:
         """Let the front process serve on the listening socket with this descriptor, and wait for nothing.
@@ -265,7 +265,7 @@ class EngineHost:
                 return
             self._stalled = True
             self._pending.clear()
-        _log.error("the front process is ended: it does not read, and max_pending=%d", self._max_pending)
+        _log.error("the front process is ended: it does not read: max_pending=%d", self._max_pending)
         # The reading thread reports it.
         self._channel.close()
 
@@ -276,6 +276,8 @@ class EngineHost:
             with listener:
                 self._channel.send(begin, listener.fileno())
             self._write_pending()
+        except TimeoutError:
+            _log.error("the front process is ended: it does not read: a message waited for too long")
         except OSError:
             # The front process has gone; the reading thread reports it.
             return
