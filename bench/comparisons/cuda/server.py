@@ -1,8 +1,9 @@
 """Measure a server's steady rates on a CUDA device: ``python -m comparisons.cuda.server FILE``.
 
 The server runs in a process of its own, and so do clients, each with some of the streams, so that no client's
-interpreter limits the rate. Every stream asks ``/v1/completions`` with a random prompt of token ids. The file
-is written anew after every part.
+interpreter limits the rate. Every stream asks ``/v1/completions`` with a random prompt of token ids. Each
+``--flags`` is a way to serve; a round starts a server for each of them, one after another. The file is
+written anew after every part.
 """
 
 from __future__ import annotations
@@ -159,28 +160,38 @@ def main() -> None:
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--answer", type=int, default=ANSWER)
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt")
+    parser.add_argument("--vocab", type=int, default=_VOCAB, help="token ids of prompts are below this")
     parser.add_argument("--port", type=int, default=8771)
-    parser.add_argument("--flags", default="", help="flags of `convoy run`, in one word")
+    parser.add_argument("--flags", action="append", help="flags of `convoy run`, in one word; repeatable")
     chosen = parser.parse_args()
     if chosen.client:
         _as_client()
         return
     assert chosen.file is not None
+    ways: list[str] = chosen.flags or [""]
     rows: list[dict[str, object]] = []
-    flags = shlex.split(chosen.flags)
-    with serving(chosen.port, flags, chosen.file.with_suffix(".log")):
-        sizes = [int(size) for size in chosen.streams.split(",")]
-        # The first burst of each size compiles kernels and captures graphs.
-        for size in sizes:
-            measure(chosen.port, size, "t1", 1000 + size, chosen.answer)
-        for number in range(chosen.rounds):
-            for size in sizes:
-                for setting in chosen.settings.split(","):
-                    row = measure(chosen.port, size, setting, 10 * size + number, chosen.answer)
+    for number in range(chosen.rounds):
+        # Each round begins with another way, so that a machine that slows down meets all of them.
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            flags = shlex.split(way)
+            with serving(chosen.port, flags, chosen.file.with_suffix(".log")):
+                for row in _measure_all(chosen, number):
                     rows.append({**row, "round": number, "flags": flags})
                     sys.stdout.write(f"{rows[-1]}\n")
                     sys.stdout.flush()
                     chosen.file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _measure_all(chosen: argparse.Namespace, number: int) -> Iterator[dict[str, object]]:
+    """Yield a row for each size and setting, once their kernels and graphs are made."""
+    prompts = {"context": chosen.context, "vocab": chosen.vocab}
+    sizes = [int(size) for size in chosen.streams.split(",")]
+    for size in sizes:
+        measure(chosen.port, size, "t1", 1000 + size, chosen.answer, **prompts)
+    for size in sizes:
+        for setting in chosen.settings.split(","):
+            yield measure(chosen.port, size, setting, 10 * size + number, chosen.answer, **prompts)
 
 
 if __name__ == "__main__":
