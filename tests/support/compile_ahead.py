@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import compileall
 import importlib.util
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -65,7 +66,8 @@ def write_rewritten(file: Path) -> None:
     code = compile(tree, str(file), "exec", dont_inherit=True)
     place = compiled_file(file)
     place.parent.mkdir(exist_ok=True)
-    partial = place.with_suffix(".partial")
+    # Another run may write the same file.
+    partial = place.with_suffix(f".{os.getpid()}.partial")
     with partial.open("wb") as out:
         _write_pyc_fp(out, importlib.util.source_hash(source), code)
     partial.replace(place)
