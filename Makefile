@@ -20,7 +20,7 @@ help:
 	@echo "make test-tpm        install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-arm        install a cross compiler and qemu (apt-get), then compare the bits of ARM with this machine's"
 	@echo "make test-agents     install four coding agents (npm, in .agents), and run each on a split model"
-	@echo "make test-postgres   install PostgreSQL (apt-get), then run the coordinator's tests on it too"
+	@echo "make test-postgres   install PostgreSQL (apt-get), then run the tests of the coordinator's books on it"
 	@echo "make test-sdk        install the AI SDK (npm), then ask a split model through its three providers"
 	@echo "make test-page       install Chromium (apt-get) and playwright, then open the page in it"
 	@echo "make test-mlx        install MLX (pip), then test its stages, and a route of hosts and MLX that loses members"
@@ -144,9 +144,10 @@ test-agents: setup
 	if [ $$code -eq 0 ]; then sh tests/agents/enter.sh $(BIN)/python -m pytest -o faulthandler_timeout=0 -o timeout=900 \
 	  -o 'python_files=agent_*.py' tests/agents; else exit $$((code == 3 ? 0 : code)); fi
 
-# A server of its own in a folder that goes with it. Exit 3 of the script: it cannot be installed here, and it has said why.
+# A server of its own in a folder that goes with it. `make test` runs the same tests on SQLite, and all others of the fleet.
+# Exit 3 of the script: it cannot be installed here, and it has said why.
 test-postgres: setup
-	@sh tests/fleet/postgres.sh $(BIN)/python -m pytest tests/fleet; code=$$?; exit $$((code == 3 ? 0 : code))
+	@sh tests/fleet/postgres.sh $(BIN)/python -m pytest -k postgres tests/fleet; code=$$?; exit $$((code == 3 ? 0 : code))
 
 # Exit 3 of the script: the packages cannot be installed here, and it has said why.
 test-sdk: setup
