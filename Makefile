@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-compile
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
 .PHONY: help setup demo test test-unit test-survival test-adversary test-tpm test-arm test-agents test-postgres test-sdk test-mlx test-page test-chaos test-verify test-long test-wheel check docs lock sbom dist bench clean
@@ -43,6 +43,7 @@ setup: $(STAMP)
 # A CPU build of torch is taken wherever pip is told of a place that has one; without it, pip says so in the log and takes
 # PyPI's. Only a CUDA build needs the packages of requirements-cuda.lock; the build that pip took says so itself.
 # The build backend is locked too, hence no isolated build environment.
+# pip would compile all modules on one core. Some packages have files that no Python compiles, which harm nothing.
 CUDA_BUILD := import importlib.metadata as m, sys; sys.exit(not any(r.startswith(("nvidia-", "cuda-")) for r in m.requires("torch")))
 $(STAMP): pyproject.toml $(LOCKS) Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
@@ -63,7 +64,8 @@ $(STAMP): pyproject.toml $(LOCKS) Makefile
 	  $(PIP) --require-hashes -r requirements.lock -r requirements-dev.lock && \
 	{ ! $(BIN)/python -c '$(CUDA_BUILD)' || step "    the CUDA packages of this PyTorch" $(PIP) --require-hashes -r requirements-cuda.lock; } && \
 	step "3/3 Convoy" $(PIP) --no-build-isolation --editable . && \
-	step "    every package has what it needs" $(BIN)/python -m pip check
+	step "    every package has what it needs" $(BIN)/python -m pip check && \
+	{ $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >> $(LOG) 2>&1 || true; }
 	@touch $(STAMP); echo "setup: done"
 
 demo: setup
