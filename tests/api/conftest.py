@@ -32,7 +32,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20.0) as client:
+    with httpx.Client(base_url=server.url, timeout=60.0) as client:
         yield client
 
 
@@ -40,7 +40,7 @@ def http(server: Running) -> Iterator[httpx.Client]:
 def openai(server: Running) -> Iterator[OpenAI]:
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20.0) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60.0) as client:
         yield client
 
 
@@ -48,5 +48,5 @@ def openai(server: Running) -> Iterator[OpenAI]:
 def anthropic(server: Running) -> Iterator[Anthropic]:
     from anthropic import Anthropic
 
-    with Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=20.0) as client:
+    with Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=60.0) as client:
         yield client

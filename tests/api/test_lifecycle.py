@@ -29,7 +29,7 @@ TEXT = "/v1/completions"
 
 def connect(running: Running, body: bytes) -> socket.socket:
     host, port = running.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), timeout=10)
+    client = socket.create_connection((host, int(port)), timeout=60)
     head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
@@ -160,7 +160,7 @@ def test_what_outlasts_the_drain_ends_with_an_error(drain_s: float, num_stops: i
         whole: list[httpx.Response] = []
 
         def ask() -> None:
-            whole.append(httpx.post(running.url + TEXT, json={"prompt": "b"}, timeout=20))
+            whole.append(httpx.post(running.url + TEXT, json={"prompt": "b"}, timeout=60))
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -266,7 +266,7 @@ def serving_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], st
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_the_second_ends_at_once(number: signal.Signals) -> None:
     with serving_process() as (child, url):
-        with httpx.stream("POST", url + TEXT, json={"prompt": "a", "stream": True}, timeout=20) as answer:
+        with httpx.stream("POST", url + TEXT, json={"prompt": "a", "stream": True}, timeout=60) as answer:
             child.send_signal(number)
             while httpx.get(f"{url}/health").status_code == 200:
                 pass
@@ -284,7 +284,7 @@ def test_a_hangup_reads_the_keys_again_and_ends_nothing(tmp_path: Path) -> None:
     file.write_text(f'[[keys]]\nname = "ann"\nkey = "{ann}"\n')
 
     def ask(url: str, key: str) -> int:
-        return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, timeout=20.0).status_code
+        return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, timeout=60.0).status_code
 
     with serving_process(str(file)) as (child, url):
         assert (ask(url, ann), ask(url, bob)) == (200, 401)

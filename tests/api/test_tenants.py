@@ -31,7 +31,7 @@ def ring_of(tmp_path: Path, *tables: str) -> KeyRing:
 
 def ask(server: Running, key: str, **more: object) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{server.url}/v1/completions", json={**ASK, **more}, headers=headers, timeout=20.0)
+    return httpx.post(f"{server.url}/v1/completions", json={**ASK, **more}, headers=headers, timeout=60.0)
 
 
 @pytest.fixture

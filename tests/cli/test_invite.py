@@ -482,7 +482,7 @@ def test_the_invitation_of_a_killed_serve_names_no_page_and_ends_with_it(tmp_pat
         event(serve, "confirm")
         assert "page" not in noted_until(serve, "answer here"), "no head runs yet"
         serve.kill()
-        serve.communicate(timeout=20)  # to the end of what the invitation's process could still write
+        serve.communicate(timeout=60)  # to the end of what the invitation's process could still write
         assert newcomer.end().enrolled is None
 
 

@@ -179,7 +179,7 @@ def ask(url: str, certificate: str, key: str) -> int:
     import ssl
 
     context = ssl.create_default_context(cafile=certificate)
-    return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, verify=context, timeout=20.0).status_code
+    return httpx.get(f"{url}/v1/models", headers={"x-api-key": key}, verify=context, timeout=60.0).status_code
 
 
 def test_clients_take_the_key_from_a_file_before_the_environment(

@@ -65,7 +65,7 @@ def test_an_older_file_is_refused_and_what_was_accepted_stays(me: Membership, tm
     path.write_bytes(first)
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     RosterWatch(path, me, said.put).close()
-    assert "offers roster epoch 1, and this member accepted epoch 4" in said.get(timeout=20)
+    assert "offers roster epoch 1, and this member accepted epoch 4" in said.get(timeout=60)
     assert me.roster.epoch == 4
 
 

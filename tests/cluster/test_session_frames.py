@@ -89,7 +89,7 @@ def test_a_member_that_is_not_the_plans_head_gets_and_gives_no_kv(
             "write": WriteBlocks(1, digest, [0], bytes(16)),
         }
         link.send(asked[what], plan_id=plan_id, step=1)
-    ended.get(timeout=10)
+    ended.get(timeout=60)
     assert heard.empty()
     with cluster.session() as session:
         assert session.sync([1, 2, 3]) == 3, "the plan goes on"

@@ -150,7 +150,7 @@ def _url(head: Running) -> str:
 
 
 def _stages(url: str) -> dict[str, dict[str, Any]]:
-    with urllib.request.urlopen(f"{url}/status", timeout=20) as answer:  # noqa: S310 - our own head
+    with urllib.request.urlopen(f"{url}/status", timeout=60) as answer:  # noqa: S310 - our own head
         return {stage["member"]: stage for stage in json.loads(answer.read())["stages"]}
 
 

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from e2e.served import Served, served
 from support.scraping import scrape
+from support.waiting import wait_until
 
 QUESTION: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is 41+42? Answer with just the number."}
@@ -124,11 +125,12 @@ def test_a_client_that_leaves_frees_its_blocks(head: Served) -> None:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 break
-    for _ in range(200):
-        status = httpx.get(f"{head.url}/status", timeout=10).json()
-        if not status["running"] and status["free_blocks"] == status["num_blocks"]:
-            return
-    raise AssertionError(status)
+
+    def is_free() -> bool:
+        status = httpx.get(f"{head.url}/status", timeout=60).json()
+        return not status["running"] and status["free_blocks"] == status["num_blocks"]
+
+    wait_until(is_free)
 
 
 def test_health_says_that_tokens_pass(head: Served) -> None:

@@ -117,8 +117,8 @@ def test_the_chunks_of_a_prompt_are_told_before_its_first_token_if_asked_for(eng
         prompt = [tells + 3 * i % VOCAB for i in range(20)]
         engine.submit(replace(request(prompt, 1), tells_prefill=tells), outputs.put)
         told = [PrefillOutput(num_done, 0, 20) for num_done in chunks]
-        assert [outputs.get(timeout=10) for _ in told] == told
-        assert isinstance(outputs.get(timeout=10), TokenOutput)
+        assert [outputs.get(timeout=60) for _ in told] == told
+        assert isinstance(outputs.get(timeout=60), TokenOutput)
 
 
 def test_a_preempted_prompt_tells_each_chunk_once_and_none_behind_a_token() -> None:
@@ -147,7 +147,7 @@ def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine) 
     finished: list[int] = []
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while len(finished) < 3:
-        output = outputs.get(timeout=10)
+        output = outputs.get(timeout=60)
         if isinstance(output, FinishOutput):
             finished.append(output.choice)
             assert output.reason == "length"
@@ -238,19 +238,19 @@ def test_prompt_logprobs_come_before_the_first_token_and_cover_the_prompt(engine
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     prompt = [3, *expected([3], 20)]
     engine.submit(request(prompt, 1, prompt_logprobs=2), outputs.put)
-    first = outputs.get(timeout=10)
+    first = outputs.get(timeout=60)
     assert isinstance(first, PromptOutput)
     assert len(first.logprobs) == len(prompt)
     assert first.logprobs[0] is None
     assert [lp.token_id for lp in first.logprobs[1:] if lp] == prompt[1:]
     assert all(lp.logprob > -0.1 for lp in first.logprobs[1:] if lp), "the fake is sure of its next token"
-    assert isinstance(outputs.get(timeout=10), TokenOutput)
+    assert isinstance(outputs.get(timeout=60), TokenOutput)
 
 
 def test_a_prompt_of_one_token_has_its_logprobs_told_too(engine: Engine) -> None:
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine.submit(request([3], 1, prompt_logprobs=0), outputs.put)
-    assert outputs.get(timeout=10) == PromptOutput((None,))
+    assert outputs.get(timeout=60) == PromptOutput((None,))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_lost_stage_ends_every_request_with_the_reason_and_refuses_new_ones() 
     engine.start()
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine.submit(request([1, 2], 50), outputs.put)
-    while not isinstance(output := outputs.get(timeout=10), ErrorOutput):
+    while not isinstance(output := outputs.get(timeout=60), ErrorOutput):
         assert isinstance(output, TokenOutput)
     assert isinstance(output.error, StageLost)
     with pytest.raises(StageLost):

@@ -97,7 +97,7 @@ def answer(engine: Engine, requests: SequenceOf[GenerationRequest]) -> list[list
     for request, outputs in zip(requests, heard, strict=True):
         found: list[Output] = []
         while sum(isinstance(output, FinishOutput) for output in found) < request.num_choices:
-            found.append(outputs.get(timeout=20))
+            found.append(outputs.get(timeout=60))
             assert not isinstance(found[-1], ErrorOutput)
         # choices run side by side, and which of them is first says nothing
         found.sort(key=lambda output: getattr(output, "choice", -1))

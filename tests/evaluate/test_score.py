@@ -44,7 +44,7 @@ def test_an_empty_scoreboard_divides_by_nothing() -> None:
 
 def test_several_questions_at_once_give_the_same_results_in_order() -> None:
     questions = [Question("n", str(number), str(number % 7)) for number in range(50)]
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def slow(question: Question) -> ScoredAnswer:
         both.wait()  # passes only where two are asked at once

@@ -35,7 +35,7 @@ class Scrape:
 def scrape(url: str, key: str | None = None) -> Scrape:
     """Scrape ``url``, which ends in /metrics."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    answer = httpx.get(url, headers=headers, timeout=20, trust_env=False)
+    answer = httpx.get(url, headers=headers, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/plain; version=")
     return Scrape(answer.text)

@@ -108,7 +108,7 @@ class TlsRelay:
             try:
                 accepted, _ = self._listener.accept()
                 near: socket.socket = self._context.wrap_socket(accepted, server_side=True)
-                far = socket.create_connection(self._target, timeout=20)
+                far = socket.create_connection(self._target, timeout=60)
                 if self._dialling is not None:
                     far = self._dialling.wrap_socket(far, server_hostname="127.0.0.1")
             except OSError:

@@ -173,7 +173,7 @@ def _url(log: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 def _levels(url: str) -> dict[str, str]:
-    status = httpx.get(f"{url}/status", timeout=20).json()
+    status = httpx.get(f"{url}/status", timeout=60).json()
     return {one["member"]: one["level"] for one in status["verdicts"]}
 
 
@@ -181,7 +181,7 @@ def _wait_until_out(url: str, name: str) -> None:
     """Wait until no stage is held by the member: the others go on without it."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
-        status = httpx.get(f"{url}/status", timeout=20).json()
+        status = httpx.get(f"{url}/status", timeout=60).json()
         if name not in {stage["member"] for stage in status["stages"]}:
             return
         time.sleep(0.1)  # a process far away has no event to wait on
@@ -198,9 +198,9 @@ def test_an_enrolled_machine_is_hardware_and_the_cluster_comes_up(site: Site, al
     assert {"clock_ms", "resets", "firmware", "pcr_7"} <= shown["hardware"].keys()
     with running(site) as url:
         assert _levels(url) == {"alpha": "self_signed", "beta": "hardware"}
-        status = httpx.get(f"{url}/status", timeout=20).json()
+        status = httpx.get(f"{url}/status", timeout=60).json()
         assert {stage["member"]: stage["level"] for stage in status["stages"]} == _levels(url)
-        assert httpx.get(f"{url}/health", timeout=20).json()["level"] == "self_signed"
+        assert httpx.get(f"{url}/health", timeout=60).json()["level"] == "self_signed"
         assert "hardware" in convoy("status", "--url", url).stdout
     roster = convoy_json("roster", "show", str(site.file("roster.toml")))
     assert roster["epoch"] == 2
@@ -221,7 +221,7 @@ def test_a_member_on_another_machine_gets_no_stage(site: Site, authority: TestAu
         config = site.file("beta.toml")
         config.write_text(config.read_text().replace(site.tpm.tcti, other.tcti))
         with running(site) as url:
-            status = httpx.get(f"{url}/status", timeout=20).json()
+            status = httpx.get(f"{url}/status", timeout=60).json()
     assert [stage["member"] for stage in status["stages"]] == ["alpha"]
     [beta] = [one for one in status["verdicts"] if one["member"] == "beta"]
     assert beta["excluded"]

@@ -50,7 +50,7 @@ def test_of_eight_processes_one_uses_it(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 8
-    winner = won.get(timeout=5)
+    winner = won.get(timeout=60)
     assert won.empty()
     assert unfinished(directory) == [f"process {winner}"]
 

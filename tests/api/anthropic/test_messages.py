@@ -22,7 +22,7 @@ PROMPT = len("<user>What is it?<assistant>")
 
 
 def post(url: str, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/messages?beta=true", json={**ASK, **fields}, timeout=20.0)
+    return httpx.post(f"{url}/v1/messages?beta=true", json={**ASK, **fields}, timeout=60.0)
 
 
 def test_the_anthropic_client_gets_a_whole_answer(anthropic: Anthropic) -> None:
@@ -162,7 +162,7 @@ def test_a_key_comes_as_x_api_key_or_as_a_bearer_token() -> None:
     key = "the-one-key-of-many"
     with serving(options=ServeOptions(port=0, keys=KeyRing.of(key))) as running:
         for headers in ({"x-api-key": key}, {"Authorization": f"Bearer {key}"}):
-            answer = httpx.post(f"{running.url}/v1/messages", json=ASK, headers=headers, timeout=20.0)
+            answer = httpx.post(f"{running.url}/v1/messages", json=ASK, headers=headers, timeout=60.0)
             assert answer.status_code == 200
         refused = post(running.url)
         head = httpx.head(f"{running.url}/")

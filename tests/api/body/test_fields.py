@@ -152,7 +152,7 @@ def test_the_list_has_all_fields_of_the_client_that_is_installed() -> None:
 
 def asked_of(server: Running, path: str, **fields: object) -> GenerationRequest:
     body = LEAST["chat" if path == CHAT else "completion"] | fields
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=20.0)
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text
     return server.engine.handles[-1].request
 

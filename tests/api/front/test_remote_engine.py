@@ -81,7 +81,7 @@ def outputs_of(service: Service, request: GenerationRequest) -> list[Output]:
     outputs: list[Output] = []
     left = request.num_choices
     while left:
-        outputs.append(arrived.get(timeout=10))
+        outputs.append(arrived.get(timeout=60))
         left = 0 if isinstance(outputs[-1], ErrorOutput) else left - isinstance(outputs[-1], FinishOutput)
     return outputs
 
@@ -202,10 +202,10 @@ def test_a_request_ends_when_it_is_aborted(service: Service, engine: FakeEngine)
     engine.pause_after = 1
     arrived: queue.SimpleQueue[Output] = queue.SimpleQueue()
     handle: Handle = service.models[0].engine.submit(REQUEST, arrived.put)
-    assert isinstance(arrived.get(timeout=10), TokenOutput)
+    assert isinstance(arrived.get(timeout=60), TokenOutput)
     for _ in range(2):
         handle.abort()
-    end = arrived.get(timeout=10)
+    end = arrived.get(timeout=60)
     assert isinstance(end, FinishOutput)
     assert end.reason == "abort"
 
@@ -260,7 +260,7 @@ def test_an_internal_error_of_the_engine_tells_http_its_class_alone(engine: Fake
     engine.refuse = ValueError("the prompt of a person")
     with seen_by_http(WAYS[1], engine) as service, serving_of(service) as (url, _):
         body = {"model": "fake", "prompt": "a", "max_tokens": 3}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 500
     assert "person" not in answer.text
 
@@ -269,7 +269,7 @@ def test_a_stream_over_http_has_the_whole_answer(engine: FakeEngine) -> None:
     engine.reply = REPLY
     with seen_by_http(WAYS[1], engine) as service, serving_of(service) as (url, _):
         body = {"model": "fake", "prompt": "a", "max_tokens": 100}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20).json()
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == REPLY
 
 

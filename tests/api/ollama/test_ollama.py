@@ -44,7 +44,7 @@ def ollama(server: Running) -> Iterator[Client]:
 def client_of(running: Running, headers: dict[str, str] | None = None) -> Client:
     from ollama import Client
 
-    return Client(host=running.url, timeout=20.0, headers=headers)
+    return Client(host=running.url, timeout=60.0, headers=headers)
 
 
 def prompt_of(running: Running) -> str:
@@ -134,7 +134,7 @@ def test_a_number_of_any_size_stays_in_a_calls_arguments(number: str) -> None:
     for stream in (False, True):
         with serving(FakeEngine(call)) as running:
             body = {"model": "fake", "messages": ASK, "tools": [TOOL], "stream": stream}
-            text = httpx.post(f"{running.url}/api/chat", json=body, timeout=20.0).text
+            text = httpx.post(f"{running.url}/api/chat", json=body, timeout=60.0).text
         lines = [json.loads(line, parse_int=str, parse_float=str) for line in text.splitlines()]
         calls = [one for line in lines for one in line["message"].get("tool_calls", ())]
         assert calls == [{"function": {"name": "weather", "arguments": {"size": number}}}]
@@ -288,7 +288,7 @@ def test_a_broken_stream_ends_with_an_error_and_not_as_done() -> None:
 
     with serving() as running:
         running.engine.fail_after, running.engine.error = 3, StageLost("gone", public="a stage is gone")
-        answer = httpx.post(f"{running.url}/api/chat", json={"model": "fake", "messages": ASK}, timeout=20.0)
+        answer = httpx.post(f"{running.url}/api/chat", json={"model": "fake", "messages": ASK}, timeout=60.0)
         lines = [json.loads(line) for line in answer.text.splitlines()]
         assert lines[-1] == {"error": "a stage is gone"}
         assert not any(line.get("done") for line in lines)

@@ -21,14 +21,14 @@ UNSUPPORTED = {"type": "array", "uniqueItems": True}
 
 
 def asked(server: Running, path: str, **fields: Any) -> GenerationRequest:
-    answer = httpx.post(f"{server.url}{path}", json=BODIES[path] | fields, timeout=20.0)
+    answer = httpx.post(f"{server.url}{path}", json=BODIES[path] | fields, timeout=60.0)
     assert answer.status_code == 200, answer.text
     return server.engine.handles[-1].request
 
 
 def refused(server: Running, path: str, **fields: Any) -> dict[str, Any]:
     before = len(server.engine.handles)
-    answer = httpx.post(f"{server.url}{path}", json=BODIES[path] | fields, timeout=20.0)
+    answer = httpx.post(f"{server.url}{path}", json=BODIES[path] | fields, timeout=60.0)
     assert answer.status_code == 400, answer.text
     assert len(server.engine.handles) == before, "nothing is queued"
     error: dict[str, Any] = answer.json()["error"]
@@ -163,7 +163,7 @@ def test_an_answer_in_a_grammar_of_its_own_has_no_reasoning(
         {"role": "assistant", "content": "", "reasoning_content": "Hm"},
     ]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, **fields}
-    answer = httpx.post(f"{server.url}{CHAT}", json=body, timeout=20.0)
+    answer = httpx.post(f"{server.url}{CHAT}", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text
     message = answer.json()["choices"][0]["message"]
     assert {name for name in ("content", "reasoning_content") if message.get(name)} == {field}

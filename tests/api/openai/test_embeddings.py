@@ -94,5 +94,5 @@ def test_another_model_is_unknown(http: httpx.Client) -> None:
 def test_a_failure_of_one_input_is_the_failure_of_all() -> None:
     with serving(options=ServeOptions(port=0)) as running:
         running.engine.refuse, running.engine.refuse_from = StageLost("gone", public="a stage is gone"), 1
-        answer = httpx.post(running.url + PATH, json={"input": ["a", "b"]}, timeout=20.0)
+        answer = httpx.post(running.url + PATH, json={"input": ["a", "b"]}, timeout=60.0)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_lost")

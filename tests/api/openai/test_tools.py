@@ -38,7 +38,7 @@ def openai(server: Running) -> Iterator[OpenAI]:
     url = f"{server.url}/v1"
     # The client checks every field of an answer against its own types.
     with OpenAI(
-        base_url=url, api_key="unused", max_retries=0, timeout=20.0, _strict_response_validation=True
+        base_url=url, api_key="unused", max_retries=0, timeout=60.0, _strict_response_validation=True
     ) as client:
         yield client
 

@@ -24,7 +24,7 @@ def test_usage_counts_the_cached_tokens_of_each_prompt_once(
     engine.cached_tokens = 5
     asked = {**body, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
     with serving(engine) as running:
-        answer = httpx.post(f"{running.url}/v1/{path}", json=asked, timeout=20.0)
+        answer = httpx.post(f"{running.url}/v1/{path}", json=asked, timeout=60.0)
         usage = events(answer.text)[-2]["usage"] if stream else answer.json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 

@@ -44,7 +44,7 @@ class Page:
             answer = httpx.post(f"{self.url}/page/session", json={"token": token})
             assert answer.status_code == 200, answer.text
             cookies = answer.cookies
-        return httpx.Client(base_url=self.url, timeout=20.0, cookies=cookies)
+        return httpx.Client(base_url=self.url, timeout=60.0, cookies=cookies)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def storing() -> Iterator[Running]:
 
 
 def client_of(running: Running, key: str) -> OpenAI:
-    return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20.0)
+    return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60.0)
 
 
 # Whole loops with the client; `test_open_responses` has the cases of Open Responses.
@@ -186,7 +186,7 @@ def test_a_call_can_be_answered_by_previous_response_id() -> None:
 
 def test_every_event_of_a_call_is_one_of_openais_types_in_strict_mode(calling: Running) -> None:
     space = {"type": "namespace", "name": "disk", "description": "Files.", "tools": [TOOL]}
-    with httpx.Client(base_url=calling.url, timeout=20.0) as http:
+    with httpx.Client(base_url=calling.url, timeout=60.0) as http:
         for reasoning in ({}, {"summary": "auto"}):
             tools = [TOOL, space, {"type": "web_search"}, {"type": "custom", "name": "patch"}]
             events = stream(http, tools=tools, reasoning=reasoning)
@@ -220,7 +220,7 @@ def test_the_second_turn_of_an_agent_begins_with_its_whole_first_prompt(calling:
             ("user", "Go."),
         )
     ]
-    with httpx.Client(base_url=calling.url, timeout=20.0) as http:
+    with httpx.Client(base_url=calling.url, timeout=60.0) as http:
         items = [
             data["item"]
             for name, data in named(http.post(PATH, json={**body, "input": history}).text)
@@ -328,7 +328,7 @@ def test_an_answer_that_reaches_its_most_tokens_is_incomplete(http: httpx.Client
 
 
 def test_an_answer_without_a_word_has_an_empty_message() -> None:
-    with serving(FakeEngine("")) as running, httpx.Client(base_url=running.url, timeout=20.0) as http:
+    with serving(FakeEngine("")) as running, httpx.Client(base_url=running.url, timeout=60.0) as http:
         assert whole(http)["output"][0]["content"][0]["text"] == ""
         assert [name for name, _ in stream(http)][-1] == "response.completed"
 
@@ -339,7 +339,7 @@ def test_a_silent_stream_is_kept_alive_by_events() -> None:
     options = ServeOptions(port=0, drain_s=5.0, heartbeat_s=0.05)
     with (
         serving(engine, options) as running,
-        httpx.Client(base_url=running.url, timeout=20.0) as http,
+        httpx.Client(base_url=running.url, timeout=60.0) as http,
         http.stream("POST", PATH, json={"input": "hi", "stream": True}) as answer,
     ):
         text, kept = "", 0
@@ -366,7 +366,7 @@ def test_a_stream_that_breaks_ends_with_response_failed() -> None:
     engine, text = breaking(), ""
     with (
         serving(engine) as running,
-        httpx.Client(base_url=running.url, timeout=20.0) as http,
+        httpx.Client(base_url=running.url, timeout=60.0) as http,
         http.stream("POST", PATH, json={"input": "hi", "stream": True}) as answer,
     ):
         for part in answer.iter_text():
@@ -384,7 +384,7 @@ def test_a_stream_that_breaks_ends_with_response_failed() -> None:
 def test_a_whole_answer_that_breaks_has_its_status() -> None:
     engine = FakeEngine()
     engine.fail_after, engine.error = 3, StageLost("a peer's own words")
-    with serving(engine) as running, httpx.Client(base_url=running.url, timeout=20.0) as http:
+    with serving(engine) as running, httpx.Client(base_url=running.url, timeout=60.0) as http:
         assert refused(http, 503)["code"] == "stage_lost"
 
 
@@ -575,7 +575,7 @@ def test_an_item_of_a_stored_response_is_named_by_its_key_alone(storing: Running
 
 def test_references_bring_at_most_the_bytes_of_a_body() -> None:
     options = ServeOptions(port=0, store_responses=True, max_body_bytes=4000)
-    with serving(options=options) as running, httpx.Client(base_url=running.url, timeout=20.0) as http:
+    with serving(options=options) as running, httpx.Client(base_url=running.url, timeout=60.0) as http:
         (item,) = whole(http)["output"]
         most = 4000 // len(json.dumps(item, separators=(",", ":")))
         reference = {"id": item["id"]}
@@ -587,7 +587,7 @@ def test_references_bring_at_most_the_bytes_of_a_body() -> None:
 
 def test_callers_that_share_a_key_are_kept_apart_by_their_cache_salt(storing: Running) -> None:
     headers = {"authorization": f"Bearer {ANN}"}
-    with httpx.Client(base_url=storing.url, timeout=20.0, headers=headers) as http:
+    with httpx.Client(base_url=storing.url, timeout=60.0, headers=headers) as http:
         made = whole(http, cache_salt="one")["id"]
         whole(http)
         salted, plain = (handle.request.cache_salt for handle in storing.engine.handles[-2:])

@@ -391,7 +391,7 @@ def test_a_peer_that_answers_has_proved_its_identity_and_its_link_is_closed(
     try:
         found = only(look_at(members[0], "beta", listener.address[1]), "ok")
         assert re.search(r"proved its identity; \d+\.\d\d ms there and back under ", found.what)
-        assert ended.get(timeout=10) == "alpha closed the link: an examination is over"
+        assert ended.get(timeout=60) == "alpha closed the link: an examination is over"
         assert arrived.empty()
     finally:
         listener.close()

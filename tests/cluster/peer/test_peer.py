@@ -89,7 +89,7 @@ class Conversation:
         return self.hear()
 
     def hear(self) -> Message | ConvoyError:
-        item = self._arrived.get(timeout=20)
+        item = self._arrived.get(timeout=60)
         return item.message if isinstance(item, ReceivedMessage) else item  # type: ignore[return-value]
 
 

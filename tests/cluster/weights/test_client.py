@@ -145,7 +145,7 @@ def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:
     numbers: list[int] = []
 
     def answer_the_first() -> None:
-        numbers.extend(by_hand.asked.get(timeout=10).number for _ in range(MAX_ASKED))
+        numbers.extend(by_hand.asked.get(timeout=60).number for _ in range(MAX_ASKED))
         by_hand.to_peer.send(Piece(0, 100 * PIECE_BYTES, bytes(PIECE_BYTES), ""))
 
     threading.Thread(target=answer_the_first).start()
@@ -157,7 +157,7 @@ def test_no_more_is_asked_for_than_may_wait(by_hand: Ends) -> None:
 
 def test_a_piece_that_nobody_asked_for_ends_the_link(by_hand: Ends) -> None:
     by_hand.to_peer.send(Piece(3, 9, b"unwanted!", ""))
-    assert "this side closed the link" in by_hand.ended.get(timeout=10).message
+    assert "this side closed the link" in by_hand.ended.get(timeout=60).message
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_what_a_head_says_is_wrong_is_passed_on_in_one_line(by_hand: Ends) -> No
 
 def test_a_broken_link_ends_the_wait(by_hand: Ends) -> None:
     def hang_up() -> None:
-        by_hand.asked.get(timeout=10)
+        by_hand.asked.get(timeout=60)
         by_hand.to_peer.close("done")
 
     threading.Thread(target=hang_up).start()
@@ -197,7 +197,7 @@ def test_a_broken_link_ends_the_wait(by_hand: Ends) -> None:
 def _answered(ends: Ends, answers: list[Piece], *wants: Want) -> Iterator[tuple[Want, Piece]]:
     def answer() -> None:
         for _ in wants:
-            ends.asked.get(timeout=10)
+            ends.asked.get(timeout=60)
         for piece in answers:
             ends.to_peer.send(piece)
 

@@ -305,7 +305,7 @@ def test_two_keys_share_only_where_the_engine_is_told_to(share_across_keys: bool
                 found.put(output)
 
         engine.submit(GenerationRequest(prompt(13), greedy, 6, ignore_eos=True, cache_salt=salt), on_output)
-        return tokens, found.get(timeout=10).cached_tokens
+        return tokens, found.get(timeout=60).cached_tokens
 
     engine.start()
     (first, cold), (same, warm), (other, foreign) = ask(b"one"), ask(b"one"), ask(b"two")

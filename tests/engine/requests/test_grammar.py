@@ -78,7 +78,7 @@ def run(
     try:
         engine.submit(request, told.put)
         while sum(isinstance(one, FinishOutput | ErrorOutput) for one in found) < request.num_choices:
-            found.append(told.get(timeout=20.0))
+            found.append(told.get(timeout=60.0))
             if isinstance(found[-1], ErrorOutput):
                 break
     finally:

@@ -65,7 +65,7 @@ def test_a_client_sees_no_more_alternatives_than_it_asked_for(num_top: int | Non
     asked = request(PROMPT, 20, params=SamplingParams(temperature=0.0, logprobs=num_top))
     engine.submit(asked, outputs.put)
     seen = []
-    while isinstance(output := outputs.get(timeout=20), TokenOutput):
+    while isinstance(output := outputs.get(timeout=60), TokenOutput):
         seen.append(None if output.logprob is None else len(output.logprob.top))
     assert seen == [num_top] * 20
     assert engine.stats().near_ties == 1

@@ -44,7 +44,7 @@ def answer(
     try:
         engine.submit(request, told.put)
         while not found or not isinstance(found[-1], FinishOutput | ErrorOutput):
-            output = told.get(timeout=20.0)
+            output = told.get(timeout=60.0)
             if getattr(output, "choice", 0) == 0:
                 found.append(output)
     finally:
@@ -135,7 +135,7 @@ def test_every_choice_keeps_to_the_rules() -> None:
     asked = replace(ASKED, params=biased, num_choices=3, min_tokens=4, allowed_token_ids=(EOS, 30, 40))
     try:
         engine.submit(asked, told.put)
-        found = [told.get(timeout=20.0) for _ in range(15)]
+        found = [told.get(timeout=60.0) for _ in range(15)]
     finally:
         engine.close()
     assert sum(isinstance(one, FinishOutput) for one in found) == 3

@@ -418,7 +418,7 @@ class ReplayingCoordinator:
                     return
 
     def _receive(self, socket: ServerConnection) -> FromProvider:
-        data = socket.recv(timeout=20)
+        data = socket.recv(timeout=60)
         assert isinstance(data, bytes)
         return decode_from_provider(data, MAX_MESSAGE_BYTES)
 

@@ -120,7 +120,7 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
     with connect(url, max_size=MAX_MESSAGE_BYTES, compression=None) as socket:
 
         def receive() -> object:
-            data = socket.recv(timeout=10)
+            data = socket.recv(timeout=60)
             assert isinstance(data, bytes)
             return decode_from_coordinator(data, MAX_MESSAGE_BYTES)
 

@@ -132,7 +132,7 @@ class Impostor:
         self.hellos: list[ProviderHello] = []
 
     def __call__(self, socket: ServerConnection) -> None:
-        data = socket.recv(timeout=20)
+        data = socket.recv(timeout=60)
         assert isinstance(data, bytes)
         hello = decode_from_provider(data, MAX_MESSAGE_BYTES)
         assert isinstance(hello, ProviderHello)

@@ -116,7 +116,7 @@ def test_a_whole_answer_comes_through_sealed_end_to_end_and_is_charged(blind: Bl
 
 def test_a_stream_cannot_be_resumed_at_a_proxy(blind: Blind) -> None:
     url, again = f"{blind.url}/v1/chat/completions", {"last-event-id": "1-1"}
-    answer = httpx.post(url, json=question(20, 22, stream=True), headers=again, timeout=20.0)
+    answer = httpx.post(url, json=question(20, 22, stream=True), headers=again, timeout=60.0)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 

@@ -107,7 +107,7 @@ def test_messages_between_sums_come_in_order_and_links_answer_pings(two: Two) ->
     talking.join(10)
     assert two.links[0].ping(5) < 5
     two.ranks[0].rest()
-    found = [two.others[0].get(timeout=10) for _ in range(100)]
+    found = [two.others[0].get(timeout=60) for _ in range(100)]
     assert [one.message.plan_id for one in found if isinstance(one, ReceivedMessage)] == list(range(100))  # type: ignore[attr-defined]
 
 
@@ -117,14 +117,14 @@ def test_an_order_that_comes_after_the_last_sum_is_not_held_up(two: Two) -> None
     two.links[0].reader.borrow()
     two.ranks[0].rest()
     two.links[1].send(Refuse(1, "so", ""))
-    two.others[0].get(timeout=10)
+    two.others[0].get(timeout=60)
 
 
 def test_who_forgets_to_rest_holds_the_link_up_for_a_moment_only(two: Two) -> None:
     two.add(3)
     two.ranks[1].rest()
     two.links[1].send(Refuse(1, "so", ""))
-    two.others[0].get(timeout=2)
+    two.others[0].get(timeout=10)
 
 
 def test_a_link_that_ends_while_it_is_read_wakes_the_rank_and_is_said_to_have_ended(two: Two) -> None:
@@ -132,7 +132,7 @@ def test_a_link_that_ends_while_it_is_read_wakes_the_rank_and_is_said_to_have_en
     (found,) = run_at_once([lambda: two.ranks[0].all_reduce(torch.ones(3))])
     assert isinstance(found, CollectiveError)
     assert found.rank == 1
-    assert two.ended[0].get(timeout=10)
+    assert two.ended[0].get(timeout=60)
 
 
 def test_abort_wakes_a_rank_that_reads(tmp_path: Path) -> None:
