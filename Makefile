@@ -120,13 +120,12 @@ VERIFY := -o 'python_files=verify_*.py' $(PATIENT) $(PARALLEL) --dist worksteal 
 test-verify: setup
 	@$(BIN)/python -m pytest -m 'not long' $(VERIFY)
 
-# What `make test` leaves out to stay short: tests that are marked long, and generated examples. SHARE=3 runs a third of
-# them, chosen by their names: each has a quicker test of its kind in `make test`.
+# What `make test` leaves out to stay short: tests that are marked long, and generated examples. One run for both, as each
+# worker imports every test file. SHARE=3 runs a third of them, chosen by their names: each has a quicker test of its kind
+# in `make test`.
 SHARE ?= 1
 test-long: setup
-	@$(BIN)/python -m pytest -m long --share $(SHARE) $(PATIENT) $(PARALLEL)
-	@$(BIN)/python -m pytest -m 'hypothesis and not long' --share $(SHARE) --hypothesis-profile thorough $(PARALLEL) \
-	  $$(grep -rl --include='test_*.py' '^from hypothesis' tests)
+	@$(BIN)/python -m pytest -m 'long or hypothesis' --share $(SHARE) --hypothesis-profile thorough $(PATIENT) $(PARALLEL)
 	@$(if $(filter 1,$(SHARE)),$(BIN)/python -m pytest -m long $(VERIFY))
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
