@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from convoy.model.backends.registry import load_stage
+from convoy.engine.ranks.host_ranks import JOIN
+from convoy.engine.ranks.load import load_member_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.stage import LoadedStage, StageOptions
 from convoy.wire.messages.control import StageAssignment
@@ -16,11 +17,14 @@ class Loader:
     def __init__(self) -> None:
         self._held: list[LoadedStage] = []
 
-    def __call__(self, source: ModelSource, *cuts: int, kernel: str = "mlx-f32") -> list[LoadedStage]:
-        options = StageOptions(kernel=kernel, device="mlx", require_tags=False)
+    def __call__(
+        self, source: ModelSource, *cuts: int, kernel: str = "mlx-f32", ranks: int = 1
+    ) -> list[LoadedStage]:
+        device = JOIN.join(["mlx"] * ranks)
+        options = StageOptions(kernel=kernel, device=device, require_tags=False)
         ends = [0, *cuts, source.spec.num_layers]
         stages = [
-            load_stage(
+            load_member_stage(
                 source,
                 StageAssignment(f"m{a}", a, b, embed=not a, output=b == source.spec.num_layers),
                 options,

@@ -48,7 +48,7 @@ def verify(
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to decode after each prompt.")] = 6,
     device: DeviceFlag = "cpu",
     ranks: Annotated[
-        int, typer.Option(min=1, max=8, help="Ranks that hold each stage together, on the CPU.")
+        int, typer.Option(min=1, max=8, help="Ranks that hold each stage together, on the CPU or MLX.")
     ] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
     kv_dtype: KvDtypeFlag = None,

@@ -24,10 +24,9 @@ def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1, kv_dtype: str =
     the library's, and no cut away from the unsplit stage.
     """
     row, form = KERNELS[kernel], kv_form(kernel, kv_dtype)
+    limits = row.expert_bounds if has_experts and row.expert_bounds is not None else row.bounds
     if ranks > 1 and row.ranks_library is not None:
-        limits = replace(row.bounds, library=row.ranks_library)
-    else:
-        limits = row.expert_bounds if has_experts and row.expert_bounds is not None else row.bounds
+        limits = replace(limits, library=max(limits.library, row.ranks_library))
     if form.name in {"f32", kv_form(kernel).name}:
         return limits
     error, median = (EXPERT_KV_ERROR, EXPERT_KV_MEDIAN) if has_experts else (form.error, form.median)

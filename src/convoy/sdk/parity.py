@@ -33,8 +33,8 @@ def verify(
 
     ``max_cuts`` bounds the places to cut into two. ``prompts`` is a number of built-in prompts, or a file
     with one prompt per line; ``num_tokens`` are decoded after each. ``ranks`` hold each stage together, on
-    the CPU. ``kv_dtype`` is that of K/V. ``on_progress`` hears (done, total, next layout). A layout that
-    failed raises nothing: look at the certificate's ``passed``.
+    the CPU or MLX. ``kv_dtype`` is that of K/V. ``on_progress`` hears (done, total, next layout). A layout
+    that failed raises nothing: look at the certificate's ``passed``.
 
     Raises `InputError` for wrong values, and `SelfCheckError` if the kernel does not hold on this machine.
     """
@@ -82,9 +82,9 @@ def device_and_kernel(
         note(f"kernel {chosen}: {reason}")
     if ranks > 1:
         check_sharding(source.spec, ranks)
-        if device != "cpu":
+        if device not in {"cpu", "mlx"}:
             raise UsageError(
-                f"--ranks {ranks} is for the CPU, and --device is {device}",
+                f"--ranks {ranks} is for the CPU and MLX, and --device is {device}",
                 hint="leave out --ranks or --device",
             )
     return device, chosen

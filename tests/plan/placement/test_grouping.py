@@ -111,8 +111,24 @@ def test_members_on_cuda_hold_whole_layers() -> None:
     found = choose_placement("auto", find_placements(SPEC, cards), predict=faster)
     assert (found.mode, found.reason) == (
         "pipeline",
-        "alpha runs cuda-bf16, and ranks of a stage compute on CPUs",
+        "alpha runs cuda-bf16, and ranks of a stage compute on CPUs or MLX",
     )
+
+
+def test_members_on_mlx_share_layers_if_that_is_asked_for_and_never_by_a_prediction() -> None:
+    macs = [replace(member, kernel="mlx-bf16") for member in members(GB, GB)]
+    modes = find_placements(SPEC, macs)
+    assert choose_placement("tensor", modes).mode == "tensor"
+    found = choose_placement("auto", modes, predict=lambda _: pytest.fail("nothing is predicted"))
+    assert found.mode == "pipeline"
+    assert "not measured on any Mac" in str(found.reason)
+
+
+def test_a_member_on_mlx_and_one_on_its_processor_hold_whole_layers() -> None:
+    mixed = [replace(members(GB)[0], kernel="exact-f32"), replace(members(GB, GB)[1], kernel="mlx-bf16")]
+    with pytest.raises(PlanError, match="alpha would run exact-f32 and beta mlx-bf16") as refused:
+        place(SPEC, mixed, {"alpha+beta": "0:output"})
+    assert "--parallel pipeline" in str(refused.value.hint)
 
 
 def test_as_many_ranks_as_can_be_and_never_more_than_were_asked_for() -> None:

@@ -21,8 +21,9 @@ from torch import nn
 
 from convoy.engine.ranks.sums.local import GLOO, LocalRanks
 from convoy.errors import CollectiveError, ConvoyError, StageLost, StepError
-from convoy.model.backends.host.stage import HostStage
+from convoy.model.backends.registry import load_slice
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, PendingHidden, PendingSamples, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
@@ -333,8 +334,8 @@ class RankStages(ABC, Generic[SliceT, SharedT]):
             self._ranks.abort(failed)
 
 
-class HostRankStages(RankStages[HostStage, LocalRanks]):
-    """Run `RankStages` on this host's processor."""
+class HostRankStages(RankStages[RankSlice[Collective], LocalRanks]):
+    """Run `RankStages` on this host: on its processor, or on MLX."""
 
     @classmethod
     def _begin(cls, devices: Sequence[str], member: str) -> LocalRanks:
@@ -350,8 +351,8 @@ class HostRankStages(RankStages[HostStage, LocalRanks]):
         progress: LoadProgress | None,
         before: LoadedStage | None,
         shard: Shard,
-    ) -> HostStage:
-        return HostStage.load(source, assignment, options, progress, before=before, shard=shard)
+    ) -> RankSlice[Collective]:
+        return load_slice(source, assignment, options, shard, progress, before=before)
 
 
 def _end_threads(threads: Sequence[RankThread]) -> None:

@@ -10,7 +10,7 @@ from convoy.errors import ModelError, PlanError
 from convoy.model.backends.registry import load_slice, load_stage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
-from convoy.model.device import HOST
+from convoy.model.device import HOST, MLX
 from convoy.model.stage import LoadedStage, RankSlice, StageOptions
 from convoy.plan.spec.sharding import Shard, check_sharding
 from convoy.wire.messages.control import StageAssignment
@@ -66,7 +66,7 @@ def _parts(before: LoadedStage | None) -> Sequence[LoadedStage | None]:
 
 def _kind_of(devices: Sequence[str]) -> type[RankStages[Any, Any]]:
     """Return the class for ranks on ``devices``. Raises ModelError for CUDA devices without Triton."""
-    if devices[0] == HOST:
+    if devices[0] in {HOST, MLX}:
         return HostRankStages
     try:
         # Imported only here, because it needs Triton.

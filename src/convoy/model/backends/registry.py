@@ -111,13 +111,15 @@ def _load_mlx(
     options: StageOptions,
     progress: LoadProgress | None,
     before: LoadedStage | None,
-) -> LoadedStage:
+    *,
+    shard: Shard | None = None,
+) -> RankSlice[Collective]:
     if reason := mlx_device.why_no_mlx():
         raise ModelError(f"a stage on mlx cannot be loaded: {reason}", hint=mlx_device.how_to_run())
     # It needs mlx.
     from convoy.model.backends.mlx.stage import MlxStage
 
-    return MlxStage.load(source, assignment, options, progress, before=before)
+    return MlxStage.load(source, assignment, options, progress, before=before, shard=shard)
 
 
 # By the kind of a device: the name before its number.
@@ -125,7 +127,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         HOST: Backend(_load_host, _load_host),
         CUDA: Backend(_load_cuda, None),
-        MLX: Backend(_load_mlx, None),
+        MLX: Backend(_load_mlx, _load_mlx),
     }
 )
 
@@ -178,7 +180,7 @@ def load_slice(
     load = _backend_of(options.device).load_slice
     if load is None:
         raise ModelError(
-            f"ranks of several members share the layers of a stage on cpu, not on {options.device}",
+            f"ranks of several members share the layers of a stage on cpu or mlx, not on {options.device}",
             hint="use --parallel pipeline (whole layers each), or join one member's devices: cuda:0+cuda:1",
         )
     return load(source, assignment, options, progress, before, shard=shard)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from convoy.config.kernels import on_device
+from convoy.config.kernels import CUDA_KERNELS, on_device
 from convoy.config.table import MAX_RANKS
 from convoy.errors import PlanError, SpanError
 from convoy.plan.offer import MemberOffer
@@ -88,11 +88,13 @@ def gather(ranks: Sequence[MemberOffer]) -> MemberOffer:
         raise PlanError(
             f"{first.name} would run {first.kernel} and {other.name} {other.kernel}, "
             "expected one kernel for all ranks of a stage",
-            hint="set one kernel under [model] of these members",
+            hint="set one kernel under [model] of these members"
+            if on_device(first.kernel) == on_device(other.kernel)
+            else 'hold whole layers on each: --parallel pipeline, or set device = "cpu" on all of them',
         )
-    if on_device(first.kernel):
+    if first.kernel in CUDA_KERNELS:
         raise PlanError(
-            f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs",
+            f"{first.name} runs {first.kernel}, and ranks of a stage compute on CPUs or MLX",
             hint='hold whole layers on it: --parallel pipeline, or set device = "cpu" on its members',
         )
     return dataclasses.replace(

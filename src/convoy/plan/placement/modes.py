@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.config.kernels import STEADY
+from convoy.config.kernels import MLX_KERNELS, STEADY
 from convoy.errors import ConvoyError, PlanError, SpanError
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.grouping import best_world_size, in_groups, is_grouped
@@ -140,5 +140,6 @@ def _given(modes: ModePlacements, choice: ParallelChoice) -> Placement:
 
 def _depends(modes: ModePlacements, facts: ParallelFacts) -> bool:
     """Return whether the prediction decides."""
-    possible = facts.num_members > 1 and why_not_tensor(facts) is None and facts.kernel not in STEADY
+    possible = facts.num_members > 1 and why_not_tensor(facts) is None
+    possible = possible and facts.kernel not in {*STEADY, *MLX_KERNELS}
     return possible and {"pipeline", "tensor"} <= modes.placements.keys()

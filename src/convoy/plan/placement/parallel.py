@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from convoy.config.kernels import STEADY
+from convoy.config.kernels import MLX_KERNELS, STEADY
 from convoy.config.table import Parallel
 from convoy.errors import PlanError
 
@@ -97,6 +97,8 @@ def _why_not_by_itself(facts: ParallelFacts) -> str | None:
             f"{facts.kernel} promises the same bits over every cut, and tensor parallelism does not "
             "(--parallel tensor allows it)"
         )
+    if facts.kernel in MLX_KERNELS:
+        return "ranks on MLX were not measured on any Mac (--parallel tensor allows them)"
     if facts.steps is None:
         return "nothing was measured to predict a step of tensor parallelism from"
     if facts.steps.tensor_s >= facts.steps.pipeline_s:

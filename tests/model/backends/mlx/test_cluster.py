@@ -47,7 +47,8 @@ def run(
 ) -> tuple[list[int], str, list[str], list[str]]:
     """Return tokens, why the better kernel is not used, and the devices and kernels of the stages."""
     byte_level().save(str(source.path / "tokenizer.json"))
-    with running_cluster(source, num_members, member=replace(MEMBER, device=device), **options) as cluster:
+    member = replace(options.pop("member", MEMBER), device=device)
+    with running_cluster(source, num_members, member=member, **options) as cluster:
         request = GenerationRequest(
             (5, 9, 30), SamplingParams(temperature=0.0), max_tokens=4, ignore_eos=True
         )
@@ -96,16 +97,26 @@ def test_a_model_that_mlx_runs_is_computed_on_it(models: Models) -> None:
     assert deal_devices(AUTO, 2) == [AUTO, AUTO]
 
 
-def test_ranks_on_mlx_are_refused_by_name_before_weights_are_read(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+def test_two_members_on_mlx_share_every_layer_over_sealed_links(models: Models) -> None:
+    source = models.source("qwen3")
+    alone = replace(MEMBER, kernel=PLAIN)
+    tokens, _, devices, kernels = run(source, MLX, member=alone, parallel="tensor")
+    assert kernels == [MLX_F32, MLX_F32]
+    assert all(device.startswith("mlx (") for device in devices)
+    assert tokens == run(source, MLX, 1, member=alone)[0]
+
+
+def test_a_host_and_mlx_in_one_stage_are_refused_by_name_before_weights_are_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("convoy.model.backends.mlx.stage.load_weights", lambda *_: pytest.fail("no refusal"))
-    found = "alpha runs mlx-bf16, and ranks of a stage compute on CPUs"
-    with pytest.raises(PlanError, match=found) as refused:
-        run(models.source("qwen3"), MLX, parallel="tensor")
-    assert refused.value.hint
-    with pytest.raises(PlanError, match=found):
-        run(models.source("qwen3"), MLX, spans={"alpha+beta": "0:3,output"})
+    found = "alpha would run plain-f32 and beta mlx-f32, expected one kernel for all ranks of a stage"
+    with (
+        pytest.raises(PlanError, match=found) as refused,
+        beside_mlx(models.source("qwen3"), tmp_path, spans={"alpha+beta": "0:output"}),
+    ):
+        pytest.fail("no refusal")
+    assert "pipeline" in str(refused.value.hint)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from convoy.config.kernels import MLX_KERNELS
+from convoy.config.kernels import MLX_F32, MLX_KERNELS
+from convoy.engine.ranks.load import load_member_stage
 from convoy.model.backends.registry import load_stage
 from convoy.model.mlx_device import why_no_mlx
 from convoy.model.stage import LoadedStage, StageOptions
@@ -24,5 +25,17 @@ class TestMlxStage(LoadedStageConformance):
     def stage(cls, request: pytest.FixtureRequest) -> Iterator[LoadedStage]:
         options = StageOptions(kernel=request.param, device="mlx", require_tags=False)
         found = load_stage(SOURCE, WHOLE, options)
+        yield found
+        found.give_up()
+
+
+class TestMlxRankStages(LoadedStageConformance):
+    """Run the suite over two ranks."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stage(cls) -> Iterator[LoadedStage]:
+        options = StageOptions(kernel=MLX_F32, device="mlx+mlx", require_tags=False)
+        found = load_member_stage(SOURCE, WHOLE, options)
         yield found
         found.give_up()

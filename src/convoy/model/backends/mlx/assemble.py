@@ -25,6 +25,7 @@ from convoy.model.backends.mlx.layers.latent import MlxLatentAttention
 from convoy.model.backends.mlx.layers.layer import HeadAttention, LayerNorms, MlxLayerWeights
 from convoy.model.backends.mlx.layers.matrices import ACTIVATIONS, GatedMlp, Matrix
 from convoy.model.backends.mlx.layers.rotation import MlxRotations
+from convoy.model.backends.mlx.slices import RankSlicer
 from convoy.model.backends.mlx.weights import LoadProgress, TensorReader
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.tied import check_tied
@@ -33,6 +34,7 @@ from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.family import FOUR_NORMS, MlxForm
 from convoy.plan.spec.registry import FAMILIES
+from convoy.plan.spec.sharding import WHOLE, Shard
 from convoy.wire.messages.control import StageAssignment
 
 
@@ -67,8 +69,10 @@ def load_weights(
     dtype: str,
     progress: LoadProgress | None = None,
     kept: MlxWeights | None = None,
+    *,
+    shard: Shard = WHOLE,
 ) -> MlxWeights:
-    """Read only the tensors of the assignment. Layers in ``kept`` are used again.
+    """Read only the tensors of the assignment, and keep a rank's slice. Layers in ``kept`` are used again.
 
     Raises ModelError for a span outside the model, and for missing or unreadable tensors.
     """
@@ -83,18 +87,19 @@ def load_weights(
     config = text_config(source)
     old = {} if kept is None else kept.layers
     wanted = range(assignment.start, assignment.end)
-    reader = TensorReader(
-        source, assignment, dtype, progress, [layer for layer in wanted if layer not in old]
-    )
+    slicer = RankSlicer(source.spec, shard)
+    new = [layer for layer in wanted if layer not in old]
+    reader = TensorReader(source, assignment, dtype, progress, layers=new, slicer=slicer)
     assembler = LayerAssembler(source, config, reader)
     layers = {layer: old[layer] if layer in old else assembler.layer(layer) for layer in wanted}
-    embedding = reader.matrix("model.embed_tokens") if assignment.embed else None
+    embedding = slicer.vocabulary(reader.matrix("model.embed_tokens")) if assignment.embed else None
     norm, head = None, None
     if assignment.output:
         norm = assembler.norm("model.norm")
         tied = source.spec.tied_embeddings
         own = "model.embed_tokens" if tied else "lm_head"
-        head = embedding if tied and embedding is not None else reader.matrix(own)
+        shares = tied and embedding is not None
+        head = embedding if shares else slicer.vocabulary(reader.matrix(own))
     return MlxWeights(
         layers,
         MlxRotations(source.name, config, _turned_widths(source, wanted)),
@@ -178,7 +183,7 @@ class LayerAssembler:
             q_norm=self.norm(f"{prefix}q_norm") if has_norms else None,
             k_norm=self.norm(f"{prefix}k_norm") if has_norms else None,
             v_norm=mx.ones((dim,), reader.dtype) if form.value_norms else None,
-            sinks=reader.plain(f"{prefix}sinks") if self._family.sinks else None,
+            sinks=self._of_heads(reader.plain(f"{prefix}sinks")) if self._family.sinks else None,
             out=reader.linear(f"{prefix}o_proj"),
             head_dim=dim,
             scale=1.0 if form.value_norms else float(divisor) ** -0.5,
@@ -186,10 +191,15 @@ class LayerAssembler:
             gated=self._family.gated,
         )
 
+    def _of_heads(self, each: mx.array) -> mx.array:
+        """Return what belongs to this rank's heads of ``each`` [heads, ...]."""
+        return each[self._reader.slicer.share(each.shape[0])]
+
     def _latent(self, prefix: str, group: CacheGroup) -> MlxLatentAttention:
         reader, config = self._reader, self._config
         rank, value = group.value_dim, config.v_head_dim
         expand = reader.plain(f"{prefix}kv_b_proj.weight").reshape(group.num_heads, -1, rank)
+        expand = self._of_heads(expand)
         key_up, value_up = mx.contiguous(expand[:, :-value]), mx.contiguous(expand[:, -value:].swapaxes(1, 2))
         mx.eval(key_up, value_up)
         has_two = config.q_lora_rank is not None
@@ -284,7 +294,8 @@ class LayerAssembler:
         apply_gate = plain_gate(self._activate)
         if self._family.expert_gate == "clamped":
             apply_gate = clamped_gate(float(config.swiglu_alpha), float(config.swiglu_limit))
-        return Experts(router, choose, gate, up, down, apply_gate, tuple(kept))
+        own = reader.slicer.own_experts(num_experts)
+        return Experts(router, choose, gate, up, down, apply_gate, tuple(kept), own)
 
 
 def _latent_scale(config: Any) -> float:

@@ -17,12 +17,15 @@ from convoy.model.backends.mlx.arrays import DTYPES, OwnerThread, to_mlx, to_tor
 from convoy.model.backends.mlx.assemble import MlxWeights, load_weights
 from convoy.model.backends.mlx.kv import MlxKvStore
 from convoy.model.backends.mlx.layers.layer import MlxLayer
-from convoy.model.backends.mlx.supported import check_supported
+from convoy.model.backends.mlx.ranks import MlxRanks
+from convoy.model.backends.mlx.supported import check_slices, check_supported
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
 from convoy.model.mlx_device import memory_bytes, set_wired_limit
 from convoy.model.sampling.output_rows import SampleJob, SampleTask, sample_all, with_states
 from convoy.model.stage import Computed, LoadedStage, StageOptions
 from convoy.model.tensors import check_hidden, check_tokens, select_rows
+from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ _ROWS_AT_ONCE = 64
 
 
 class MlxStage:
-    """Run the layers of one member: a `LoadedStage`, which explains the methods.
+    """Run the layers of one member, or one rank's slice of them: a `RankSlice`, which explains the methods.
 
     A row's bits may depend on the rows beside it. With equal rows in each step they depend on no cut.
     """
@@ -50,8 +53,10 @@ class MlxStage:
         options: StageOptions,
         weights: MlxWeights,
         owner: OwnerThread,
+        *,
+        shard: Shard = WHOLE,
     ) -> None:
-        spec = source.spec
+        spec = rank_spec(source.spec, shard.world_size, shard.experts)
         dtype = form_of(options.kernel).dtype
         self.assignment = assignment
         self.options = options
@@ -64,11 +69,14 @@ class MlxStage:
         self.model_digest = source.digest
         self.weight_bytes = weights.num_bytes
         self.bytes_read = weights.bytes_read
+        self.shard = shard
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
         self._path = source.path
         self._dtype = DTYPES[dtype]
         self._weights: MlxWeights | None = weights
         self._owner = owner
-        self._layers = {number: MlxLayer(layer) for number, layer in weights.layers.items()}
+        self._ranks = ranks = MlxRanks(shard)
+        self._layers = {number: MlxLayer(layer, ranks.add) for number, layer in weights.layers.items()}
         self._rotations = weights.rotations
         self._kv = MlxKvStore(
             spec,
@@ -87,30 +95,37 @@ class MlxStage:
         progress: LoadProgress | None = None,
         *,
         before: LoadedStage | None = None,
+        shard: Shard | None = None,
     ) -> MlxStage:
         """Load the assignment's weights. ``progress`` is called with (loaded, total) bytes.
 
+        With a ``shard`` of several ranks the result is one rank's slice of the stage, which runs after `join`
+        has connected it to the others.
+
         Raises ModelError for a kernel, a dtype of K/V, a family or a form of weights that MLX does not run,
-        and TooLittleMemory for weights that MLX's memory does not hold; both before weights are read.
+        PlanError for ranks that cannot share these layers, and TooLittleMemory for weights that MLX's memory
+        does not hold; all before weights are read.
         """
         _check_options(options)
         check_supported(source)
+        shard = settle(source.spec, shard)
+        check_slices(source, assignment, shard)
         kept, owner = None, None
         if isinstance(before, MlxStage):
-            kept, owner = before._give_up_weights(source, options)
+            kept, owner = before._give_up_weights(source, options, shard)
         elif before is not None:
             before.give_up()
         owner = owner or OwnerThread()
         try:
-            owner.run(_check_room, source, assignment, options.kernel, kept)
+            owner.run(_check_room, source, assignment, options.kernel, kept, shard)
             if reason := owner.run(set_wired_limit):
                 _log.warning("%s", reason)
             dtype = form_of(options.kernel).dtype
-            weights = owner.run(load_weights, source, assignment, dtype, progress, kept)
+            weights = owner.run(load_weights, source, assignment, dtype, progress, kept, shard=shard)
         except BaseException:
             owner.end()
             raise
-        return cls(source, assignment, options, weights, owner)
+        return cls(source, assignment, options, weights, owner, shard=shard)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -127,6 +142,9 @@ class MlxStage:
     def room_bytes(self, offered_bytes: int) -> int:
         return offered_bytes - self.weight_bytes
 
+    def join(self, collective: Collective) -> None:
+        self._ranks.join(collective)
+
     def forget(self) -> None:
         self._owner.run(self._kv.forget)
 
@@ -137,15 +155,17 @@ class MlxStage:
 
     def _drop(self) -> None:
         self.forget()
+        self._ranks.leave()
         self._weights = None
         self._layers = {}
 
     def _give_up_weights(
-        self, source: ModelSource, options: StageOptions
+        self, source: ModelSource, options: StageOptions, shard: Shard
     ) -> tuple[MlxWeights | None, OwnerThread | None]:
         """End this stage; return its weights and their thread if a stage with these options can use them."""
         weights = self._weights
         same = (source.digest, source.path) == (self.model_digest, self._path)
+        same = same and shard == self.shard
         if weights is None or not same or options.kernel != self.options.kernel:
             self.give_up()
             return None, None
@@ -168,6 +188,7 @@ class MlxStage:
         else:
             given = check_hidden(hidden, num_tokens, self.hidden_size)
         assert given is not None, "both checks refuse None"
+        self._ranks.begin(num_tokens)
         # Commit only after all checks, so a refused step changes nothing.
         tables.commit(staged)
         return self._owner.run(self._compute, staged, given)
@@ -227,7 +248,8 @@ class MlxStage:
         elif not len(given):
             x = mx.zeros((0, self.hidden_size), self._dtype)
         else:
-            x = weights.embedding.rows(to_mlx(given)).astype(self._dtype) * weights.embedding_scale
+            rows = self._ranks.look_up(weights.embedding, to_mlx(given), self._dtype)
+            x = rows * weights.embedding_scale
         if not len(given) or not self._layers:
             return to_torch(x)
         memories = self._kv.describe(staged.rows)
@@ -248,11 +270,11 @@ class MlxStage:
         assert weights is not None, "`_checked` was not asked"
         assert weights.head is not None, "`_checked` was not asked"
         if not len(hidden):
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, weights.head.arrays[0].shape[0])
         logits = weights.head.multiply(self._final(hidden)).astype(mx.float32)
         if weights.logits_cap:
             logits = mx.tanh(logits / weights.logits_cap) * weights.logits_cap
-        return to_torch(logits)
+        return self._ranks.gather(to_torch(logits), self.vocab_size)
 
     def _final(self, hidden: torch.Tensor) -> mx.array:
         weights = self._weights
@@ -274,10 +296,10 @@ def _check_options(options: StageOptions) -> None:
 
 
 def _check_room(
-    source: ModelSource, assignment: StageAssignment, kernel: str, kept: MlxWeights | None
+    source: ModelSource, assignment: StageAssignment, kernel: str, kept: MlxWeights | None, shard: Shard
 ) -> None:
     """Raise TooLittleMemory if MLX's memory does not hold the stage's weights beside those that are kept."""
-    needed = source.spec.weight_bytes(
+    needed = rank_spec(source.spec, shard.world_size, shard.experts).weight_bytes(
         assignment.start, assignment.end, embed=assignment.embed, output=assignment.output, dtype=kernel
     )
     room = memory_bytes() + (0 if kept is None else kept.num_bytes)

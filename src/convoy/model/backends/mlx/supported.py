@@ -5,6 +5,8 @@ A head asks this for members on MLX, so nothing here imports MLX.
 
 from __future__ import annotations
 
+import re
+
 from convoy.errors import ModelError
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
 from convoy.model.checkpoints.formats.fp8 import WordFloats
@@ -12,10 +14,13 @@ from convoy.model.checkpoints.formats.mlx import AffineRows
 from convoy.model.checkpoints.formats.mxfp4 import RowFloats, TurnedFloats
 from convoy.model.checkpoints.formats.nvfp4 import GroupedFloats
 from convoy.model.checkpoints.formats.unpacking import JoinedRows, Unpacking
+from convoy.model.checkpoints.names import decoder_name
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.stored.matrix import GGUF
 from convoy.plan.spec.config import ConfigReader
 from convoy.plan.spec.registry import FAMILIES
+from convoy.plan.spec.sharding import WHOLE, Shard
+from convoy.wire.messages.control import StageAssignment
 
 ON_CPU = 'set device = "cpu" for this member: its exact mode runs this model'
 # The groups that `quantized_matmul` takes, best first where several fit.
@@ -26,6 +31,10 @@ ACTIVATION_WORDS = frozenset({"silu", "swish", "gelu_pytorch_tanh"})
 CENTRED = {f"centred{bits}": bits for bits in (2, 4, 8)}
 BLOCK = 32
 BLOCK_FORMS = frozenset(f"{GGUF}{name}" for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K"))
+# The linears of which ranks have some inputs each.
+INPUT_SLICES = frozenset({"o_proj", "down_proj"})
+OTHER_RANKS = "ask for another number of ranks with --ranks, or hold whole layers: --parallel pipeline"
+LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 _ACTIVATION_KEYS = ("hidden_activation", "hidden_act")
 # Codes that are small floats. `quantized_matmul` takes their codes and scales as they are.
 FloatCodes = RowFloats | WordFloats | GroupedFloats
@@ -89,8 +98,62 @@ def _why_not_laid_out(name: str, whole: Unpacking) -> str:
     if form not in CENTRED and form not in BLOCK_FORMS:
         kind = form or type(whole).__name__
         return f"{name} is stored in a form ({kind}) that quantized_matmul does not take"
-    # 0: one scale for a row. 1: the format's own row tells it.
-    group = 32 if form in BLOCK_FORMS else int(getattr(whole, "group_size", whole.kept_group)) or width
-    if not any(min(group, width) % size == 0 == width % size for size in GROUPS):
+    if not _laid_out_group(whole):
+        group = _stored_group(whole)
         return f"{name} has groups of {group} in rows of {width}, expected multiples of {GROUPS[-1]}"
     return ""
+
+
+def _stored_group(whole: Unpacking) -> int:
+    """Return the inputs of a group in the file; 0: one scale for a row. 1: the format's own row tells it."""
+    if whole.kept_form in BLOCK_FORMS:
+        return BLOCK
+    return int(getattr(whole, "group_size", whole.kept_group)) or whole.shape[-1]
+
+
+def _laid_out_group(whole: Unpacking) -> int:
+    """Return the inputs of a group as `codes` lays it out, or 0 where MLX has no such group."""
+    group, width = _stored_group(whole), whole.shape[-1]
+    return next((size for size in GROUPS if min(group, width) % size == 0 == width % size), 0)
+
+
+def check_slices(source: ModelSource, assignment: StageAssignment, shard: Shard) -> None:
+    """Raise ModelError, naming the tensor, for ranks that would cut a group of codes. Reads headers alone."""
+    if shard == WHOLE:
+        return
+    for stored, whole in source.layout.made.items():
+        name = decoder_name(stored)
+        layer = LAYER.match(name)
+        is_own = layer is not None and assignment.start <= int(layer[1]) < assignment.end
+        is_whole = ".experts." in name and shard.experts == "whole"
+        if not is_own or is_whole or name.removesuffix(".weight").rpartition(".")[2] not in INPUT_SLICES:
+            continue
+        width, group = _inputs_of(whole), _group_of(whole)
+        if width // shard.world_size % group:
+            raise ModelError(
+                f"{stored} has groups of {group} codes in rows of {width}, which {shard.world_size} ranks "
+                "would cut",
+                hint=OTHER_RANKS,
+            )
+
+
+def _inputs_of(whole: Unpacking) -> int:
+    """Return the inputs of a matrix, or of those in a stack, however the file turns them."""
+    if isinstance(whole, Composed):
+        return whole.wholes[0].shape[-1]
+    return whole.shape[-2 if isinstance(whole, TurnedFloats) else -1]
+
+
+def _group_of(whole: Unpacking) -> int:
+    """Return how many inputs share a scale on MLX; 1 for values without codes."""
+    if isinstance(whole, Composed | JoinedRows) and not isinstance(whole, Plain):
+        if isinstance(whole, Composed) and whole.arrangement in _UNPACKED:
+            return 1
+        return _group_of(whole.wholes[0])
+    if isinstance(whole, Plain) or whole.kept_form in FLOAT_FORMS:
+        return 1
+    if isinstance(whole, AffineRows):
+        return whole.group_size
+    if isinstance(whole, FloatCodes | TurnedFloats):
+        return 16 if isinstance(whole, GroupedFloats) else BLOCK
+    return _laid_out_group(whole)

@@ -12,6 +12,7 @@ from convoy.model.backends.mlx.arrays import DTYPES, to_mlx
 from convoy.model.backends.mlx.codes import lay_out
 from convoy.model.backends.mlx.layers.experts import ExpertStack
 from convoy.model.backends.mlx.layers.matrices import CodedMatrix, Linear, Matrix, PlainMatrix
+from convoy.model.backends.mlx.slices import RankSlicer, evaluated
 from convoy.model.backends.mlx.supported import FLOAT_FORMS, ON_CPU, FloatCodes
 from convoy.model.checkpoints.checkpoint import map_tensor
 from convoy.model.checkpoints.formats.arrange import Composed, Plain
@@ -63,9 +64,12 @@ class TensorReader:
         assignment: StageAssignment,
         dtype: str,
         progress: LoadProgress | None,
+        *,
         layers: Collection[int],
+        slicer: RankSlicer,
     ) -> None:
         self._source = source
+        self.slicer = slicer
         self.dtype = DTYPES[dtype]
         self._progress = progress
         # A file's names by those in the decoder: some files hold more than text.
@@ -111,14 +115,23 @@ class TensorReader:
         return self._coded(whole)
 
     def linear(self, module: str) -> Linear:
-        """Return the matrix of ``module``, and its bias if it has one."""
-        return Linear(self.matrix(module), self.optional(f"{module}.bias"))
+        """Return this rank's slice of the matrix of ``module``, and of its bias if it has one."""
+        whole = Linear(self.matrix(module), self.optional(f"{module}.bias"))
+        return self.slicer.linear(module, whole)
 
     def stacks(self, prefix: str, *, transposed: bool) -> Stacks:
-        """Return the experts' gates, ups and downs, whether the file has stacks or single experts.
+        """Return this rank's gates, ups and downs of experts, whether the file has stacks or single experts.
 
         ``transposed`` stacks are [experts, inputs, outputs], with columns of gate and up in turn.
         """
+        gate, up, down = self._whole_stacks(prefix, transposed=transposed)
+        own = (
+            self.slicer.stack(f"{prefix}{part}_proj", one)
+            for part, one in zip(_PARTS, (gate, up, down), strict=True)
+        )
+        return next(own), next(own), next(own)
+
+    def _whole_stacks(self, prefix: str, *, transposed: bool) -> Stacks:
         if not self.has(f"{prefix}gate_up_proj"):
             single = [ExpertStack(self._stack(prefix, part)) for part in _PARTS]
             return single[0], single[1], single[2]
@@ -141,7 +154,7 @@ class TensorReader:
             return gate, up
         if isinstance(whole, TurnedFloats):
             both = self._coded(whole)
-            return both.rows_of_each(slice(0, None, 2)), both.rows_of_each(slice(1, None, 2))
+            return evaluated(both.outputs(slice(0, None, 2))), evaluated(both.outputs(slice(1, None, 2)))
         plain = self.plain(name)
         if transposed:
             return PlainMatrix(_turned(plain[..., 0::2])), PlainMatrix(_turned(plain[..., 1::2]))

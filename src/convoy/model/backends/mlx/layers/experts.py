@@ -106,6 +106,8 @@ class Experts:
     apply_gate: ApplyGate
     # Arrays that `choose` holds.
     kept: tuple[mx.array, ...] = ()
+    # The numbers of the experts that this rank has; None: all.
+    own: range | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the weighted sum of each row's experts, for ``x`` [T, hidden]."""
@@ -114,10 +116,19 @@ class Experts:
     def mix(self, x: mx.array, logits: mx.array) -> mx.array:
         """Return the weighted sum, for the router's ``logits`` [T, experts]."""
         numbers, weights = self.choose(logits.astype(mx.float32))
+        is_own = None
+        if self.own is not None:
+            numbers = numbers - self.own.start
+            is_own = (numbers >= 0) & (numbers < len(self.own))
+            numbers = mx.where(is_own, numbers, 0)
         # [T, 1, 1, hidden], so that each of a row's experts multiplies a matrix of one row.
         rows = x[:, None, None]
         found = self.down(self.apply_gate(self.gate(rows, numbers), self.up(rows, numbers)), numbers)
-        return (found[:, :, 0] * weights[..., None].astype(x.dtype)).sum(axis=1)
+        weighted = found[:, :, 0] * weights[..., None].astype(x.dtype)
+        if is_own is not None:
+            # Experts of other ranks leave zeros, so the sum over ranks is the whole.
+            weighted = mx.where(is_own[..., None], weighted, mx.zeros((), x.dtype))
+        return weighted.sum(axis=1)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -158,11 +169,18 @@ class MlpBesideExperts:
     eps: float
 
     def __call__(self, x: mx.array) -> mx.array:
-        before, behind, before_experts, behind_experts = self.norms
-        known = mx.fast.rms_norm(self.mlp(mx.fast.rms_norm(x, before, self.eps)), behind, self.eps)
+        """Return the MLP's result and that of the experts side by side, which ranks sum, for `joined`."""
+        before, _, before_experts, _ = self.norms
+        known = self.mlp(mx.fast.rms_norm(x, before, self.eps))
         logits = self.chosen.router(mx.fast.rms_norm(x, self.router_scale, self.eps))
         found = self.chosen.mix(mx.fast.rms_norm(x, before_experts, self.eps), logits)
-        return known + mx.fast.rms_norm(found, behind_experts, self.eps)
+        return mx.concatenate([known, found], axis=-1)
+
+    def joined(self, both: mx.array) -> mx.array:
+        """Return the sum of both results, each behind its norm."""
+        _, behind, _, behind_experts = self.norms
+        known, found = mx.split(both, 2, axis=-1)
+        return mx.fast.rms_norm(known, behind, self.eps) + mx.fast.rms_norm(found, behind_experts, self.eps)
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -6,6 +6,7 @@ and own their caches. Here all rows of a step share each product, at positions o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from torch import nn
 
 from convoy.model.backends.mlx.layers.attention import AttentionMemory, attend
 from convoy.model.backends.mlx.layers.delta import DeltaMemory, DeltaNet
-from convoy.model.backends.mlx.layers.experts import FeedForward
+from convoy.model.backends.mlx.layers.experts import FeedForward, MlpBesideExperts
 from convoy.model.backends.mlx.layers.latent import MlxLatentAttention
 from convoy.model.backends.mlx.layers.matrices import Linear
 from convoy.model.backends.mlx.layers.rotation import Rotation, rotate
@@ -99,9 +100,11 @@ class MlxLayerWeights:
 class MlxLayer(nn.Module):
     """Compute one layer. It is a torch module, as `LoadedStage.layers` says, without parameters of torch."""
 
-    def __init__(self, weights: MlxLayerWeights) -> None:
+    def __init__(self, weights: MlxLayerWeights, add: Callable[[mx.array], mx.array] = lambda x: x) -> None:
+        """Prepare the layer. ``add`` makes whole sums of this rank's part of them."""
         super().__init__()
         self._weights = weights
+        self._add = add
 
     def forward(self, x: mx.array, memory: LayerMemory, rotation: Rotation | None) -> mx.array:
         """Return the layer's result for ``x`` [T, hidden_size]. Layers with a state have no rotation."""
@@ -114,8 +117,11 @@ class MlxLayer(nn.Module):
             assert isinstance(memory, AttentionMemory), "`MlxKvStore` knows the layers"
             assert rotation is not None, "attention has one"
             mixed = own.mixer(normed, memory, rotation)
-        x = x + self._normed(mixed, norms.behind)
-        x = x + self._normed(own.feed_forward(self._normed(x, norms.middle)), norms.after)
+        x = x + self._normed(self._add(mixed), norms.behind)
+        found = self._add(own.feed_forward(self._normed(x, norms.middle)))
+        if isinstance(own.feed_forward, MlpBesideExperts):
+            found = own.feed_forward.joined(found)
+        x = x + self._normed(found, norms.after)
         return x if own.scalar is None else x * own.scalar
 
     def _normed(self, x: mx.array, norm: mx.array | None) -> mx.array:

@@ -6,7 +6,7 @@ A gated MLP and the activations are here too. `experts` chooses experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -67,11 +67,32 @@ class CodedMatrix:
             mode=self.mode,
         )
 
-    def rows_of_each(self, rows: slice) -> CodedMatrix:
-        """Return some rows of the matrix of each expert, copied."""
-        taken = [mx.contiguous(array[:, rows]) for array in self.arrays]
-        mx.eval(*taken)
-        codes, scales, *biases = taken
+    def outputs(self, rows: slice) -> CodedMatrix:
+        """Return some outputs of the matrix, or of each expert's, copied."""
+        return self._of([mx.contiguous(array[..., rows, :]) for array in self.arrays])
+
+    def inputs(self, columns: slice) -> CodedMatrix:
+        """Return whole groups of inputs of the matrix, or of each expert's, copied."""
+        words = slice(columns.start * self.bits // 32, columns.stop * self.bits // 32)
+        groups = slice(columns.start // self.group_size, columns.stop // self.group_size)
+        codes, *factors = self.arrays
+        parts = [codes[..., words], *(one[..., groups] for one in factors)]
+        return self._of([mx.contiguous(part) for part in parts])
+
+    def experts(self, own: range) -> CodedMatrix:
+        """Return some experts of a stack, copied."""
+        return self._of([mx.contiguous(array[own.start : own.stop]) for array in self.arrays])
+
+    def padded(self, num_rows: int) -> CodedMatrix:
+        """Return the matrix with rows of zeros behind its own, ``num_rows`` in all."""
+        return self._of([_padded(array, num_rows) for array in self.arrays])
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.codes.shape[-1]) * 32 // self.bits
+
+    def _of(self, arrays: Sequence[mx.array]) -> CodedMatrix:
+        codes, scales, *biases = arrays
         return replace(self, codes=codes, scales=scales, biases=biases[0] if biases else None)
 
     @property
@@ -111,12 +132,36 @@ class PlainMatrix:
         """Return the rows of ``tokens``."""
         return self.weight[tokens]
 
+    def outputs(self, rows: slice) -> PlainMatrix:
+        """Return some outputs of the matrix, or of each expert's, copied."""
+        return PlainMatrix(mx.contiguous(self.weight[..., rows, :]))
+
+    def inputs(self, columns: slice) -> PlainMatrix:
+        """Return some inputs of the matrix, or of each expert's, copied."""
+        return PlainMatrix(mx.contiguous(self.weight[..., columns]))
+
+    def experts(self, own: range) -> PlainMatrix:
+        """Return some experts of a stack, copied."""
+        return PlainMatrix(mx.contiguous(self.weight[own.start : own.stop]))
+
+    def padded(self, num_rows: int) -> PlainMatrix:
+        """Return the matrix with rows of zeros behind its own, ``num_rows`` in all."""
+        return PlainMatrix(_padded(self.weight, num_rows))
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weight.shape[-1])
+
     @property
     def arrays(self) -> list[mx.array]:
         return [self.weight]
 
 
 Matrix = CodedMatrix | PlainMatrix
+
+
+def _padded(array: mx.array, num_rows: int) -> mx.array:
+    return mx.pad(array, [(0, num_rows - array.shape[0]), (0, 0)])
 
 
 @dataclass(frozen=True)
