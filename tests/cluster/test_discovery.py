@@ -203,6 +203,22 @@ def test_one_instance_finds_what_another_announces_until_it_is_taken_back(
         time.sleep(0.01)
 
 
+def test_a_laptop_that_wakes_in_another_network_is_found_at_its_new_address(
+    two: tuple[Discovery, Discovery], roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ["127.0.0.2"]
+    monkeypatch.setattr(discovery, "local_addresses", lambda _bound: list(addresses))
+    two[1].announce(roster.member("beta").identity_key, ("0.0.0.0", 7777))  # noqa: S104
+    until_s = time.monotonic() + WAIT_S
+    for expected in ("127.0.0.2", "127.0.0.3"):
+        addresses[:] = [expected]
+        two[1].look_around()
+        # The newest comes first; the old address stays until it expires.
+        while two[0].find("beta")[:1] != ((expected, 7777),):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
 def test_a_member_that_is_new_in_the_roster_is_found_by_what_it_said_before(roster: Roster) -> None:
     members = list(roster.members[:1])
     try:

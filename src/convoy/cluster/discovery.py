@@ -45,6 +45,8 @@ _LABEL = b"convoy discovery v1"
 _JUDGED_PER_S = 200.0
 _JUDGED_BURST = 1000.0
 _LOOK_AGAIN_S = 5.0
+# All addresses of this machine, of both kinds.
+_ANY = "::"
 
 Address = tuple[str, int]
 Members = Callable[[], Iterable[Member]]
@@ -150,6 +152,11 @@ class Discovery:
 
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[heard])
         self._looked_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._announced: dict[str, tuple[ServiceInfo, Address]] = {}
+        self._here = local_addresses(_ANY)
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="addresses", daemon=True).start()
 
     @property
     def names(self) -> frozenset[str]:
@@ -173,11 +180,35 @@ class Discovery:
         """Announce that a member with this key listens at ``bound``. Returns a function that withdraws it."""
         info = make_info(identity_key, bound)
         self._zeroconf.register_service(info, strict=False)
+        with self._lock:
+            self._announced[info.name] = (info, bound)
 
         def withdraw() -> None:
-            self._zeroconf.unregister_service(info)
+            with self._lock:
+                del self._announced[info.name]
+                self._zeroconf.unregister_service(info)
 
         return withdraw
+
+    def look_around(self) -> None:
+        """Announce this machine's new addresses, if it has any: a laptop may wake in another network."""
+        here = local_addresses(_ANY)
+        if here == self._here:
+            return
+        with self._lock:
+            self._zeroconf.update_interfaces()
+            for info, bound in self._announced.values():
+                info.addresses = _packed(bound)
+                self._zeroconf.update_service(info)
+        self._here = here
+        _log.info("this machine has other addresses than before")
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_AGAIN_S):
+            try:
+                self.look_around()
+            except Exception as error:  # noqa: BLE001 - tried again; the network may be going away just now
+                _log.debug("the addresses could not be announced: %s", type(error).__name__)
 
     def hear_again(self) -> None:
         """Judge earlier announcements again: under another roster one may be of a member."""
@@ -187,6 +218,7 @@ class Discovery:
 
     def close(self) -> None:
         """Say goodbye and stop hearing. A second call does nothing."""
+        self._over.set()
         self._zeroconf.close()
 
 
@@ -307,11 +339,15 @@ def make_info(identity_key: bytes, bound: Address) -> ServiceInfo:
     return ServiceInfo(
         SERVICE,
         f"{secrets.token_hex(8)}.{SERVICE}",
-        addresses=[ipaddress.ip_address(host).packed for host in local_addresses(bound[0])],
+        addresses=_packed(bound),
         port=bound[1],
         properties={b"s": salt, b"f": fingerprint(salt, identity_key)},
         server=f"{secrets.token_hex(8)}.local.",
     )
+
+
+def _packed(bound: Address) -> list[bytes]:
+    return [ipaddress.ip_address(host).packed for host in local_addresses(bound[0])]
 
 
 def local_addresses(bound: str) -> list[str]:
