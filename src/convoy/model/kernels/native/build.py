@@ -91,7 +91,8 @@ FOLDER = Path("~/.cache/convoy/native")
 _OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-pthread")
 _SHARED = ("-fPIC", "-shared")
 _COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_S = 180
+# It only ends a compiler that hangs: a busy or small machine takes minutes.
+_COMPILE_S = 900
 
 
 @functools.cache
