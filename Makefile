@@ -13,7 +13,7 @@ LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock require
 
 help:
 	@echo "make demo            set up, then run the bundled model over two sealed processes"
-	@echo "make test            set up, then run the tests (about 5 minutes on 2 cores)"
+	@echo "make test            set up, then run the tests (5 to 9 minutes on 2 cores)"
 	@echo "make test-unit       set up, then run the tests that need no socket, no process and no whole model (about a minute)"
 	@echo "make test-survival   set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
