@@ -43,7 +43,16 @@ from convoy.wire.messages.control import (
     WriteBlocks,
 )
 from convoy.wire.messages.evidence import Challenge, Evidence, Vouch, Vouched
-from convoy.wire.messages.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
+from convoy.wire.messages.fetch import (
+    MAX_PIECE_BYTES,
+    Fetch,
+    Held,
+    Holding,
+    Piece,
+    Prepare,
+    Prepared,
+    Unload,
+)
 from convoy.wire.messages.link import Bye, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.messages.types import MESSAGE_TYPES
@@ -65,6 +74,7 @@ MESSAGES: list[Message] = [
     Held("a" * 64, b"\x03", ""),
     Prepare(Plan(1, "demo", "ab", [], "exact-f32", "float32", 16, 2048, "c" * 64)),
     Prepared(1, "no room"),
+    Unload("another model"),
     Ready(1, 100, 7000, [16, 0]),
     Refuse(1, "no room", "free some"),
     Activate(1, b"d" * 32, [9, 2]),

@@ -86,6 +86,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     counts, failed = HttpCounts(), FailedKeys()
     rights = PageRights(options)
     about = _About(service, life, rights)
+    if service.switch is not None:
+        service.switch.begin()
     sources = (*service.metrics, counts.families, failed.families, dropped.families)
     metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [
@@ -97,7 +99,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/responses", StreamedRefusals(generate), methods=["POST"]),
         Route("/v1/responses/{id}", stored.answer, methods=["GET", "DELETE"]),
         *_ollama_routes(shared, dropped),
-        *_page_routes(rights, options),
+        *_page_routes(rights, options, service),
         Route("/tokenize", read_prompt(partial(tokenize, dropped=dropped)), methods=["POST"]),
         Route("/detokenize", read_prompt(detokenize), methods=["POST"]),
         Route("/v1/models", about.models),
@@ -110,8 +112,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     return counts.around(guard, routes)
 
 
-def _page_routes(rights: PageRights, options: ServeOptions) -> list[Route]:
-    files, page = PageFiles(rights), PageEndpoints(rights, options)
+def _page_routes(rights: PageRights, options: ServeOptions, service: Service) -> list[Route]:
+    files, page = PageFiles(rights), PageEndpoints(rights, options, service)
     return [
         Route("/", files.root),
         Route("/page/static/{name:path}", files.static),
@@ -121,6 +123,7 @@ def _page_routes(rights: PageRights, options: ServeOptions) -> list[Route]:
         Route("/page/sessions", page.end_all, methods=["DELETE"]),
         Route("/page/invitations", page.invitations),
         Route("/page/invitations", page.answer_invitation, methods=["POST"]),
+        Route("/page/models", page.change_model, methods=["POST"]),
     ]
 
 
@@ -153,7 +156,7 @@ class _About:
         self._service = service
         self._rights = rights
         self._lifecycle = lifecycle
-        self._feed = StatusFeed(service.status, lifecycle)
+        self._feed = StatusFeed(service.status, lifecycle, last_status=service.last_status)
 
     async def models(self, request: Request) -> Response:
         if VERSION_HEADER in request.headers:

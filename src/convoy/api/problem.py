@@ -55,6 +55,7 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
     refusals.NoBalance: ErrorResponse(402, "insufficient_quota", "insufficient_quota"),
     refusals.RateLimited: ErrorResponse(429, "rate_limit_error", "rate_limit_exceeded"),
     refusals.RepeatedRequest: ErrorResponse(429, "rate_limit_error", "context_length_exceeded"),
+    refusals.ModelNotLoaded: ErrorResponse(503, "server_error", "model_not_loaded"),
     errors.CapacityError: ErrorResponse(503, "server_error", "no_capacity"),
     errors.PlanError: ErrorResponse(
         503, "server_error", "no_capacity", "no plan fits the members", shown=False

@@ -85,5 +85,13 @@ class RepeatedRequest(RateLimited):
     """Refuse an identical request that failed repeatedly with a context error (429)."""
 
 
+class ModelNotLoaded(CapacityError):  # noqa: N818
+    """Report that a request waited too long for its model, or that too many wait (503)."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, hint="ask again later, or name the model that is loaded")
+        self.retry_after_s = retry_after_s
+
+
 class ClientGone(Exception):  # noqa: N818 - not an error: no client is left to receive one
     """Signal that the client disconnected. All work for the request must be aborted."""

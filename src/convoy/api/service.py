@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from convoy.api.model_switch import ModelSwitch
 from convoy.api.refusals import UnknownModel
 from convoy.cluster.metrics.families import Source
 from convoy.engine.outputs import Output
@@ -124,6 +126,8 @@ class Service:
 
     ``health`` returns (ready, reason), and ``status`` a value that msgspec can encode. Both may block for a
     moment. ``level`` returns the cluster's attestation level at once. ``metrics`` are called on a thread.
+    ``switch`` loads the models that are not loaded; None if all always are. ``last_status`` is as ``status``,
+    with measurements of before; None measures always.
     """
 
     models: tuple[ServedModel, ...]
@@ -131,6 +135,14 @@ class Service:
     status: Callable[[], Any]
     level: Callable[[], str] | None = None
     metrics: tuple[Source, ...] = ()
+    switch: ModelSwitch | None = None
+    last_status: Callable[[], Any] | None = None
+
+    def hold(
+        self, model: ServedModel, keep_alive_s: float | None = None
+    ) -> AbstractAsyncContextManager[None]:
+        """Keep a model loaded inside the block, as `ModelSwitch.hold` does."""
+        return nullcontext() if self.switch is None else self.switch.hold(model.name, keep_alive_s)
 
     def model(self, name: str | None) -> ServedModel:
         """Return the model with that name, or the only model for None. Raises `UnknownModel`."""

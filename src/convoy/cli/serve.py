@@ -21,8 +21,8 @@ from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAdd
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.passphrase import PassphraseFlag
-from convoy.cli.running.front import front_server, own_key, server_of
-from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_model, weights_from
+from convoy.cli.running.front import RunServer, front_server, own_key, server_of
+from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_also, open_model, weights_from
 from convoy.cli.running.invite import InviteFlags
 from convoy.cli.running.member import load_head, watched_roster
 from convoy.cli.running.process import AnnouncedProcess, announced
@@ -246,7 +246,8 @@ def serve_cluster(
         warn_in_clear(options.host)
     me = load_head(settings)
     # Report a port in use before anything is loaded. Nothing listens until the model is ready.
-    _check_port(options)
+    check_port(options)
+    opened = open_also(settings, model, quiet=show.as_json)
     with (
         only_process(settings),
         watched_roster(settings, me, quiet=show.as_json),
@@ -257,7 +258,7 @@ def serve_cluster(
         with _said_when_interrupted(quiet=show.as_json), network_of(settings) as network:
             cluster = start_cluster(
                 settings,
-                model,
+                opened,
                 me=me,
                 quiet=show.as_json,
                 verbose=show.verbose,
@@ -267,11 +268,11 @@ def serve_cluster(
                 keep_waiting=watch is None,
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
-            told = replace(options, traces=on)
-            _serve(cluster, told, settings, show, providing, here, front)
+            run = server_of(*(front, cluster, replace(options, traces=on), settings.serve), opened.known())
+            _serve(cluster, run, replace(options, traces=on), settings, show, providing, here, front)
 
 
-def _check_port(options: ServeOptions) -> None:
+def check_port(options: ServeOptions) -> None:
     """Raise ConfigError if HTTP cannot be served there. Say so where a head of Convoy already serves."""
     from convoy.api.server import bind
 
@@ -300,6 +301,7 @@ def _said_when_interrupted(*, quiet: bool) -> Iterator[None]:
 
 def _serve(
     cluster: RunningCluster,
+    run: RunServer,
     options: ServeOptions,
     settings: Config,
     show: Shown,
@@ -309,7 +311,6 @@ def _serve(
 ) -> None:
     beside: list[ProviderBeside] = []
     try:
-        run = server_of(front, cluster, options, settings.serve)
 
         def on_ready(url: str) -> None:
             settle_memory()

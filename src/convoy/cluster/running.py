@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.head import Head, LoadProgress
 from convoy.cluster.offer import other_bits
@@ -32,16 +34,35 @@ _log = logging.getLogger(__name__)
 
 
 class RunningCluster:
-    """Run a cluster between `start` and `close`. In that time `engine` takes requests."""
+    """Run a cluster between `start` and `close`. In that time `engine` takes requests.
+
+    Between `unload` and `load` it runs no model: ``engine`` is then closed, and ``asleep`` says why.
+    """
 
     def __init__(
-        self, head: Head, engine: Engine, tokenizer: Tokenizer, source: ModelSource, num_guesses: int
+        self,
+        head: Head,
+        active: ActivePlan,
+        tokenizer: Tokenizer,
+        source: ModelSource,
+        options: HeadOptions,
     ) -> None:
-        self._num_guesses = num_guesses
         self.head = head
-        self.source = source
-        self.engine = engine
-        self.tokenizer = tokenizer
+        self._options = options
+        self.asleep = ""
+        # The status before `unload`, until `load` ends.
+        self._last: ClusterStatus | None = None
+        self._take(active, tokenizer, source)
+
+    def _take(self, active: ActivePlan, tokenizer: Tokenizer, source: ModelSource) -> None:
+        """Make the engine of a plan, and all else that knows its model."""
+        options = self._options
+        self._num_guesses = options.num_guesses(source.spec, steady=active.plan.kernel in STEADY)
+        if self._num_guesses < options.speculate:
+            why = options.why_no_guesses(source.spec, active.plan.kernel)
+            _log.info("no token is guessed ahead: %s", why)
+        self.engine = _engine_over(self.head, active, tokenizer, options)
+        self.source, self.tokenizer = source, tokenizer
 
     @classmethod
     def start(
@@ -70,18 +91,51 @@ class RunningCluster:
         if on_start is not None:
             head.peers.on_start = on_start
         active = head.bring_up(on_load)
-        num_guesses = options.num_guesses(source.spec, steady=active.plan.kernel in STEADY)
-        if num_guesses < options.speculate:
-            why = options.why_no_guesses(source.spec, active.plan.kernel)
-            _log.info("no token is guessed ahead: %s", why)
-        engine = _engine_over(head, active, tokenizer, options)
-        running = cls(head, engine, tokenizer, source, num_guesses)
+        running = cls(head, active, tokenizer, source, options)
         try:
-            engine.start()
+            running.engine.start()
         except BaseException:
             running.close()
             raise
         return running
+
+    def unload(self, why: str) -> None:
+        """End the plan and free its weights and K/V on every member. No request may run.
+
+        ``why`` is what `health` says until `load` ends.
+        """
+        last = self._last or self.status()
+        self.asleep, self._last = (
+            why,
+            msgspec.structs.replace(
+                last, route="", stages=[], standbys=[], running=0, waiting=0, step_path=None, ring_s=None
+            ),
+        )
+        self.engine.close()
+        self.head.unload(why)
+
+    def load(
+        self,
+        source: ModelSource,
+        tokenizer: Tokenizer,
+        *,
+        own: HeadWeights | None = None,
+        on_load: LoadProgress | None = None,
+    ) -> None:
+        """Run a model after `unload`: another one, or the same again.
+
+        The caller closes the ``tokenizer`` of a model that is not loaded any more. Raises as `start` does;
+        then no model is loaded.
+        """
+        active = self.head.load(source, own, on_load)
+        self._take(active, tokenizer, source)
+        try:
+            self.engine.start()
+        except BaseException:
+            self.engine.close()
+            self.head.unload("the model could not be loaded")
+            raise
+        self.asleep, self._last = "", None
 
     def session(
         self,
@@ -115,6 +169,9 @@ class RunningCluster:
 
     def health(self) -> tuple[bool, str]:
         """Return whether a token passed every stage lately, and a reason that any client may read."""
+        if self.asleep:
+            # A request that comes now is served, once its model is loaded.
+            return True, self.asleep
         try:
             self.engine.check_ready()
         except ConvoyError as error:
@@ -125,12 +182,33 @@ class RunningCluster:
         """Return the cluster's evidence level: that of its weakest member."""
         return weakest(verdict.level for verdict in self.head.verifier.in_use()).text
 
-    def status(self, *, foresees: bool = False) -> ClusterStatus:
+    def status(self, *, foresees: bool = False, measures: bool = True) -> ClusterStatus:
         """Return the whole picture now.
 
-        Pings every peer: tens of microseconds each, a second for one that hangs. With ``foresees``, another
+        With ``measures``, pings every peer: tens of microseconds each, a second for one that hangs. Without,
+        the last round trips count. With ``foresees``, another
         thread computes the forecast once for each plan and its offers, and later calls return it.
         """
+        last = self._last
+        if last is not None:
+            return self._status_asleep(last)
+        return self._status(foresees=foresees, measures=measures)
+
+    def _status_asleep(self, last: ClusterStatus) -> ClusterStatus:
+        """Return the last status, without the parts that only a plan has."""
+        peers, roster = self.head.peers, self.head.roster
+        return msgspec.structs.replace(
+            last,
+            reason=self.asleep,
+            absent=peers.missing(),
+            idle=peers.idle.report(self.head.hellos(), {self.head.name}),
+            verdicts=self.head.verifier.report(),
+            roster_epoch=roster.epoch,
+            roster_expires_unix_s=roster.expires.timestamp(),
+            versions={name: hello.software for name, hello in self.head.hellos().items()},
+        )
+
+    def _status(self, *, foresees: bool, measures: bool) -> ClusterStatus:
         active = self.head.active_plan
         assert active is not None
         ready, reason = self.health()
@@ -142,7 +220,7 @@ class RunningCluster:
             route=self.head.route().describe(),
             kernel=active.plan.kernel,
             generation=active.plan.plan_id,
-            stages=self.head.stages(),
+            stages=self.head.stages(measures=measures),
             running=stats.running,
             waiting=stats.waiting,
             num_blocks=stats.num_blocks,

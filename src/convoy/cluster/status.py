@@ -146,6 +146,15 @@ class IdleStatus(msgspec.Struct, frozen=True):
     since_unix_s: float
 
 
+class ModelStatus(msgspec.Struct, frozen=True):
+    """Describe a model that the head may run. ``state`` is loaded, loading or unloaded."""
+
+    name: str
+    state: str
+    # While it is loaded: done and all bytes by member, or by "member: what it does".
+    progress: dict[str, tuple[int, int]] = {}
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """Hold the answer of `GET /status` and `convoy status`."""
 
@@ -208,6 +217,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     lone_step_s: float | None = None
     # None until it is computed, while a stage is missing, and where nothing asks for it.
     forecast: Forecast | None = None
+    # Every model that requests may name. One at most is loaded.
+    models: list[ModelStatus] = []
 
 
 def without_measurements(status: ClusterStatus) -> ClusterStatus:

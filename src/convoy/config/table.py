@@ -227,6 +227,35 @@ class ServeConfig(msgspec.Struct, frozen=True):
             flag=Flag("Name of the model in every API, in place of its own."),
         ),
     ] = None
+    also: Annotated[
+        tuple[Name, ...],
+        Setting(
+            "list of further models that requests may name, each as `MODEL` or `NAME=MODEL`",
+            "; one model is loaded at a time ([models.md](models.md#several-models))",
+            flag=Flag("A further model that requests may name, as [NAME=]MODEL; repeatable."),
+        ),
+    ] = ()
+    model_wait_s: Annotated[
+        Seconds,
+        Setting(
+            "seconds that a request may wait for its model before it gets 503",
+            "; `max_waiting` bounds how many wait",
+        ),
+    ] = 300.0
+    keep_alive_s: Annotated[
+        Seconds | None,
+        Setting(
+            "seconds without a request after which the model is unloaded; the next request loads it again",
+            ". A request's `keep_alive` replaces it",
+            shown="never",
+            flag=Flag(
+                "Seconds without a request after which the model is unloaded.",
+                ("--keep-alive",),
+                least=0,
+                shown="never",
+            ),
+        ),
+    ] = None
     http_process: Annotated[
         bool,
         Setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from convoy.sdk.options import Note
 
 if TYPE_CHECKING:
     from convoy.api.service import Service
+    from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
     from convoy.transport.membership import Membership
     from convoy.transport.network import Network
@@ -90,17 +91,33 @@ def _older(config: Config, me: Membership) -> bytes | None:
     return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
 
 
-def service_of(cluster: RunningCluster, serve: ServeConfig = SERVE) -> Service:
-    """Return the service of one model over HTTP, with the cluster's health, status and metrics.
+def service_of(
+    cluster: RunningCluster, serve: ServeConfig = SERVE, also: Sequence[KnownModel] = ()
+) -> Service:
+    """Return the service of a cluster's model over HTTP, with the cluster's health, status and metrics.
 
-    ``serve`` may name the model in every API.
+    ``serve`` may name the model in every API. ``also`` are further models that requests may name.
     """
+    from convoy.api.model_switch import ModelSwitch, SwitchOptions
     from convoy.api.service import ServedModel, Service
     from convoy.cluster.metrics.member import head_families
+    from convoy.cluster.model_loader import KnownModel, LoadedEngine, ModelLoader
 
     active = cluster.head.active_plan
     assert active is not None
-    served = ServedModel(serve.served_model_name or active.plan.model, cluster.engine, cluster.tokenizer)
-    scraped = (partial(head_families, cluster, served.name),)
-    status = partial(cluster.status, foresees=True)
-    return Service((served,), cluster.health, status, cluster.level, scraped)
+    name = serve.served_model_name or active.plan.model
+    first = KnownModel(name, cluster.source, cluster.tokenizer, cluster.head.own_weights)
+    loader = ModelLoader(cluster, [first, *also])
+    served = tuple(
+        ServedModel(model.name, LoadedEngine(loader, model), model.tokenizer) for model in (first, *also)
+    )
+    options = SwitchOptions(serve.max_waiting, serve.model_wait_s, serve.keep_alive_s)
+    return Service(
+        served,
+        cluster.health,
+        loader.status,
+        cluster.level,
+        (lambda: head_families(cluster, loader.named),),
+        ModelSwitch(loader, options),
+        partial(loader.status, measures=False),
+    )

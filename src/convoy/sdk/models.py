@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.config.files import default_cache
-from convoy.errors import ModelError
-from convoy.sdk.options import Note, signed_model, unheard
+from convoy.errors import ConfigError, ModelError
+from convoy.sdk.options import Note, head_options, signed_model, unheard
 
 if TYPE_CHECKING:
     from convoy.cluster.head.head import LoadProgress
+    from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.weights.head_weights import HeadWeights
     from convoy.config.settings import Config
     from convoy.model.checkpoints.hub.files import Hub, HubName
@@ -21,10 +23,57 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """Hold a model for a head. ``own`` is the source of its tensors, if this machine lacks some of them."""
+    """Hold a model for a head. ``own`` is the source of its tensors, if this machine lacks some of them.
+
+    ``also`` are further models that requests may name, by their names for clients.
+    """
 
     source: ModelSource
     own: HeadWeights | None = None
+    also: Mapping[str, ModelSource] = field(default_factory=dict)
+
+    def known(self) -> list[KnownModel]:
+        """Return the further models, each with its tokenizer."""
+        from convoy.cluster.model_loader import KnownModel
+        from convoy.model.text.tokens import Tokenizer
+
+        return [KnownModel(name, source, Tokenizer(source)) for name, source in self.also.items()]
+
+
+def with_also(
+    settings: Config, first: OpenedModel, on_load: LoadProgress | None = None, note: Note = unheard
+) -> OpenedModel:
+    """Return ``first`` with the models of [serve] also.
+
+    Raises ModelError, and ConfigError for two models of one name or settings that are for one model alone.
+    """
+    from convoy.model.checkpoints.source import ModelSource
+
+    serve = settings.serve
+    for given, why in (
+        (serve.http_process and serve.keep_alive_s is not None, "--keep-alive and --http-process"),
+        (serve.http_process and bool(serve.also), "--also and --http-process"),
+        (settings.model.signed is not None and bool(serve.also), "--also and --signed"),
+        (settings.plan.layers is not None and bool(serve.also), "--also and given layers"),
+    ):
+        if given:
+            raise ConfigError(
+                f"{why} came together, and they do not go together", hint="leave one of them out"
+            )
+    names, also = {serve.served_model_name or first.source.name}, dict[str, ModelSource]()
+    for text in serve.also:
+        own_name, is_named, model = text.partition("=")
+        source = ModelSource.resolve(local_model(settings, model if is_named else text, on_load, note))
+        name = own_name if is_named else source.name
+        if not name or name in names:
+            raise ConfigError(
+                f"two models have the name {name!r}, expected one for each",
+                hint=f"--also OTHER={model or text} names it OTHER",
+            )
+        head_options(settings).check_context(source.spec)
+        names.add(name)
+        also[name] = source
+    return replace(first, also=also)
 
 
 def local_model(

@@ -18,7 +18,7 @@ from convoy.errors import ConvoyError, UsageError
 from convoy.sdk.client import Client
 from convoy.sdk.head import network_of, only_process, service_of, watched_roster
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
-from convoy.sdk.models import OpenedModel, local_model, open_model
+from convoy.sdk.models import OpenedModel, local_model, open_model, with_also
 from convoy.sdk.options import head_options, load_head, serve_options, unheard
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def serve(
         try:
             options = serve_options(settings)
             cluster = _start(settings, opened, options, stack, None if local is None else local.check_alive)
-            url = stack.enter_context(http_server(service_of(cluster, settings.serve), options))
+            url = stack.enter_context(http_server(_service(cluster, settings, opened), options))
         except ConvoyError as error:
             if local is not None:
                 local.reraise(error)
@@ -149,6 +149,10 @@ def serve(
         # Only now does the server own all of it. Until here, an error ends it.
         owned.push(stack.pop_all())
         return server
+
+
+def _service(cluster: RunningCluster, settings: Config, opened: OpenedModel) -> Service:
+    return service_of(cluster, settings.serve, opened.known())
 
 
 def _open_local(model: str | None, options: LocalOptions) -> tuple[OpenedModel, str]:
@@ -169,7 +173,7 @@ def _open_configured(model: str | None, file: Path, port: int | None) -> tuple[C
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give model, or name it in the file's [model]")
-    opened = open_model(settings, named)
+    opened = with_also(settings, open_model(settings, named))
     asked = head_options(settings)
     asked.check()
     asked.check_context(opened.source.spec)

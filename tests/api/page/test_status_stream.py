@@ -26,6 +26,14 @@ def test_measurements_alone_are_sent_once_in_four_statuses() -> None:
     assert taken == [True, False, False, False, True, False, False, False, True]
 
 
+def test_only_a_status_that_is_sent_in_any_case_needs_new_measurements() -> None:
+    changes, wanted = StatusChanges(), []
+    for number in range(9):
+        wanted.append(changes.wants_measurements)
+        changes.take(measured(number))
+    assert wanted == [False, False, False, False, True, False, False, False, True]
+
+
 def test_a_change_is_sent_at_once() -> None:
     changes = StatusChanges()
     taken = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from convoy.cluster.head.step_path import find_step_path, split_step
+from convoy.cluster.head.step_path import StepPaths, find_step_path, split_step
 from convoy.cluster.status import StepPath
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
@@ -25,6 +27,36 @@ def about(seconds: float) -> Any:
 
 def total_s(path: StepPath) -> float:
     return sum(part.wire_s + part.wait_s + part.compute_s + part.seal_s for part in path.parts)
+
+
+def test_peers_are_asked_again_only_after_another_step_or_plan() -> None:
+    beta = StepMarks(7, 10.6, 10.7, 11.2, 11.3)
+    plan = Plan(
+        *(
+            1,
+            "demo",
+            "ab",
+            [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)],
+        ),
+        *("exact-f32", "float32", 16, 2048),
+    )
+    asked: list[int] = []
+
+    def ask(plan_id: int, names: set[str], timeout_s: float) -> dict[str, list[StepMarks]]:
+        asked.append(plan_id)
+        return {"beta": [beta]}
+
+    paths = StepPaths()
+    first = paths.find(plan, "alpha", [HEAD], ask)
+    assert first is not None
+    assert paths.find(plan, "alpha", [HEAD], ask) is first
+    assert asked == [1]
+    later = replace(HEAD, number=8)
+    # Beta does not tell of step 8 yet, so it is asked each time.
+    for _ in range(2):
+        assert paths.find(plan, "alpha", [HEAD, later], ask) == first
+    assert paths.find(msgspec.structs.replace(plan, plan_id=2), "alpha", [HEAD], ask) == first
+    assert asked == [1, 1, 1, 2]
 
 
 def test_each_part_of_a_step_is_found_at_its_member() -> None:

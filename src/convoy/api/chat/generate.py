@@ -128,7 +128,7 @@ class Generate(Generic[Body, Asked]):
         span = self.options.traces.begin(self.kind, asked.model.name, work.parent, work.read_s)
         try:
             with self.lifecycle.running(generation):
-                async with generation:
+                async with self.service.hold(asked.model, asked.keep_alive_s), generation:
                     use.used(asked.num_prompt_tokens, 0, 0)
                     await send(generation, answer)
             sink.outcome = sink.outcome or "complete"

@@ -29,6 +29,8 @@ class ParsedRequest:
     scoring: bool = False
     # The number of alternatives to report for each token of the prompt.
     prompt_logprobs: int | None = None
+    # How long the model stays loaded after this answer, if the request says so; negative: for ever.
+    keep_alive_s: float | None = None
     # How the answers of a chat are read.
     reply: ParserOptions = field(default_factory=ParserOptions)
 

@@ -72,6 +72,7 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
     options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
@@ -113,6 +114,7 @@ def read_ollama(
     chat: dict[str, Any] = {
         "model": served_name(body.model, service),
         "stream": body.stream is not False,
+        "keep_alive": body.keep_alive,
         **_read_options(body.options or {}),
         **_form(body.format),
         **_thinking(body.think),

@@ -116,6 +116,8 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     # vLLM's name. Two prompts share a cached prefix only if their salts are equal too.
     cache_salt: str | None = None
+    # Ollama's name: how long the model stays loaded after the answer.
+    keep_alive: float | str | None = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from convoy.api.body.keep_alive import read_keep_alive
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
@@ -81,6 +82,7 @@ def read_chat(
         include_usage=asked.include_usage,
         continuous_usage=asked.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
+        keep_alive_s=read_keep_alive(body.keep_alive),
     )
 
 
@@ -137,6 +139,7 @@ def _read(
         prompt_texts=texts,
         scoring=scoring and not body.ignore_eos,
         prompt_logprobs=body.prompt_logprobs,
+        keep_alive_s=read_keep_alive(body.keep_alive),
     )
 
 

@@ -1,4 +1,4 @@
-"""Begin and end the sessions of persons, and answer invitations, below ``/page``."""
+"""Begin and end the sessions of persons, answer invitations, and load models, below ``/page``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from convoy.api.page.invitations import InvitationList, InvitationQuestion
 from convoy.api.page.rights import SESSION, PageRights, demand_operate
 from convoy.api.page.sessions import PageSession
 from convoy.api.refusals import BodyTooLong, WrongKey, WrongMediaType
+from convoy.api.service import Service
 from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 
@@ -36,6 +37,13 @@ class _InvitationAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     approves: bool
 
 
+class _ModelWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Carry a person's wish: this model is to be loaded, or to be unloaded."""
+
+    name: str
+    loaded: bool
+
+
 class _Pending(msgspec.Struct, frozen=True):
     invitations: list[InvitationQuestion]
 
@@ -54,8 +62,9 @@ class _Ended(msgspec.Struct, frozen=True):
 class PageEndpoints:
     """Answer the requests below ``/page``."""
 
-    def __init__(self, rights: PageRights, options: ServeOptions) -> None:
+    def __init__(self, rights: PageRights, options: ServeOptions, service: Service) -> None:
         self._rights = rights
+        self._service = service
         self._needs_key = options.keys is not None
         page = options.page or PageOptions()
         self._invitations = InvitationList(page.invitations, page.operator_key, page.now)
@@ -109,6 +118,19 @@ class PageEndpoints:
         answer = partial(self._invitations.answer, said.id, said.code, approves=said.approves)
         await anyio.to_thread.run_sync(answer)
         return _json(said)
+
+    async def change_model(self, request: Request) -> Response:
+        """Answer POST /page/models: load a model or unload it, once the running answers have ended.
+
+        The answer comes when that is done. Raises as `ModelSwitch.hold` does.
+        """
+        demand_operate(request.scope[SESSION])
+        wish = await _read(request, _ModelWish, '{"name": TEXT, "loaded": BOOLEAN}')
+        model, switch = self._service.model(wish.name), self._service.switch
+        if switch is None:
+            raise RequestError("this head keeps its model loaded")
+        await (switch.load(model.name) if wish.loaded else switch.unload(model.name))
+        return _json(wish)
 
 
 async def _read(request: Request, kind: type[_Body], form: str) -> _Body:

@@ -45,6 +45,11 @@ class StatusChanges:
         self._sent: Any = None
         self._num_held = 0
 
+    @property
+    def wants_measurements(self) -> bool:
+        """Return whether the next status is sent in any case."""
+        return self._num_held + 1 >= _MEASURED_EVERY
+
     def take(self, status: Any) -> bool:
         """Return whether ``status`` is sent: it differs from the last one, or measurements are due."""
         steady = _steady(status)
@@ -74,8 +79,11 @@ class StatusFeed:
         *,
         max_readers: int = 64,
         every_s: float = _EVERY_S,
+        last_status: Callable[[], Any] | None = None,
     ) -> None:
+        """Prepare to ask. ``last_status`` is asked where new measurements are not sent anyway."""
         self._status = status
+        self._last_status = last_status or status
         self._lifecycle = lifecycle
         self._max_readers = max_readers
         self._every_s = every_s
@@ -138,7 +146,7 @@ class StatusFeed:
     def _encoded(self) -> bytes | None:
         """Return the event of the status now, or None if the last one is still good."""
         try:
-            status = self._status()
+            status = self._status() if self._changes.wants_measurements else self._last_status()
             if not self._changes.take(status):
                 return None
             data = msgspec.json.encode(status)

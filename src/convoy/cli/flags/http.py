@@ -7,10 +7,10 @@ from typing import Any
 from convoy.cli.flags.table import flag
 from convoy.cli.show.output import print_note
 
-_LISTS = {"allowed_host": "allowed_hosts", "allowed_origin": "allowed_origins"}
+_LISTS = {"allowed_host": "allowed_hosts", "allowed_origin": "allowed_origins", "also": "also"}
 _KEYS = (
     *("host", "port", "api_key_file", "tls_certificate", "tls_key", "store_responses", *_LISTS),
-    *("served_model_name", "http_process"),
+    *("served_model_name", "keep_alive_s", "http_process"),
 )
 # By parameter. A flag that may be repeated has a name for one value, and the file's key one for all.
 HTTP_FLAGS: dict[str, Any] = {name: flag("serve", _LISTS.get(name, name)) for name in _KEYS}

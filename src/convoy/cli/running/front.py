@@ -9,7 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from convoy.api.front.supervisor import FrontServer
     from convoy.api.listen.options import ServeOptions
     from convoy.api.traces import Traces
+    from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
     from convoy.config.settings import Config
     from convoy.config.table import ServeConfig
@@ -66,10 +67,14 @@ def front_server(settings: Config, options: ServeOptions) -> Iterator[FrontServe
 
 
 def server_of(
-    front: FrontServer | None, cluster: RunningCluster, options: ServeOptions, serve: ServeConfig
+    front: FrontServer | None,
+    cluster: RunningCluster,
+    options: ServeOptions,
+    serve: ServeConfig,
+    also: Sequence[KnownModel] = (),
 ) -> RunServer:
     """Return the function that serves a cluster: in the front process, or in this one for None."""
-    service = service_of(cluster, serve)
+    service = service_of(cluster, serve, also)
     if front is not None:
         return partial(front.run, service, cluster.tokenizer.describe())
     from convoy.api.server import run_server

@@ -42,5 +42,14 @@ def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
         return models.open_model(settings, named, on_load, _note(quiet=quiet))
 
 
+def open_also(settings: Config, first: str | OpenedModel, *, quiet: bool) -> OpenedModel:
+    """Return the result of `models.with_also`, and show its progress. ``first`` may be a local name."""
+    from convoy.model.checkpoints.source import ModelSource
+
+    opened = models.OpenedModel(ModelSource.resolve(first)) if isinstance(first, str) else first
+    with loading_bars(quiet=quiet, action=_ACTION) as on_load:
+        return models.with_also(settings, opened, on_load, _note(quiet=quiet))
+
+
 def _note(*, quiet: bool) -> Note:
     return unheard if quiet else print_note

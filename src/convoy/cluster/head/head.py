@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from convoy.cluster.active_plan import ActivePlan, NoRoom, common_blocks, plan_digest
 from convoy.cluster.attestation.member_verifier import MemberVerifier
@@ -20,9 +21,9 @@ from convoy.cluster.head.executors import make_executor
 from convoy.cluster.head.forecast import Forecaster
 from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
-from convoy.cluster.head.stage_report import describe_stages
+from convoy.cluster.head.stage_report import RoundTrips, describe_stages
 from convoy.cluster.head.standbys import Standbys
-from convoy.cluster.head.step_path import find_step_path
+from convoy.cluster.head.step_path import StepPaths
 from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.peer.loaded_plan import ranks_of, stage_options
@@ -44,9 +45,12 @@ from convoy.errors import (
 )
 from convoy.model.backends.registry import why_not_on_mlx
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.release_memory import release_freed
 from convoy.model.stage import LoadedStage, Stage
 from convoy.plan.memory.blocks import Room
+from convoy.plan.placement.modes import Predict
 from convoy.plan.placement.route import Route
+from convoy.plan.spec.model import ModelSpec
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import Roster
 from convoy.transport.membership import Membership
@@ -66,7 +70,7 @@ from convoy.wire.messages.control import (
     StepFailed,
 )
 from convoy.wire.messages.evidence import Challenge, Evidence, Vouched
-from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepared
+from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepared, Unload
 from convoy.wire.messages.ranks import Agree
 
 _log = logging.getLogger(__name__)
@@ -99,7 +103,6 @@ class Head:
         options.member.policy.check_members([member.name for member in me.roster.members])
         self._watch = watch or (lambda: None)
         self._me = me
-        self._source = source
         self._options = options
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
@@ -110,18 +113,11 @@ class Head:
             joined=self._joined,
             why_not_mlx=why_not_on_mlx(source),
         )
-        self._weights = HeadWeightServer(source, options.member, own, self.peers.present)
-        verifier, weights = self.peers.verifier, self._weights
-        times = StepTimes(self.peers, options.member, source)
-        self.planner = Planner(
-            me, source, options, verifier, lambda: self.manifest, hub=weights.hub, predict=times.step_s
-        )
-        self._forecaster = Forecaster(me.name, self.planner, times.rates, options)
-        self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
-        self.handlers = self._make_handlers()
+        self._choose(source, own)
         self.clock = StepClock(options.step_timeout_s)
         self._steps = StepLog()
-        self._standbys = Standbys()
+        self._paths = StepPaths()
+        self._trips = RoundTrips()
         # The head's own stage.
         self._stage: LoadedStage | None = None
         # The ranks of that stage, if others hold it too.
@@ -131,7 +127,28 @@ class Head:
         self._closed = False
         self.failed: str | None = None
         self.executor: Executor | None = None
+        # The newest plan. It stays here after `unload`.
         self.active_plan: ActivePlan | None = None
+        self._is_loaded = False
+
+    def _choose(self, source: ModelSource, own: HeadWeights | None) -> None:
+        """Make all parts of the head that know the model."""
+        me, options = self._me, self._options
+        self._source, self._own = source, own
+        self._weights = weights = HeadWeightServer(source, options.member, own, self.peers.present)
+        times = StepTimes(self.peers, options.member, source)
+        self.planner = self._planner(source, hub=weights.hub, predict=times.step_s)
+        self._forecaster = Forecaster(me.name, self.planner, times.rates, options)
+        self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
+        self._standbys = Standbys()
+        self.handlers = self._make_handlers()
+
+    def _planner(self, source: ModelSource, *, hub: str = "", predict: Predict | None = None) -> Planner:
+        return Planner(
+            *(self._me, source, self._options, self.peers.verifier, lambda: self.manifest),
+            hub=hub,
+            predict=predict,
+        )
 
     @property
     def verifier(self) -> MemberVerifier:
@@ -146,6 +163,15 @@ class Head:
     def weight_server(self) -> HeadWeightServer:
         """Return the server of the model's weights."""
         return self._weights
+
+    @property
+    def own_weights(self) -> HeadWeights | None:
+        """Return the source of the head's own tensors, if it lacks some."""
+        return self._own
+
+    def context_of(self, spec: ModelSpec) -> int:
+        """Return the most tokens of one request to a model, as far as the options bound them."""
+        return min(spec.max_context, self._options.max_context or spec.max_context)
 
     @property
     def links(self) -> dict[str, Link]:
@@ -176,24 +202,74 @@ class Head:
         """
         try:
             self.peers.require(self.peers.gather(self._watch))
-            self._hash(on_load)
-            return begin(
-                self.peers,
-                self.planner,
-                self.hellos,
-                lambda proposal: self.install(proposal, self._watch, on_load),
-                replaceable=self._options.parallel != "tensor",
-                watch=self._watch if self._options.keep_waiting else None,
-            )
+            self._hash(self._watch, on_load)
+            return self._begin(self._watch, on_load, waits=self._options.keep_waiting)
         except BaseException:
             self.close("the head could not bring the cluster up")
             raise
 
-    def _hash(self, on_load: LoadProgress | None) -> None:
+    def _begin(
+        self, watch: Callable[[], None], on_load: LoadProgress | None, *, waits: bool = False
+    ) -> ActivePlan:
+        return begin(
+            self.peers,
+            self.planner,
+            self.hellos,
+            lambda proposal: self.install(proposal, watch, on_load),
+            replaceable=self._options.parallel != "tensor",
+            watch=watch if waits else None,
+        )
+
+    def check_fit(self, source: ModelSource) -> None:
+        """Raise `PlanError` with the reason if the connected members cannot hold a model, were it alone."""
+        self._options.check_context(source.spec)
+        planner = self.planner if source is self._source else self._planner(source)
+        planner.foresee(self.hellos(), None)
+
+    def unload(self, why: str) -> None:
+        """End the plan, and free its weights here and on every peer, which hear why. The links stay."""
+        self.on_lost, self.on_joined = lambda: None, lambda _name: None
+        self.peers.on_gone = lambda _name, _why: None
+        self.stop()
+        self._is_loaded, self._members = False, set()
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.give_up()
+        release_freed()
+        for link in self.links.values():
+            # A link that just ended needs no message.
+            with suppress(ConvoyError):
+                link.post(Unload(why))
+
+    def load(
+        self, source: ModelSource, own: HeadWeights | None = None, on_load: LoadProgress | None = None
+    ) -> ActivePlan:
+        """Run a model over the connected members after `unload`: another one, or the same again.
+
+        Raises as `bring_up` does; then no model is loaded, and the links stay.
+        """
+        if source is not self._source:
+            self._forecaster.close()
+            self._weights.close()
+            self.peers.judge_mlx(why_not_on_mlx(source))
+            self._choose(source, own)
+        try:
+            self._hash(self._require_open, on_load)
+            self.verifier.settle(self._require_open)
+            return self._begin(self._require_open, on_load)
+        except BaseException:
+            self.unload("the model could not be loaded")
+            raise
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LinkClosed("the head is shutting down")
+
+    def _hash(self, watch: Callable[[], None], on_load: LoadProgress | None) -> None:
         """Compute the manifest that peers compare their weights with. The first time reads all files."""
 
         def progress(done: int, total: int) -> None:
-            self._watch()
+            watch()
             if on_load is not None:
                 on_load(doing(self.name, "check"), done, total)
 
@@ -266,22 +342,25 @@ class Head:
         here = {self.name, *self.peers.present()}
         return active.placement.route.without(active.members - here)
 
-    def stages(self) -> list[StageStatus]:
-        """Return the state of each stage now, with a fresh round trip to each peer."""
+    def stages(self, *, measures: bool = True) -> list[StageStatus]:
+        """Return the state of each stage now; with ``measures``, with a fresh round trip to each peer."""
         # Read it once: another plan may come meanwhile.
         active = self.active_plan
         assert active is not None, "stages() before bring_up()"
         levels = {name: self.verifier.level(name).text for name in active.members}
         origins, links = self._weights.origins, self.links
         return describe_stages(
-            active, self.name, self._me.roster, links, levels, hellos=self.hellos(), origins=origins
+            *(active, self.name, self._me.roster, links, levels),
+            hellos=self.hellos(),
+            round_trip=self._trips.measure if measures else self._trips.last,
+            origins=origins,
         )
 
     def step_path(self) -> StepPath | None:
         """Return where the last step over several members spent its time; None if that is not known."""
         active = self.active_plan
         assert active is not None, "step_path() before bring_up()"
-        return find_step_path(active.plan, self.name, self._steps.ended(), self.peers.marks)
+        return self._paths.find(active.plan, self.name, self._steps.ended(), self.peers.marks)
 
     def forecast(self, *, is_idle: bool) -> Forecast | None:
         """Return what the planner foresees for this plan and these offers; None until it is computed.
@@ -365,7 +444,7 @@ class Head:
         rooms = {self.name: room} | {name: self._room_of(name, ready) for name, ready in readies.items()}
         try:
             num_blocks = common_blocks(
-                self._source.spec, rooms, plan, self._options, is_first=self.active_plan is None
+                self._source.spec, rooms, plan, self._options, is_first=not self._is_loaded
             )
         except NoRoom as error:
             self.failed = error.member
@@ -418,7 +497,7 @@ class Head:
         self._receiver = executor
         if self.active_plan is not None:
             self.peers.idle.begin(self.active_plan.members - active.members)
-        self.active_plan = active
+        self.active_plan, self._is_loaded = active, True
         _log.info("parallel: %s: %s", active.placement.mode, active.placement.reason)
         self.verifier.watch(links, active.plan)
         self.preload()
@@ -426,7 +505,7 @@ class Head:
     def preload(self) -> None:
         """Ask standbys with enough memory to load the largest peer's stage, so that a loss finds it ready."""
         active = self.active_plan
-        if active is None:
+        if active is None or not self._is_loaded:
             return
         self._standbys.preload_largest(active, self.name, self.peers.present(), self.planner.in_place_of)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -24,9 +26,10 @@ def describe_stages(
     levels: Mapping[str, str],
     *,
     hellos: Mapping[str, Hello],
+    round_trip: Callable[[Link], float | None],
     origins: Callable[[str], dict[str, int]] = lambda _member: {},
 ) -> list[StageStatus]:
-    """Return the stages in the ring's order, with a fresh round trip to each member in ``links``.
+    """Return the stages in the ring's order, with the ``round_trip`` to each member in ``links``.
 
     ``levels`` has the proved level of each member, and ``hellos`` the offer of each connected one.
     ``origins`` returns how many bytes of weights a member got from each source.
@@ -66,14 +69,14 @@ def describe_stages(
             rank=rank,
             world_size=stage.world_size,
         )
-        shown.append(status if link is None else _with_link(status, link))
+        shown.append(status if link is None else _with_link(status, link, round_trip(link)))
     return shown
 
 
-def _with_link(status: StageStatus, link: Link) -> StageStatus:
+def _with_link(status: StageStatus, link: Link, round_trip_s: float | None) -> StageStatus:
     return msgspec.structs.replace(
         status,
-        round_trip_s=_round_trip(link),
+        round_trip_s=round_trip_s,
         cipher=link.cipher,
         keyed_unix_s=link.keyed_unix_s,
         link_id=None if link.is_over else link.link_id.hex(),
@@ -104,9 +107,21 @@ def _address(roster: Roster, name: str) -> str:
     return "{}:{}".format(*found[0]) if found else ""
 
 
-def _round_trip(link: Link) -> float | None:
-    try:
-        return link.ping(timeout_s=1.0)
-    except (PeerError, LinkClosed):
-        # Shown as unknown. The engine reports a lost stage, not this report.
-        return None
+class RoundTrips:
+    """Measure the round trips of links, and keep the last one of each."""
+
+    def __init__(self) -> None:
+        self._last_s: WeakKeyDictionary[Link, float | None] = WeakKeyDictionary()
+
+    def measure(self, link: Link) -> float | None:
+        """Return a fresh round trip; None if there is no answer within a second."""
+        found_s: float | None = None
+        # An unanswered ping is shown as unknown. The engine reports a lost stage, not this report.
+        with suppress(PeerError, LinkClosed):
+            found_s = link.ping(timeout_s=1.0)
+        self._last_s[link] = found_s
+        return found_s
+
+    def last(self, link: Link) -> float | None:
+        """Return the last round trip; a fresh one if there is none."""
+        return self._last_s[link] if link in self._last_s else self.measure(link)

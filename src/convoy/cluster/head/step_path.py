@@ -38,6 +38,22 @@ def find_step_path(plan: Plan, head: str, own: Sequence[StepMarks], ask: Ask) ->
     return None
 
 
+class StepPaths:
+    """Find the way of the newest step, and ask peers only if a step ended since the last one."""
+
+    def __init__(self) -> None:
+        self._known: tuple[int, StepPath] | None = None
+
+    def find(self, plan: Plan, head: str, own: Sequence[StepMarks], ask: Ask) -> StepPath | None:
+        """Return what `find_step_path` does."""
+        known = self._known
+        if known is not None and own and known[0] == plan.plan_id and known[1].number == own[-1].number:
+            return known[1]
+        path = find_step_path(plan, head, own, ask)
+        self._known = None if path is None else (plan.plan_id, path)
+        return path
+
+
 def split_step(head: str, own: StepMarks, peers: Sequence[tuple[str, StepMarks]]) -> StepPath:
     """Return the parts of one step. ``peers`` have its marks in the order of its way, by the head's clock.
 

@@ -28,7 +28,8 @@ def head_families(cluster: RunningCluster, model: str) -> Iterator[Metric]:
     here, members = {head.name, *head.peers.present()}, [one.name for one in head.roster.members]
     up = [({"member": name}, int(name in here)) for name in members]
     yield gauge("convoy_member_up", "1 for each listed member that is connected.", up)
-    holds = [({"member": name}, int(name in active.members)) for name in members]
+    holders = set() if cluster.asleep else active.members
+    holds = [({"member": name}, int(name in holders)) for name in members]
     yield gauge("convoy_member_in_plan", "1 for each member that holds a part of the model.", holds)
     yield from link_families(head.peers.traffic.by_peer())
 

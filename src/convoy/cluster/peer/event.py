@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class PeerEvent:
     """Hold one event that is worth showing to a person.
 
-    ``kind`` is listening, head, loading, ready, active, ended, lost or refused. A link has ended if its other
-    end said goodbye; otherwise it is lost.
+    ``kind`` is listening, head, loading, ready, active, ended, lost, refused or unloaded. A link has ended
+    if its other end said goodbye; otherwise it is lost.
     """
 
     kind: str

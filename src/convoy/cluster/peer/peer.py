@@ -27,6 +27,7 @@ from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
 from convoy.engine.stats import STEP_S, Histogram
 from convoy.errors import ConvoyError, LinkClosed, PeerLeft, StepError
+from convoy.model.kernels.release_memory import release_freed
 from convoy.model.stage import LoadedStage
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -54,7 +55,7 @@ from convoy.wire.messages.control import (
     WriteBlocks,
 )
 from convoy.wire.messages.evidence import Challenge, Evidence, Vouch
-from convoy.wire.messages.fetch import Fetch, Holding, Piece, Prepare
+from convoy.wire.messages.fetch import Fetch, Holding, Piece, Prepare, Unload
 from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 
 _log = logging.getLogger(__name__)
@@ -219,6 +220,7 @@ class Peer:
                 *((kind, self._if_head(handle)) for kind, handle in from_head),
                 *on_frame(Hello, handle=self._handle_hello),
                 *on_frame(Plan, Prepare, handle=self._handle_plan),
+                *on_frame(Unload, handle=self._handle_unload),
                 *on_frame(Agree, FrameType.PARTIAL, handle=ranks.handle_sum),
                 *on_frame(BlocksDone, FrameType.BLOCKS, handle=ranks.handle_kv),
                 *on_frame(StepFailed, handle=ranks.handle_failure),
@@ -254,6 +256,12 @@ class Peer:
             # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
             # skipped.
             self._newest.note(said)
+            self._dials.abandon(SUPERSEDED)
+            self._end_ring()
+        self._queue(link, received)
+
+    def _handle_unload(self, link: Link, received: Received) -> None:
+        if link is self._head:
             self._dials.abandon(SUPERSEDED)
             self._end_ring()
         self._queue(link, received)
@@ -326,6 +334,8 @@ class Peer:
                 self._load(link, plan)
             case Prepare(plan=plan):
                 self._preparing.begin(link, plan)
+            case Unload(why=why):
+                self._unload(why)
             case Activate() as activate:
                 self._activate(link, activate, received.plan_id)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
@@ -543,6 +553,14 @@ class Peer:
         for link in loaded.neighbours():
             if link is not self._head:
                 link.dismiss(reason)
+
+    def _unload(self, why: str) -> None:
+        self._preparing.stop()
+        self._drop_plan()
+        if (kept := self._take_kept()) is not None:
+            kept.give_up()
+        release_freed()
+        self._tell("unloaded", why)
 
     def _take_kept(self) -> LoadedStage | None:
         kept, self._kept = self._kept, None

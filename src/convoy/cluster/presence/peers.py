@@ -240,6 +240,17 @@ class Peers:
 
     # While the cluster runs.
 
+    def judge_mlx(self, why_not: str) -> None:
+        """Take offers for another model from now on: ``why_not`` is as for this class.
+
+        A member that MLX cannot serve offers its host's kernels alone, until it greets anew.
+        """
+        self._why_not_mlx, self.why_kernel = why_not, ""
+        with self._changed:
+            for name, hello in self.hellos.items():
+                self.hellos[name] = self._counted(name, hello)
+            self._hello = self._counted(self._me.name, self._hello, head=True)
+
     def seek(self) -> None:
         """Dial the roster's missing members from now on, as often as a backoff allows."""
         if not self._seeking:

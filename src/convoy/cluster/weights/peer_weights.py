@@ -119,7 +119,7 @@ class PeerWeights:
 
     def _find(self, asker: Asker) -> FoundWeights:
         self._check_signed(asker.plan)
-        own = self._own_source(asker.plan.model)
+        own = self._own_source(asker.plan)
         found = self._described(asker) if own is None else FoundWeights(own)
         if found.source.digest != asker.plan.model_digest:
             raise Incompatible(
@@ -155,11 +155,15 @@ class PeerWeights:
 
     # Own files.
 
-    def _own_source(self, model: str) -> ModelSource | None:
-        path = self._options.model_path
-        if path is not None:
-            return ModelSource.resolve(str(path))
-        return ModelSource.resolve(model) if needs_no_files(model) else None
+    def _own_source(self, plan: Plan) -> ModelSource | None:
+        path, model = self._options.model_path, plan.model
+        own = None if path is None else ModelSource.resolve(str(path))
+        if own is not None and (own.digest == plan.model_digest or own.name == model):
+            return own
+        # A head may run several models in turn, and a member's own files are of one.
+        if needs_no_files(model):
+            return ModelSource.resolve(model)
+        return own if self._options.member.cache is None else None
 
     def _check(self, asker: Asker, source: ModelSource, owned: Sequence[StoredTensor]) -> None:
         plan = asker.plan
@@ -195,7 +199,7 @@ class PeerWeights:
         `find` does.
         """
         self._check_signed(plan)
-        source, asker = self._own_source(plan.model), Asker(plan, link, lambda: None)
+        source, asker = self._own_source(plan), Asker(plan, link, lambda: None)
         if source is not None:
             # The manifest of synthetic weights is computed here and need not be asked for.
             own = self._own_manifest(source) if self._options.model_path is None else None

@@ -61,6 +61,7 @@ class FrameType(enum.IntEnum):
     PING = 0x30
     PONG = 0x31
     SWITCH = 0x32
+    UNLOAD = 0x33
     BYE = 0x3F
 
 

@@ -1,4 +1,4 @@
-"""Messages with which a member gets the missing parts of a model: it asks its head for pieces.
+"""Messages with which a member gets the missing parts of a model, and `Unload`, which frees them.
 
 It asks when a plan comes, or before, when the head announces a plan. For parts that the head lacks, the
 head asks a peer that has them, with the same messages.
@@ -115,6 +115,17 @@ class Prepare(Message, frozen=True):
 
     def weight(self) -> int:
         return self.plan.weight()
+
+
+class Unload(Message, frozen=True):
+    """Tell a peer to free the stage of its plan, weights and K/V (head to peer).
+
+    The head has no plan until its next one, which may be of another model.
+    """
+
+    frame = FrameRow(FrameType.UNLOAD, 1024, Sender.HEAD, prose={"why": 200})
+
+    why: str
 
 
 class Prepared(Message, frozen=True):

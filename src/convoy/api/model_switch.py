@@ -1,0 +1,219 @@
+"""Let requests for several models wait for each other, because one model is loaded at a time.
+
+A request for the loaded model runs at once, unless requests for another one wait. Those wait until the
+running requests have ended. Then their model is loaded, and all requests for it that wait begin together.
+So no model waits for ever, and each change serves as many requests as it can.
+
+Every method runs on the event loop's thread. Loads and unloads run on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio.to_thread
+
+from convoy.api.refusals import ModelNotLoaded
+from convoy.config.table import SERVE
+from convoy.errors import ConvoyError, StageLost
+
+_log = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """Declare the part of `convoy.cluster.model_loader.ModelLoader` that the switch needs."""
+
+    loaded: str | None
+
+    def check_fit(self, name: str, /) -> None:
+        """Raise `CapacityError` if the members cannot hold a model."""
+
+    def load(self, name: str, /) -> None:
+        """Unload the present model and load this one. Raises `ConvoyError`."""
+
+    def unload(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOptions:
+    """Hold the limits of waiting requests, and when an idle model is unloaded.
+
+    ``keep_alive_s`` None keeps it. ``later`` calls a function after some seconds, as `loop.call_later`
+    does; None takes that of the running loop.
+    """
+
+    max_waiting: int = SERVE.max_waiting
+    wait_s: float = SERVE.model_wait_s
+    keep_alive_s: float | None = SERVE.keep_alive_s
+    later: Callable[[float, Callable[[], None]], Any] | None = None
+
+
+class _Waiter:
+    """Hold a request that waits. ``name`` None asks for no model: the present one is unloaded."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: ConvoyError) -> None:
+        """End the wait with ``error``."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def admit(self) -> bool:
+        """End the wait. Return False if it has ended otherwise."""
+        if self.future.done():
+            return False
+        self.future.set_result(None)
+        return True
+
+
+class ModelSwitch:
+    """Admit requests to the loaded model, and change it when the waiting ones want another."""
+
+    def __init__(self, loader: Loader, options: SwitchOptions | None = None) -> None:
+        self._loader = loader
+        self._options = options or SwitchOptions()
+        self._keep_s = self._options.keep_alive_s
+        self._num_running = 0
+        self._waiting: list[_Waiter] = []
+        self._changing: asyncio.Task[None] | None = None
+        # Counts uses of the model, so that a timer of an earlier idle time does nothing.
+        self._use = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests that wait for their model."""
+        return len(self._waiting)
+
+    def begin(self) -> None:
+        """Count the time without a request from now on."""
+        self._advance()
+
+    @asynccontextmanager
+    async def hold(self, name: str, keep_alive_s: float | None = None) -> AsyncIterator[None]:
+        """Keep a model loaded inside the block, and load it first if needed.
+
+        ``keep_alive_s`` replaces the setting until a request brings another. Raises `CapacityError` for a
+        model that does not fit, and `ModelNotLoaded` for one request too many or after the time to wait.
+        Raises the error of a load that failed.
+        """
+        if self._waiting or self._changing is not None or self._loader.loaded != name:
+            await self._wait(name)
+        else:
+            self._num_running += 1
+        self._use += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if keep_alive_s is not None:
+                self._keep_s = keep_alive_s
+            self._advance()
+
+    async def load(self, name: str) -> None:
+        """Load a model and leave it loaded. Raises as `hold` does."""
+        async with self.hold(name):
+            pass
+
+    async def unload(self, name: str) -> None:
+        """Unload a model once its requests have ended. Raises as `hold` does.
+
+        Nothing happens if it is not loaded then.
+        """
+        if self._loader.loaded == name:
+            await self._wait(None)
+
+    async def _wait(self, name: str | None) -> None:
+        if len(self._waiting) >= self._options.max_waiting:
+            raise self._refusal(f"{len(self._waiting)} requests wait for their model already")
+        waiter = _Waiter(name)
+        self._waiting.append(waiter)
+        try:
+            if name is not None and name != self._loader.loaded:
+                # Say at once what does not fit, while the present model runs on.
+                await anyio.to_thread.run_sync(self._loader.check_fit, name)
+            self._advance()
+            async with asyncio.timeout(self._options.wait_s):
+                await waiter.future
+        except BaseException as error:
+            admitted = waiter.future.done() and not waiter.future.cancelled()
+            if admitted and waiter.future.exception() is None and name is not None:
+                # It was admitted in the moment in which its client left.
+                self._num_running -= 1
+            if isinstance(error, TimeoutError):
+                waited = (
+                    f"{name or 'the end of all requests'} was not there within {self._options.wait_s:g} s"
+                )
+                raise self._refusal(waited) from None
+            raise
+        finally:
+            waiter.future.cancel()
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            self._advance()
+
+    def _refusal(self, why: str) -> ModelNotLoaded:
+        loaded = self._loader.loaded or "no model"
+        return ModelNotLoaded(f"{why}; {loaded} is loaded now", retry_after_s=min(30.0, self._options.wait_s))
+
+    def _advance(self) -> None:
+        """Do what can be done now: admit requests, change the model, or wait until it was idle for long."""
+        if self._changing is not None:
+            return
+        loaded = self._loader.loaded
+        self._waiting = [one for one in self._waiting if not one.future.done()]
+        if self._waiting and loaded is not None and self._waiting[0].name == loaded:
+            for waiter in [one for one in self._waiting if one.name == loaded]:
+                self._waiting.remove(waiter)
+                self._num_running += waiter.admit()
+        if self._num_running:
+            return
+        if self._waiting:
+            self._change(self._waiting[0].name)
+        elif loaded is not None and self._keep_s is not None and self._keep_s >= 0:
+            later = self._options.later or asyncio.get_running_loop().call_later
+            self._use += 1
+            use = self._use
+            later(self._keep_s, lambda: self._expire(use))
+
+    def _expire(self, use: int) -> None:
+        """Unload the model if nothing used it since."""
+        if use == self._use and not (self._num_running or self._waiting or self._changing):
+            self._change(None)
+
+    def _change(self, name: str | None) -> None:
+        self._use += 1
+        self._changing = asyncio.create_task(self._run_change(name))
+
+    async def _run_change(self, name: str | None) -> None:
+        error: ConvoyError | None = None
+        try:
+            if name is not None:
+                _log.info("loading model=%s in place of=%s", name, self._loader.loaded)
+                await anyio.to_thread.run_sync(self._loader.load, name, abandon_on_cancel=True)
+            elif self._loader.loaded is not None:
+                _log.info("unloading model=%s", self._loader.loaded)
+                await anyio.to_thread.run_sync(self._loader.unload, abandon_on_cancel=True)
+        except ConvoyError as failed:
+            _log.warning("%s could not be loaded: %s", name, failed.message)
+            error = failed
+        except Exception:  # noqa: BLE001 - logged whole, and those that wait must hear of it
+            _log.exception("%s could not be loaded", name)
+            text = f"{name} could not be loaded"
+            error = StageLost(text, public=text)
+        finally:
+            self._changing = None
+        for waiter in [one for one in self._waiting if one.name == name]:
+            if error is not None or name is None:
+                self._waiting.remove(waiter)
+                if error is None:
+                    waiter.admit()
+                else:
+                    waiter.fail(error)
+        self._advance()

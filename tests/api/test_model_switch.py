@@ -1,0 +1,278 @@
+"""Requests for several models of which one is loaded at a time: order, bounds, failures and idle times."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from convoy.api.body.keep_alive import read_keep_alive
+from convoy.api.model_switch import ModelSwitch, SwitchOptions
+from convoy.api.problem import answer_for, headers_for
+from convoy.api.refusals import ModelNotLoaded
+from convoy.errors import CapacityError, PeerLeft, RequestError
+from support.fake_loader import FakeLoader
+
+
+class FakeTimers:
+    """Call functions once their time has come, as a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now_s + seconds, len(self._timers), call))
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        while self._timers and self._timers[0][0] <= self.now_s:
+            heapq.heappop(self._timers)[2]()
+
+
+class Scene:
+    """Hold a switch over a fake loader, with the requests that have begun and not ended."""
+
+    def __init__(self, **options: Any) -> None:
+        self.loader, self.timers = FakeLoader(), FakeTimers()
+        self.switch = ModelSwitch(self.loader, SwitchOptions(later=self.timers.later, **options))
+        self.begun: list[str] = []
+
+    def request(
+        self, name: str, label: str = "", keep_alive_s: float | None = None
+    ) -> tuple[asyncio.Task[None], asyncio.Event]:
+        """Return a request that runs until its event is set."""
+        end = asyncio.Event()
+
+        async def run() -> None:
+            async with self.switch.hold(name, keep_alive_s):
+                assert self.loader.loaded == name
+                self.begun.append(label or name)
+                await end.wait()
+
+        return asyncio.create_task(run()), end
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not is_so():
+                await asyncio.sleep(0.001)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_requests_for_the_loaded_model_run_side_by_side() -> None:
+    async def test() -> None:
+        scene = Scene()
+        asked = [scene.request("a"), scene.request("a")]
+        await scene.until(lambda: scene.begun == ["a", "a"])
+        for task, end in asked:
+            end.set()
+            await task
+        assert scene.loader.done == []
+
+    run(test)
+
+
+def test_another_model_waits_for_the_running_answers_and_later_ones_wait_behind_it() -> None:
+    async def test() -> None:
+        scene = Scene()
+        first, ended = scene.request("a", "a1")
+        await scene.until(lambda: scene.begun == ["a1"])
+        others = [scene.request("b", "b1"), scene.request("a", "a2"), scene.request("b", "b2")]
+        await scene.until(lambda: scene.switch.num_waiting == 3)
+        assert scene.begun == ["a1"]
+        assert scene.loader.done == []
+        ended.set()
+        await first
+        # One change serves every request for the model.
+        await scene.until(lambda: scene.begun == ["a1", "b1", "b2"])
+        for _, end in others:
+            end.set()
+        await asyncio.gather(*(task for task, _ in others))
+        assert scene.begun == ["a1", "b1", "b2", "a2"]
+        assert scene.loader.done == ["b", "a"]
+
+    run(test)
+
+
+def test_what_does_not_fit_is_refused_while_the_other_model_runs_on() -> None:
+    async def test() -> None:
+        scene = Scene()
+        scene.loader.too_large.add("b")
+        first, ended = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        with pytest.raises(CapacityError, match="b does not fit"):
+            await scene.request("b")[0]
+        assert (scene.loader.loaded, scene.loader.done) == ("a", [])
+        ended.set()
+        await first
+
+    run(test)
+
+
+def test_one_request_too_many_and_one_that_waits_too_long_get_503_with_a_time() -> None:
+    async def test() -> None:
+        scene = Scene(max_waiting=1, wait_s=0.01)
+        first, ended = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        late = scene.request("b")[0]
+        await scene.until(lambda: scene.switch.num_waiting == 1)
+        with pytest.raises(ModelNotLoaded, match="1 requests wait") as many:
+            await scene.request("b")[0]
+        with pytest.raises(ModelNotLoaded, match="not there within"):
+            await late
+        assert answer_for(many.value).status == 503
+        assert int(headers_for(many.value)["retry-after"]) >= 1
+        # No request for it waits any more, so the loaded model serves at once.
+        second, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a", "a"])
+        for done in (ended, end):
+            done.set()
+        await asyncio.gather(first, second)
+        assert scene.loader.done == []
+
+    run(test)
+
+
+def test_a_client_that_leaves_while_it_waits_asks_for_no_change() -> None:
+    async def test() -> None:
+        scene = Scene()
+        first, ended = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        gone = scene.request("b")[0]
+        await scene.until(lambda: scene.switch.num_waiting == 1)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        ended.set()
+        await first
+        await scene.switch.load("a")
+        assert scene.loader.done == []
+
+    run(test)
+
+
+def test_a_load_that_fails_ends_its_requests_and_the_next_one_loads_again() -> None:
+    async def test() -> None:
+        scene = Scene()
+        scene.loader.failure = PeerLeft("beta left")
+        with pytest.raises(PeerLeft):
+            await scene.switch.load("b")
+        assert scene.loader.loaded is None
+        await scene.switch.load("a")
+        assert scene.loader.done == ["a"]
+
+    run(test)
+
+
+def test_an_idle_model_is_unloaded_after_its_time_and_loaded_by_the_next_request() -> None:
+    async def test() -> None:
+        scene = Scene(keep_alive_s=300.0)
+        scene.switch.begin()
+        scene.timers.pass_s(299)
+        await scene.switch.load("a")
+        # The use has begun the time anew.
+        scene.timers.pass_s(299)
+        await scene.switch.load("a")
+        assert scene.loader.done == []
+        scene.timers.pass_s(299)
+        scene.timers.pass_s(1)
+        await scene.until(lambda: scene.loader.done == [None])
+        await scene.switch.load("a")
+        assert scene.loader.done == [None, "a"]
+
+    run(test)
+
+
+def test_a_running_answer_keeps_its_model_whatever_the_time() -> None:
+    async def test() -> None:
+        scene = Scene(keep_alive_s=1.0)
+        scene.switch.begin()
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        scene.timers.pass_s(3600)
+        # It would wait for a change that had begun.
+        await scene.switch.load("a")
+        assert scene.loader.done == []
+        end.set()
+        await task
+
+    run(test)
+
+
+@pytest.mark.parametrize(("asked_s", "is_unloaded"), [(0.0, True), (-1.0, False)])
+def test_a_request_says_how_long_its_model_stays(*, asked_s: float, is_unloaded: bool) -> None:
+    async def test() -> None:
+        scene = Scene(keep_alive_s=10.0)
+        task, end = scene.request("a", keep_alive_s=asked_s)
+        end.set()
+        await task
+        scene.timers.pass_s(0 if is_unloaded else 3600)
+        # It waits for a change that has begun.
+        await scene.switch.load("a")
+        assert scene.loader.done == ([None, "a"] if is_unloaded else [])
+
+    run(test)
+
+
+def test_an_unload_waits_for_the_running_answers() -> None:
+    async def test() -> None:
+        scene = Scene()
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        unloading = asyncio.create_task(scene.switch.unload("a"))
+        await scene.until(lambda: scene.switch.num_waiting == 1)
+        assert scene.loader.done == []
+        end.set()
+        await asyncio.gather(task, unloading)
+        assert scene.loader.done == [None]
+
+    run(test)
+
+
+def test_a_request_that_comes_during_a_load_waits_for_it() -> None:
+    async def test() -> None:
+        scene = Scene()
+        scene.loader.gate.clear()
+        first, one = scene.request("b", "b1")
+        await scene.until(lambda: scene.loader.loaded is None)
+        second, two = scene.request("b", "b2")
+        await scene.until(lambda: scene.switch.num_waiting == 2)
+        scene.loader.gate.set()
+        await scene.until(lambda: scene.begun == ["b1", "b2"])
+        one.set()
+        two.set()
+        await asyncio.gather(first, second)
+        assert scene.loader.done == ["b"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (0, 0),
+        ("0", 0),
+        (90, 90),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("-1s", -1),
+        (-5, -1),
+        ("1.5s", 1.5),
+    ],
+)
+def test_keep_alive_is_read_as_seconds_or_a_duration(
+    given: float | str | None, seconds: float | None
+) -> None:
+    assert read_keep_alive(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["soon", "5 m", "", "m", float("nan"), "1" * 400])
+def test_another_keep_alive_is_refused(given: float | str) -> None:
+    with pytest.raises(RequestError, match="keep_alive"):
+        read_keep_alive(given)
