@@ -20,6 +20,9 @@ from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import PageOptions, ServeOptions
 from convoy.api.page.invitations import InvitationQuestion, OpenQuestion, asked_on_page
 from convoy.api.page.tokens import OpenTokens, Scope
+from convoy.cluster.model_loader import KnownModel
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.text.tokens import Tokenizer
 from convoy.sdk.head import service_of
 from page.conftest import WIDE, Open
 from support.fake_service import FakeEngine, serving, serving_of
@@ -203,6 +206,35 @@ def test_an_invitation_is_confirmed_by_a_session_and_refused_to_a_key(
     assert operator.evaluate("window.ran") is None
     expect(viewer.get_by_role("heading", name="beta")).to_be_visible()
     assert viewer.get_by_role("region", name="Invitations").count() == 0
+
+
+def test_models_are_loaded_by_an_operator_and_named_in_the_chat(tmp_path: Path, open_page: Open) -> None:
+    source = ModelSource.resolve("demo-mini")
+    other = KnownModel("other", source, Tokenizer(source))
+    with survival(2) as real:
+        service = service_of(real.cluster, also=[other])
+        tokens = OpenTokens(tmp_path / "open")
+        with serving_of(service, ServeOptions(port=0, page=PageOptions(tokens=tokens.folder))) as (url, _):
+            head = Head(url, tokens)
+            viewer, operator = open_page(head.signed_in("view")), open_page(head.signed_in())
+            shown = [page.get_by_role("region", name="Models") for page in (viewer, operator)]
+            for models in shown:
+                expect(models.get_by_role("listitem")).to_have_text(
+                    [re.compile("demo.*loaded"), re.compile("other.*not loaded")]
+                )
+            expect(shown[0].get_by_role("button")).to_have_count(0)
+            shown[1].get_by_role("button", name="Load other").click()
+            expect(shown[0].locator("li[data-state=loaded]")).to_contain_text("other", timeout=WAIT_S * 1000)
+            assert serious(operator) == []
+            shown[1].get_by_role("button", name="Unload other").click()
+            expect(shown[0].locator("li[data-state=unloaded]")).to_have_count(2, timeout=WAIT_S * 1000)
+            viewer.get_by_role("link", name="Chat").click()
+            viewer.get_by_label("Model").select_option("other")
+            viewer.get_by_label("Message", exact=True).fill("2+2")
+            viewer.get_by_role("button", name="Send").click()
+            expect(viewer.locator(".turn .quiet-text").last).to_contain_text("token", timeout=WAIT_S * 1000)
+            viewer.get_by_role("link", name="Cluster").click()
+            expect(shown[0].locator("li[data-state=loaded]")).to_contain_text("other")
 
 
 def test_a_status_that_ends_before_the_page_has_signed_out_hides_no_sign_in(

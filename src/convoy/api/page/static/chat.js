@@ -35,10 +35,16 @@ function Turn({ turn, running }) {
   </li>`;
 }
 
-function Settings({ settings, set, models, keeps, onKeep }) {
+function ModelPicker({ chosen, set, models, states }) {
+  if (models.length < 2) return html`<span class="quiet-text">${chosen}</span>`;
+  const state = Object.fromEntries(states.map((one) => [one.name, one.state]));
+  return html`<label class="picker">Model <select value=${chosen} onChange=${(e) => set(e.target.value)}>
+    ${models.map(({ id }) => html`<option key=${id} value=${id}>${id}${state[id] && state[id] !== "loaded" ? ` (${state[id]})` : ""}</option>`)}</select></label>`;
+}
+
+function Settings({ settings, set, keeps, onKeep }) {
   const field = (name, label, rest) => html`<label>${label}<input value=${settings[name]} onInput=${(e) => set({ ...settings, [name]: e.target.value })} ...${rest} /></label>`;
   return html`<details class="settings-of-chat"><summary>Settings</summary><div class="card">
-    ${models.length > 1 && html`<label>Model<select value=${settings.model} onChange=${(e) => set({ ...settings, model: e.target.value })}>${models.map((m) => html`<option key=${m.id}>${m.id}</option>`)}</select></label>`}
     ${field("temperature", "Temperature", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's own" })}
     ${field("max_tokens", "Most tokens", { type: "number", min: 1, step: 1, placeholder: "as many as fit" })}
     ${field("seed", "Seed", { type: "number", step: 1, placeholder: "a new one each time" })}
@@ -47,7 +53,7 @@ function Settings({ settings, set, models, keeps, onKeep }) {
   </div></details>`;
 }
 
-export function Chat({ apiKey, needsKey, onKey, models }) {
+export function Chat({ apiKey, needsKey, onKey, models, states }) {
   const [turns, setTurns] = useState(readTurns);
   const [keeps, setKeeps] = useState(keepsNow);
   const [unkept, setUnkept] = useState("");
@@ -56,6 +62,8 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
   const [aborting, setAborting] = useState(null);
   const [key, setKey] = useState("");
   const end = useRef(null);
+  // Until one is chosen, the model that is loaded answers soonest.
+  const chosen = settings.model || states.find((one) => one.state === "loaded")?.name || models[0]?.id;
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns]);
 
   const answer = async (asked) => {
@@ -68,7 +76,7 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
     show();
     const numbers = Object.fromEntries(["temperature", "max_tokens", "seed"].filter((name) => settings[name] !== "").map((name) => [name, Number(settings[name])]));
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-    const body = { model: settings.model || models[0]?.id, messages: [...system, ...sent(asked)], ...numbers };
+    const body = { model: chosen, messages: [...system, ...sent(asked)], ...numbers };
     try {
       for await (const chunk of streamChat(apiKey, body, stopping.signal)) {
         const delta = chunk.choices[0]?.delta;
@@ -108,7 +116,7 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
       <label>API key for chat <input type="password" autocomplete="off" value=${key} onInput=${(e) => setKey(e.target.value)} /></label> <button disabled=${!key.trim()}>Use it</button></form>`;
   }
   return html`<div class="chat">
-    <div class="row"><h1>Chat</h1><span class="quiet-text">${settings.model || models[0]?.id}</span>
+    <div class="row"><h1>Chat</h1><${ModelPicker} chosen=${chosen} set=${(model) => setSettings({ ...settings, model })} models=${models} states=${states} />
       ${turns.length > 0 && !aborting && html`<button class="quiet" onClick=${forget}>New conversation</button>`}</div>
     ${turns.length === 0 && html`<p class="quiet-text">${keeps ? "The conversation is kept in this browser alone, until you begin a new one." : "The conversation is in this page's memory alone, and ends with it."}</p>`}
     ${unkept && html`<p class="notice bad" role="alert">${unkept}</p>`}
@@ -122,6 +130,6 @@ export function Chat({ apiKey, needsKey, onKey, models }) {
         ${!aborting && turns.at(-1)?.role === "assistant" && html`<button type="button" class="quiet" onClick=${again}>Ask again</button>`}
       </div>
     </form>
-    <${Settings} settings=${settings} set=${setSettings} models=${models} keeps=${keeps} onKeep=${onKeep} />
+    <${Settings} settings=${settings} set=${setSettings} keeps=${keeps} onKeep=${onKeep} />
   </div>`;
 }

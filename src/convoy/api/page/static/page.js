@@ -4,6 +4,7 @@ import { RETRY_MS, about, beginSession, endAllSessions, endSession, readModels, 
 import { Cluster } from "./cluster.js";
 import { Requests, History } from "./requests.js";
 import { Invitations } from "./invitations.js";
+import { Models } from "./models.js";
 import { Connect } from "./connect.js";
 import { Chat } from "./chat.js";
 
@@ -115,10 +116,11 @@ function Page() {
       ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
       ${notice && html`<p class="notice bad" role="alert">${notice}</p>`}
       ${rights?.scope === "operate" && html`<${Invitations} />`}
+      ${view === "cluster" && status?.models?.length > 0 && html`<${Models} states=${status.models} operates=${rights?.scope === "operate"} />`}
       ${view !== "chat" && (status
         ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
         : !notice && html`<p class="quiet-text">Asking the head …</p>`)}
-      <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} models=${models} /></div>
+      <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} models=${models} states=${status?.models ?? []} /></div>
     </main>`;
 }
 

@@ -34,6 +34,8 @@ export const beginSession = (token) => send("/page/session", { token });
 export const readInvitations = async () => (await (await ask("/page/invitations")).json()).invitations;
 export const answerInvitation = ({ id, code }, approves) => send("/page/invitations", { id, code, approves });
 
+export const changeModel = (name, loaded) => send("/page/models", { name, loaded });
+
 // Yield the data of each server-sent event.
 async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
