@@ -179,6 +179,11 @@ def test_the_page_of_the_head_answers_in_place_of_the_terminal(tmp_path: Path, a
         [question] = questions.pending()
         assert (question.name, question.code) == (asked["name"], asked["code"])
         assert question.fingerprint == asked["identity_key"]
+        [record] = (tmp_path / "cache/convoy/running").glob("*/process.json")
+        listed = json.loads(record.read_bytes())
+        # `convoy ps` lists it.
+        assert (listed["verb"], listed["name"]) == ("invite", "alpha")
+        assert listed["state"] == f"waits for an answer: is {question.code} the code of {question.name}?"
         questions.answer(question.id, question.code, approves=approves)
         operator.wait(30)
         said, noted = operator.communicate(timeout=30)

@@ -44,6 +44,10 @@ def test_help_fits_a_screen(tmp_path: Path) -> None:
         (["chat", "--temperature", "9", "hi"], "'9' for '--temperature': expected at most 2"),
         (["serve", "demo", "--max-batch", "0"], "'0' for '--max-batch': expected at least 1"),
         (["chat", "--temperature", "x", "hi"], "'x' for '--temperature': expected a number"),
+        (
+            ["--log-level", "nope", "status"],
+            "'nope' for '--log-level': expected debug, info, warning, error",
+        ),
         # A prompt or a key in the place of a number is not repeated.
         (["chat", "--temperature", "hi there"], "for '--temperature': expected a number"),
         (["chat", "--temperature", "convoy-" + 32 * "0"], "for '--temperature': expected a number"),
@@ -54,6 +58,24 @@ def test_a_bad_number_is_refused_in_our_words(
 ) -> None:
     assert main.run(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: invalid value {reason}\nhint: see `convoy ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--members", "99"], "--members is 99, expected 1 to 64"),
+        (["--kernel", "nope"], "--kernel is nope, expected auto, "),
+        (["--port", "PORT"], "port PORT on 127.0.0.1 is taken"),
+    ],
+)
+def test_wrong_flags_of_run_are_told_before_the_model_is_looked_for(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = [port if word == "PORT" else word for word in flags]
+        assert main.run(["run", "no/such-model", *given]) != 0
+    assert capsys.readouterr().err.startswith(f"error: {reason.replace('PORT', port)}")
 
 
 @pytest.mark.parametrize("group", GROUPS)

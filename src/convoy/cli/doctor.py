@@ -15,6 +15,7 @@ from convoy.cli.checks.doctor_subject import DoctorSubject
 from convoy.cli.operator.home import config_file
 from convoy.cli.show.exit_codes import EXIT_FAILURE
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
+from convoy.cli.show.progress import said_if_slow
 from convoy.config.files import default_cache
 from convoy.config.settings import Config
 from convoy.sdk.endpoint import head_answers
@@ -44,7 +45,9 @@ def doctor(
     for check in _checks(config_file(config)):
         if check.wait is not None and not as_json:
             print_note(check.wait)
-        for finding in examine(check):
+        with said_if_slow(f"checking {check.name} ...", quiet=as_json or check.wait is not None):
+            found = examine(check)
+        for finding in found:
             told.append((check.name, finding))
             if not as_json:
                 _print(check.name, finding)
@@ -62,11 +65,13 @@ def doctor(
 
 
 def findings_of(path: Path | None) -> Iterator[tuple[str, Finding]]:
-    """Yield each finding with the name of its check, as they come."""
+    """Yield each finding with the name of its check, as they come. Name a check that takes long."""
     from convoy.cluster.checkup.finding import examine
 
     for check in _checks(path):
-        for finding in examine(check):
+        with said_if_slow(check.wait or f"checking {check.name} ..."):
+            found = examine(check)
+        for finding in found:
             yield check.name, finding
 
 

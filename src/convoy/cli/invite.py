@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,6 +27,7 @@ from convoy.cli.operator.files import OperatorFiles
 from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.running.process import announced
 from convoy.cli.show.output import one_line, print_json_line, print_note
 from convoy.config.files import invitation_folder, replace_file
 from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
@@ -103,14 +104,23 @@ def invite(
         )
     files = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
     screen = _Screen(as_json, auto_approve, out, within_serve=ends_with is not None)
-    with files.in_use():
-        _invite(files, screen, address, port, minutes)
+    verb = "invite" if ends_with is None else "serve --invite"
+    own_name = files.settings.cluster.name or "-"
+    with files.in_use(), announced(verb, own_name, files.roster_file.parent) as here:
+        here.say("waits for a machine with its invitation")
+        _invite(files, screen, address, port, minutes, here.say)
 
 
 def _invite(
-    files: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+    files: OperatorFiles,
+    screen: _Screen,
+    address: list[str] | None,
+    port: int | None,
+    minutes: int,
+    say: Callable[[str], None],
 ) -> None:
     token, newcomer = _meet(files, screen, address, port, minutes)
+    say(f"waits for an answer: is {newcomer.code} the code of {newcomer.card.name}?")
     consumption = files.consumption(token)
     who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
     # From here on the token is used up, whatever the operator answers.

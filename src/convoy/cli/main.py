@@ -48,6 +48,7 @@ _EXTRAS = {
 }
 # The option parser's words for a value, with a reason that may follow, and ours.
 _BAD_VALUE = re.compile(r"Input should be (.+? to(?= )|.+?)((?: -?[\d.]+)?)(?:, unable to .+)?$")
+_BAD_CHOICE = re.compile(r"Value error, '.*' is not one of (.+)$")
 # The option parser's words for a verb without its model.
 _NO_MODEL = "Missing argument 'model'"
 # The option parser's suggestion of verbs, the nearest first.
@@ -263,6 +264,7 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
 
 def _expected(text: str) -> str:
     """Return a message about a value with our words in place of the option parser's."""
+    text = _BAD_CHOICE.sub(lambda found: f"expected {found[1].replace(chr(39), '')}", text)
     return _BAD_VALUE.sub(lambda found: f"expected {_KINDS.get(found[1], found[1])}{found[2]}", text)
 
 

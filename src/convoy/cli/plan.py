@@ -15,6 +15,7 @@ from convoy.cli.flags.table import option
 from convoy.cli.local.members import LayersFlag, parse_members
 from convoy.cli.operator.home import config_file
 from convoy.cli.show.output import JsonFlag, print_json, print_note
+from convoy.cli.show.progress import counting_bar
 from convoy.config.settings import load_config, override
 from convoy.sdk.planning.fit import find_fits
 from convoy.sdk.planning.planning import PlanQuestion, make_plan
@@ -100,7 +101,8 @@ def plan(
         kernel_from=kernel_asked_by(kernel, quantize, compute, settings.model.compute),
     )
     if fit:
-        fits = find_fits(question)
+        with counting_bar("measuring and planning models", quiet=as_json) as tell:
+            fits = find_fits(question, tell)
         print_json(fits) if as_json else print_fits(fits)
         return
     found = make_plan(question)

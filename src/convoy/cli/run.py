@@ -9,17 +9,18 @@ import typer
 
 from convoy.cli.flags.device import DeviceFlag
 from convoy.cli.flags.quantize import ComputeFlag, QuantizeFlag, kernel_for
-from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.flags.steps import check_choice, with_step_flags
 from convoy.cli.local.members import LayersFlag
 from convoy.cli.local.pin import PinFlag, pinned, share_cores
 from convoy.cli.running.hub import local_model
-from convoy.cli.serve import Shown, serve_cluster, start_cluster
+from convoy.cli.serve import Shown, check_port, serve_cluster, start_cluster
 from convoy.cli.show.output import JsonFlag, VerboseFlag, counted, print_json, print_note
 from convoy.config.kernels import host_kernels_text
 from convoy.config.settings import Config, override
 from convoy.config.table import ServeConfig
 from convoy.errors import ConvoyError, UsageError
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
+from convoy.sdk.names import local_names
 from convoy.sdk.options import serve_options
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def run(
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
+    http = ServeConfig(**listens)
+    served = _check_early(members, kernel, http if prompt is None else None)
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
     options = LocalOptions(
@@ -71,19 +74,32 @@ def run(
     )
     cores = share_cores(members) if pin else None
     options = replace(options, device=device or "auto", cores=cores, sharing=sharing, note=print_note)
-    http = ServeConfig(**listens)
     asked: GenerationRequest | ServeOptions
-    if prompt is None:
-        asked = serve_options(Config(serve=http))
-        asked.check()
+    if served is not None:
+        asked = served
     else:
-        asked = PromptRun(prompt, raw, max_tokens, temperature, seed).request(source)
+        asked = PromptRun(prompt or "", raw, max_tokens, temperature, seed).request(source)
     # Errors in the options come before any process starts.
     options.check(source.spec)
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = override(local.config(local.head), serve=http)
         _serve_or_answer(local, settings, model, asked, Shown(as_json=as_json, verbose=verbose, verb="run"))
+
+
+def _check_early(num_members: int, kernel: str, http: ServeConfig | None) -> ServeOptions | None:
+    """Return the options of the server, or None for no ``http``.
+
+    Raises the errors of flags before a download, and before PyTorch is loaded.
+    """
+    local_names(num_members)
+    check_choice("model", "kernel", kernel)
+    if http is None:
+        return None
+    options = serve_options(Config(serve=http))
+    options.check()
+    check_port(options)
+    return options
 
 
 def _serve_or_answer(

@@ -32,7 +32,7 @@ class RosterWatch:
         self,
         path: Path,
         membership: Membership,
-        tell: Callable[[str], None] = lambda _text: None,
+        tell: Callable[[str], None] = _log.warning,
         *,
         judged: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +85,6 @@ class RosterWatch:
         if self._refused == (refused := f"{mark} {type(error).__name__}"):
             return
         self._refused = refused
-        _log.warning("%s was not adopted: %s", self._path, error.message)
         self._tell(f"{self._path} was not adopted: {error.message}")
 
     def _run(self) -> None:

@@ -32,6 +32,7 @@ def stage(name: str, *, head: bool) -> StageStatus:
     )
 
 
+BUSY = ["programs use 90% of this machine's cores: figures may be too low"]
 STATUS = ClusterStatus(
     model="demo [red]",
     ready=True,
@@ -49,7 +50,7 @@ STATUS = ClusterStatus(
     generated_tokens=50,
     ring_s=0.004,
     absent=["gamma"],
-    forecast=Forecast(512, PlanForecast(), [], 24 * 10**9, PlanForecast(refused="it has no disk")),
+    forecast=Forecast(512, PlanForecast(), [], 24 * 10**9, PlanForecast(refused="it has no disk"), BUSY),
     step_path=StepPath(
         1, 0.01, [StepPart("alpha", 0.0, 0.0, 0.004, 0.001), StepPart("beta", 0.005, 0, 0, 0)]
     ),
@@ -74,6 +75,21 @@ def test_one_picture_is_printed_where_the_output_is_no_terminal(
     assert "last step 10.00 ms: wire 50 %, wait 0 %, compute 40 %, seal 10 %" in said
     assert "absent: gamma (dialled until there)" in said
     assert "with one more machine of 24.0 GB: the model does not fit: it has no disk\n" in said
+
+
+def test_a_narrow_terminal_gets_the_columns_that_fit_and_every_member(tmp_path: Path) -> None:
+    with serving_of(Service((), lambda: (True, ""), lambda: STATUS)) as (url, _):
+        said = run_here(["top", "--url", url], tmp_path, environment={"COLUMNS": "80"}).stdout
+    lines = said.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("member"))
+    table = lines[first : next(number for number, line in enumerate(lines) if line.startswith("last step"))]
+    assert {"member", "alpha", "beta"} <= {line.split(" ")[0] for line in table}
+    assert max(map(len, table)) <= 80
+    assert "round trip" in table[0]
+    assert "AES-256-GCM" not in said
+    assert "assumed: programs use 90% of this machine's cores: figures may be too low" in said.replace(
+        "\n", " "
+    )
 
 
 def test_rates_are_those_between_two_moments_and_zero_after_a_new_start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 # The server sends a heartbeat every 5 s.
 _SILENT_S = 15.0
 _RETRY_S = 1.0
-_COLUMNS = ("member", "layers", "device", "weights", "K/V", "free", "link", "keys", "round trip", "sealed")
+_COLUMNS = (
+    *("member", "layers", "device", "weights", "K/V", "free", "link", "keys", "round trip", "sealed"),
+    *("reads prompts", "level"),
+)
+# The columns for a terminal that has no room for all of them.
+_FEW_COLUMNS = ("member", "layers", "weights", "K/V", "free", "round trip", "reads prompts")
+_WIDE = 130
 _KINDS = ("wire", "wait", "compute", "seal")
 
 
@@ -46,11 +52,12 @@ def top(
     endpoint = Endpoint.of(url, client_key(api_key_file), ca, _SILENT_S)
     first, console = cluster_status(endpoint), Console()
     if once or not sys.stdout.isatty():
-        console.print(picture(first))
+        console.print(picture(first, width=console.width))
         return
     try:
-        with Live(picture(first), console=console, screen=True, auto_refresh=False) as live:
-            for shown in _pictures(endpoint, Moment(first, time.monotonic())):
+        drawn = picture(first, width=console.width)
+        with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
+            for shown in _pictures(endpoint, Moment(first, time.monotonic()), lambda: console.width):
                 live.update(shown if not isinstance(shown, str) else Text(shown, "bold red"), refresh=True)
     except KeyboardInterrupt:
         return
@@ -72,7 +79,7 @@ class Moment:
         return generated / passed_s, (self.status.prompt_tokens - since.status.prompt_tokens) / passed_s
 
 
-def _pictures(endpoint: Endpoint, last: Moment) -> Iterator[RenderableType | str]:
+def _pictures(endpoint: Endpoint, last: Moment, width: Callable[[], int]) -> Iterator[RenderableType | str]:
     """Yield a picture for each status, and a sentence whenever the head is gone. Never ends by itself."""
     while True:
         try:
@@ -81,22 +88,29 @@ def _pictures(endpoint: Endpoint, last: Moment) -> Iterator[RenderableType | str
                     yield f"the head cannot say its status now ({one_line(str(event['failed'])[:200])})"
                     continue
                 now = Moment(status_of(endpoint, event), time.monotonic())
-                yield picture(now.status, now.rates(last))
+                yield picture(now.status, now.rates(last), width())
                 last = now
         except PeerUnreachable as error:
             yield f"{one_line(error.message)}; trying again (Ctrl-C ends)"
         time.sleep(_RETRY_S)
 
 
-def picture(status: ClusterStatus, rates: tuple[float, float] = (0.0, 0.0)) -> RenderableType:
-    """Return the whole picture. Texts of members are shown as they are, without markup."""
+def picture(
+    status: ClusterStatus, rates: tuple[float, float] = (0.0, 0.0), width: int = _WIDE
+) -> RenderableType:
+    """Return the whole picture. Texts of members are shown as they are, without markup.
+
+    On fewer than ``_WIDE`` columns the table has the most important ones alone.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*_COLUMNS, "reads prompts", "level", box=None, pad_edge=False, header_style="bold")
+    columns = _COLUMNS if width >= _WIDE else _FEW_COLUMNS
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for stage in status.stages:
-        table.add_row(*(Text(cell) for cell in _cells(stage)))
+        cells = dict(zip(_COLUMNS, _cells(stage), strict=True))
+        table.add_row(*(Text(cells[name]) for name in columns))
     state = Text.assemble(
         (status.model, "bold"),
         "  ",

@@ -151,7 +151,10 @@ def forecast_lines(status: ClusterStatus) -> list[str]:
     plans = [(f"if {one.member} is lost", one.plan) for one in forecast.losses]
     plans.append((f"with one more machine of {format_bytes(forecast.added_bytes)}", forecast.added))
     told = [f"one request alone: predicted {rate}, measured {measured}{limit}"]
-    return [one_line(line) for line in told + [f"{when}: {_plan_text(plan)}" for when, plan in plans]]
+    told += [f"{when}: {_plan_text(plan)}" for when, plan in plans]
+    if forecast.assumed:
+        told.append(f"assumed: {'; '.join(forecast.assumed)}")
+    return [one_line(line) for line in told]
 
 
 def _plan_text(plan: PlanForecast) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,19 @@ class StartLines:
         if progress.stage in STARTING and (phase != progress.stage or now_s - said_s >= _LINE_EVERY_S):
             self._said[member] = progress.stage, now_s
             print_note(f"{member} {STARTING[progress.stage]}: {progress.loaded_bytes} s so far")
+
+
+@contextmanager
+def said_if_slow(text: str, *, quiet: bool = False, after_s: float = _FIRST_LINE_S) -> Iterator[None]:
+    """Print ``text`` if the block takes longer than ``after_s``. Nothing is printed if ``quiet``."""
+    timer = threading.Timer(after_s, print_note, (text,))
+    timer.daemon = True
+    if not quiet:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # Takes the number of things that are done, the number of all, and the thing that comes next.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,10 +100,11 @@ def shapes() -> Iterator[PublishedModel]:
         yield PublishedModel(row["source"], source, row.get("choice", False))
 
 
-def find_fits(question: PlanQuestion) -> FitReport:
+def find_fits(question: PlanQuestion, tell: Callable[[int, int, str], object] = lambda *_: None) -> FitReport:
     """Return which shapes fit the members of a question, which names no model.
 
-    Each is planned in every form, as `make_plan` would. Raises UsageError for flags about one model.
+    Each is planned in every form, as `make_plan` would. ``tell`` gets the number done, the number of all, and
+    the next one. Raises UsageError for flags about one model.
     """
     if question.model is not None:
         raise UsageError(
@@ -116,7 +117,14 @@ def find_fits(question: PlanQuestion) -> FitReport:
             hint=f"leave out {'--layers' if question.layers else question.kernel_from}",
         )
     members = question.find_members()
-    return fit_shapes(question, members, question.measurements(members), shapes())
+    measured, listed = question.measurements(members), list(shapes())
+
+    def told() -> Iterator[PublishedModel]:
+        for number, shape in enumerate(listed):
+            tell(number, len(listed), shape.repo)
+            yield shape
+
+    return fit_shapes(question, members, measured, told())
 
 
 def fit_shapes(
