@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from convoy.model.kernels.stored.linear import StoredLinear
+from convoy.model.kernels.stored.linear import StoredLinear, exact_available
 from convoy.model.kernels.stored.matrix import StoredMatrix
+from convoy.model.kernels.stored.packed import is_packed_block
 from convoy.model.kernels.stored.weights import own_memory
 
 
@@ -19,14 +20,26 @@ class StoredEmbedding(nn.Module):
     def __init__(self, matrix: StoredMatrix) -> None:
         """Store ``matrix``."""
         super().__init__()
-        self.matrix = matrix
+        self.matrix: StoredMatrix | None = matrix
         self._row_values = matrix.row_values
         self.num_bytes = matrix.num_bytes
         self.num_embeddings, self.embedding_dim = matrix.shape
 
     def own_memory(self) -> None:
-        """Copy the matrix, which may lie in a mapped file."""
-        self.matrix = own_memory(self.matrix)
+        """Copy the matrix, which may lie in a mapped file.
+
+        Blocks of ggml are packed for compiled code: their package takes as long for the row of one token as
+        many layers do.
+        """
+        matrix = self.matrix
+        assert matrix is not None, "it is copied once"
+        if all(map(is_packed_block, matrix.ranges)) and exact_available():
+            linear = StoredLinear(matrix, None)
+            self._row_values, self.num_bytes = linear.row_values, linear.weight_bytes
+            # The mapped file is not needed any more.
+            self.matrix = None
+            return
+        self.matrix = own_memory(matrix)
         self._row_values = self.matrix.row_values
 
     def share(self, linear: StoredLinear) -> None:

@@ -165,6 +165,8 @@ class StoredLinear(PackedLinear):
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, float32 [n, in_features], for int64 ``ids`` [n]."""
+        if len(self._parts) == 1:
+            return self._parts[0].held.values(ids)
         found = torch.empty(len(ids), self.in_features)
         for part in self._parts:
             own = ((ids >= part.first) & (ids < part.first + part.held.outputs)).nonzero().flatten()

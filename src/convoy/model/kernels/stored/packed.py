@@ -259,6 +259,12 @@ def fused_kind(one: StoredRange) -> tuple[str, int] | None:
     return None if packing is None else (packing.kind, _group(one, packing))
 
 
+def is_packed_block(whole: StoredRange | DeferredRange) -> bool:
+    """Return whether a range has blocks of ggml that a kernel unpacks in registers."""
+    packing = _fused_packing(whole) if isinstance(whole, StoredRange) else None
+    return packing is not None and packing.blocks is not None
+
+
 def float_library() -> NativeLibrary | None:
     """Return the first library here whose kernel of float32 adds in the written order, or None."""
     return next(filter(floats_hold, native_libraries()), None)
