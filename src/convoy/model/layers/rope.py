@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from convoy.model.kernels.native.batch import spread as native_spread
 
 # 64 positions of at most 512 rotary dimensions stay below ATen's threading grain of 32,768 elements.
 _BLOCK = 64
@@ -23,8 +24,8 @@ _BLOCK = 64
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class HeadSpread:
+# Tuples, because each step looks rotations up by them, and a dataclass is hashed in Python.
+class HeadSpread(NamedTuple):
     """Describe the heads over which a rotation is laid out, so that one operation covers q, k and v."""
 
     num_heads: int
@@ -33,8 +34,7 @@ class HeadSpread:
     scaling: float  # of the scores, applied to q
 
 
-@dataclass(frozen=True)
-class RopeUse:
+class RopeUse(NamedTuple):
     """Name the rotation of a layer, and its form."""
 
     # None: all layers have the same rotation.
@@ -140,7 +140,10 @@ class Rotations:
             table = RopeTable(self._rotary, self._max_context, use.layer_type, self._computed)
             self._tables[use.layer_type] = table
         rotation = table.look_up(positions, last)
-        return rotation if use.spread is None else spread_over_heads(*table.both_halves(rotation), use.spread)
+        if use.spread is None:
+            return rotation
+        both = table.both_halves(rotation)
+        return native_spread(*both, use.spread) or spread_over_heads(*both, use.spread)
 
 
 def spread_over_heads(cos: torch.Tensor, sin: torch.Tensor, spread: HeadSpread) -> Rotation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class LayerDescription:
             *(self.hidden, self.between, self.rotation, form.parallel),
             *(scale, float(getattr(layer, "residual_multiplier", 1.0)), cap or 0.0),
         )
+        self.pointer = ctypes.pointer(self.struct)
         # Kept alive with everything below it.
         self.layer = layer
         kinds = tuple((norm.kind, norm.size, norm.step) for norm in (*norms, *heads))

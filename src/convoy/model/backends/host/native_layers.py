@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.rope import Rotation
 
 Batch = Mapping[int, LayerBatch | Any]
+_FLOAT = 4
 
 
 class NativeLayers:
@@ -82,7 +84,7 @@ class NativeLayers:
             stretch = [step.run_of(self._layers[number], batch[number], rotations[number]) for number in some]
             done = done and (self._run_in_calls(stretch, step) if has_experts else self._run_whole(stretch))
         if not done:
-            raise MemoryError(f"there is no memory for {len(x)} rows of 8 bits")
+            raise MemoryError(f"there is no memory for {x.shape[0]} rows of 8 bits")
         # Forward hooks count a layer's runs, so they are called for compiled layers too.
         for number in numbers:
             layer = self._layers[number].layer
@@ -93,21 +95,18 @@ class NativeLayers:
     def _run_whole(self, stretch: Sequence[_Run]) -> bool:
         """Run layers in one call. Return False where there is no memory."""
         runs = (LayerRunStruct * len(stretch))(
-            *(
-                LayerRunStruct(ctypes.pointer(layer.struct), ctypes.pointer(work.struct), pool)
-                for layer, work, pool in stretch
-            )
+            *(LayerRunStruct(layer.pointer, work.pointer, pool) for layer, work, pool in stretch)
         )
         return bool(self._library.convoy_layers(runs, len(runs)))
 
     def _run_in_calls(self, stretch: Sequence[_Run], step: _Step) -> bool:
         """Run layers with experts. Return False where there is no memory."""
         for layer, work, pool in stretch:
-            if not self._library.convoy_layer_begin(layer.struct, work.struct, pool):
+            if not self._library.convoy_layer_begin(layer.pointer, work.pointer, pool):
                 return False
             rows = pad_rows(step.normed) if layer.pads_rows else step.normed
-            step.made.copy_(layer.run_elsewhere(rows)[: len(step.x)])
-            self._library.convoy_layer_end(layer.struct, work.struct)
+            step.made.copy_(layer.run_elsewhere(rows)[: step.x.shape[0]])
+            self._library.convoy_layer_end(layer.pointer, work.pointer)
         return True
 
 
@@ -115,10 +114,16 @@ class _Step:
     """Hold the memory of a step, and the structs that tell compiled code where it lies."""
 
     def __init__(self, x: torch.Tensor, between: int) -> None:
-        rows = len(x)
+        rows, hidden = x.shape
         self.x = x.clone(memory_format=torch.contiguous_format)
-        self.normed, self.made = torch.empty_like(self.x), torch.empty_like(self.x)
-        self._both, self._raised = torch.empty(rows, 2 * between), torch.empty(rows * between)
+        # In one piece, as each call of torch takes some microseconds.
+        own = torch.empty(rows * (2 * hidden + 3 * between))
+        self.normed, self.made = own[: 2 * rows * hidden].view(2, rows, hidden).unbind()
+        both = own.data_ptr() + _FLOAT * 2 * rows * hidden
+        self.places = (self.x.data_ptr(), self.normed.data_ptr(), self.made.data_ptr())
+        self.last_places = (both, both + _FLOAT * 2 * rows * between)
+        # Kept alive: the structs have only addresses.
+        self.held = own
         # By group and rotation, because layers that share both can share their working memory.
         self._works: dict[tuple[int, int, bool], _Work] = {}
 
@@ -132,20 +137,15 @@ class _Step:
             self._works[key] = _Work(self, layer, group, rotation)
         return layer, self._works[key], batch.pool.address
 
-    @property
-    def shared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the memory of all layers, before and behind that of a group."""
-        return [self.x, self.normed, self.made], [self._both, self._raised]
-
 
 class _Work:
     """Hold the working memory of the layers of one cache group and rotation."""
 
     def __init__(self, step: _Step, layer: LayerDescription, group: NativeGroup, rotation: Rotation) -> None:
-        shape, rows = group.shape, len(step.x)
-        cos, sin = (part if layer.is_spread else part[0].contiguous() for part in rotation)
+        shape, rows = group.shape, step.x.shape[0]
+        cos, sin = rotation if layer.is_spread else (part[0].contiguous() for part in rotation)
         rotary_dim = layer.rotary_dim(cos)
-        heads = torch.empty(rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        heads = (rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         if layer.is_spread:
             group.check(heads, cos, sin, rotary_dim)
         elif cos.shape != sin.shape or len(cos) < group.num_tokens or rotary_dim > shape.head_dim:
@@ -153,23 +153,24 @@ class _Work:
                 f"rotations come as {list(cos.shape)}, expected {group.num_tokens} rows of at most "
                 f"{shape.head_dim}"
             )
-        turned = torch.empty_like(heads)
-        mixed = torch.empty(rows, shape.num_heads * shape.head_dim)
-        num_scores = group.num_scores
         num_sinks = sum(chunk.num_tiles for chunk in group.chunks) * shape.group if layer.has_sinks else 0
-        shares = torch.empty(num_scores + num_sinks)
-        first, last = step.shared
+        sizes = (
+            *(math.prod(heads), math.prod(heads), rows * shape.num_heads * shape.head_dim),
+            *(group.num_scores, num_sinks),
+        )
+        own = torch.empty(sum(sizes))
+        first = own.data_ptr()
+        turned, mixed, shares, sunk = (first + _FLOAT * end for end in itertools.accumulate(sizes[:-1]))
         chunks = (ChunkStruct * len(group.chunks))(*group.chunks)
-        tensors = [*first, heads, turned, mixed, *last]
-        self.struct = WorkStruct(
-            *(tensor.data_ptr() for tensor in tensors),
-            *(shares.data_ptr(), shares.data_ptr() + 4 * num_scores),
+        struct = WorkStruct(
+            *(*step.places, first, turned, mixed, *step.last_places, shares, sunk),
             *(tensor.data_ptr() for tensor in (cos, sin, group.write_rows)),
             *(ctypes.pointer(group.heads(rotary_dim)), chunks, len(chunks)),
             *(rows, group.num_tokens, torch.get_num_threads()),
         )
+        self.pointer = ctypes.pointer(struct)
         # Kept alive: the struct has only addresses.
-        self._held = [group, chunks, cos, sin, shares, *tensors]
+        self._held = (step.held, group, chunks, cos, sin, own)
 
 
 # A layer, its working memory, and the address of its pool.

@@ -327,7 +327,9 @@ class HostStage:
             raise StepError("this stage does not own the embedding")
         rows: torch.Tensor = self._modules.embedding(tokens)
         scale = self._modules.embed_scale
-        rows = rows.to(torch.float32).repeat(1, self._spec.num_streams)
+        rows = rows.to(torch.float32)
+        if self._spec.num_streams > 1:
+            rows = rows.repeat(1, self._spec.num_streams)
         return rows if scale is None else rows * scale
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torch
 from convoy.model.backends.host.checks.attention_check import attention_holds
 from convoy.model.backends.host.checks.selfcheck import least_tile_rows
 from convoy.model.kernels.native.attention import native_group
+from convoy.model.kernels.native.batch import describe_lone
 from convoy.model.kv.delta_batch import DeltaLayer, DeltaSlots
-from convoy.model.kv.packed import MAX_CHUNK_BYTES, HeadShape, describe_group
+from convoy.model.kv.packed import MAX_CHUNK_BYTES, GroupBatch, HeadShape, describe_group
 from convoy.model.kv.pool import ApartPool, KvPool, make_pool
 from convoy.model.kv.pools import BlockTable, StagedStep
 from convoy.model.kv.span_kv import KvStore
@@ -77,12 +78,7 @@ class HostKvStore(KvStore):
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
     ) -> dict[int, LayerBatch | DeltaLayer | CompressedLayer]:
         """Return the inputs of each layer's attention or recurrence for checked, non-empty ``rows``."""
-        described = {
-            index: describe_group(
-                rows, index, shape, None if index in self._native_groups else MAX_CHUNK_BYTES
-            )
-            for index, shape in self._shapes.items()
-        }
+        described = {index: self._describe_group(rows, index, shape) for index, shape in self._shapes.items()}
         native = {index: native_group(described[index]) for index in self._native_groups}
         attentions = {
             layer: LayerBatch(group, self._pools[layer], native.get(index))
@@ -91,6 +87,13 @@ class HostKvStore(KvStore):
             if layer in self._pools
         }
         return {**attentions, **self._slots.describe(rows), **self._compressed.describe(rows, rotations)}
+
+    def _describe_group(
+        self, rows: Sequence[tuple[Row, BlockTable]], index: int, shape: HeadShape
+    ) -> GroupBatch:
+        if index not in self._native_groups:
+            return describe_group(rows, index, shape, MAX_CHUNK_BYTES)
+        return describe_lone(rows, index, shape) or describe_group(rows, index, shape, None)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of ``blocks``, as `Stage.read_blocks` does."""

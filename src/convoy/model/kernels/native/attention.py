@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -47,19 +48,33 @@ class NativeGroup:
         # Whether every tile is one token.
         self.is_lone = all(chunk.tile_tokens == 1 for chunk in group.chunks)
         self._chunks = [_native_chunk(shape, tiles) for tiles in group.chunks]
+        # Of all chunks of lone rows.
+        self.num_scores = sum(chunk.num_scores for chunk in self._chunks)
         self._heads: dict[int, HeadsStruct] = {}
         library = library or exp_library()
         assert library is not None, "nothing is compiled here"
         self._library = library
+        self._group = group
+
+    @functools.cached_property
+    def _shape(self) -> ShapeStruct:
+        shape = self.shape
         width = shape.head_dim if shape.latent or shape.is_joined else shape.out_dim
-        self._shape = ShapeStruct(
+        return ShapeStruct(
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.out_dim, width),
             *(shape.block_size, _KV_DTYPES[shape.kv_dtype], int(shape.is_joined)),
         )
-        self._tiles = (TilesStruct * len(group.chunks))(*map(_native_tiles, group.chunks))
-        self._floats: int = library.convoy_attend_floats(self._shape, self._tiles, len(self._tiles))
-        # The layers of a step run one after the other, so they share it.
-        self._memory = torch.empty(self._floats * torch.get_num_threads())
+
+    @functools.cached_property
+    def _room(self) -> tuple[ctypes.Array[TilesStruct], int, torch.Tensor]:
+        """Return all tiles, the floats that a thread needs for them, and the memory of all threads.
+
+        The layers of a step run one after the other, so they share it. Compiled layers need none of it.
+        """
+        chunks = self._group.chunks
+        tiles = (TilesStruct * len(chunks))(*map(_native_tiles, chunks))
+        floats: int = self._library.convoy_attend_floats(self._shape, tiles, len(tiles))
+        return tiles, floats, torch.empty(floats * torch.get_num_threads())
 
     def attend(
         self,
@@ -76,7 +91,9 @@ class NativeGroup:
         ``cos`` and ``sin`` are as `rope.spread_over_heads` returns them. Rows behind the batch's tokens
         become zeros. ``sinks`` is as for `layers.attention.attend`.
         """
-        self.check(heads, cos, sin, rotary_dim)
+        self.check(heads.shape, cos, sin, rotary_dim)
+        assert heads.is_contiguous()
+        assert heads.dtype == torch.float32
         turned = torch.empty(heads.shape)
         self._library.convoy_rotate(
             *(ctypes.byref(self._shape), heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), rotary_dim),
@@ -110,24 +127,20 @@ class NativeGroup:
         make = torch.empty if num_rows == self.num_tokens else torch.zeros
         out = make(num_rows, shape.num_heads, shape.out_dim)
         keys, values = pool.addresses
-        threads = min(torch.get_num_threads(), len(self._memory) // self._floats)
+        tiles, floats, memory = self._room
+        threads = min(torch.get_num_threads(), memory.shape[0] // floats)
         self._library.convoy_attend(
             ctypes.byref(
                 AttentionStruct(
-                    *(ctypes.pointer(self._shape), self._tiles, len(self._tiles)),
+                    *(ctypes.pointer(self._shape), tiles, len(tiles)),
                     *(query.data_ptr(), query.stride(0), keys, values),
-                    *(None if sinks is None else sinks.data_ptr(), self._memory.data_ptr(), out.data_ptr()),
+                    *(None if sinks is None else sinks.data_ptr(), memory.data_ptr(), out.data_ptr()),
                     cap or 0.0,
                 )
             ),
             threads,
         )
         return out
-
-    @property
-    def num_scores(self) -> int:
-        """Return the number of scores of all chunks of lone rows."""
-        return sum(chunk.num_scores for chunk in self._chunks)
 
     @property
     def chunks(self) -> list[ChunkStruct]:
@@ -148,20 +161,20 @@ class NativeGroup:
             self._heads[rotary_dim] = of
         return of
 
-    def check(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> None:
-        """Check the shapes. Raises StepError.
+    def check(self, heads: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> None:
+        """Check the shapes of heads and of their factors. Raises StepError.
 
         Compiled code takes addresses, and would read and write outside a tensor of another shape.
         """
         shape = self.shape
         row = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        same = heads.shape == cos.shape == sin.shape and heads.shape[1:] == row
-        if not same or heads.shape[0] < self.num_tokens or rotary_dim > shape.head_dim:
+        same = heads == cos.shape == sin.shape and heads[1:] == row
+        if not same or heads[0] < self.num_tokens or rotary_dim > shape.head_dim:
             raise StepError(
-                f"heads come as {list(heads.shape)} with {rotary_dim} dimensions to turn, expected "
+                f"heads come as {list(heads)} with {rotary_dim} dimensions to turn, expected "
                 f"{[self.num_tokens, *row]} and at most {shape.head_dim}"
             )
-        assert all(part.is_contiguous() and part.dtype == torch.float32 for part in (heads, cos, sin))
+        assert all(part.is_contiguous() and part.dtype == torch.float32 for part in (cos, sin))
 
 
 def native_group(group: GroupBatch) -> NativeGroup | None:

@@ -78,7 +78,7 @@ SOURCES = tuple(
     _HERE / f"{name}.c"
     for name in (
         *("kernels", "layers", "stored", "codes", "int8"),
-        *("attention", "activation", "rounding", "threads"),
+        *("attention", "activation", "rounding", "batch", "threads"),
     )
 )
 _HEADERS = (

@@ -86,6 +86,30 @@ class ChunkStruct(ctypes.Structure):
     )
 
 
+class LoneRowsStruct(ctypes.Structure):
+    """Mirror `LoneRows` of `batch.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("positions", "tables", "starts", "sizes")),
+        *(
+            (name, c_int64)
+            for name in ("num_rows", "num_blocks", "kv_heads", "block_size", "window", "joined")
+        ),
+    )
+
+
+class LoneTilesStruct(ctypes.Structure):
+    """Mirror `LoneTiles` of `batch.c`."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("write_rows", "query_rows", "kv_runs", "pair_tile", "bag_pairs", "bag_starts")
+        ),
+        *(("hidden", c_void_p), ("num_pairs", c_int64)),
+    )
+
+
 class ShapeStruct(ctypes.Structure):
     """Mirror `Shape` of `attention.h`."""
 
@@ -234,6 +258,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *(*[c_void_p] * 3, c_int64, c_int64),
     ],
     "convoy_attend_floats": [POINTER(ShapeStruct), POINTER(TilesStruct), c_int64],
+    "convoy_describe_lone": [POINTER(LoneRowsStruct), POINTER(LoneTilesStruct), c_int64],
+    "convoy_spread": [POINTER(HeadsStruct), *[c_void_p] * 2, c_float, c_int64, *[c_void_p] * 2],
     "convoy_attend": [POINTER(AttentionStruct), c_int64],
     "convoy_round": [POINTER(RoundingStruct), c_void_p, c_int64],
     "convoy_apply": [c_void_p, c_int64, c_int64, c_int64],
@@ -243,7 +269,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
 }
 _RESULTS: dict[str, Any] = dict.fromkeys(
-    ("convoy_stored_panel_bytes", "convoy_attend_floats"), c_int64
+    ("convoy_stored_panel_bytes", "convoy_attend_floats", "convoy_describe_lone"), c_int64
 ) | dict.fromkeys(
     (*("convoy_int8_linear", "convoy_layers", "convoy_layer_begin", "convoy_experts"),),
     c_int,
@@ -329,8 +355,10 @@ def _torchs_threads() -> list[c_void_p]:
 def load_library(of: InstructionSet, place: Path | None = None) -> NativeLibrary:
     """Load a library, and share torch's threads with it if it can. Raises SelfCheckError.
 
-    ``place`` None loads the one of these sources, which is compiled if need be.
+    ``place`` None loads the one of these sources, which is compiled if need be. A library of other sources
+    may lack some functions.
     """
+    is_own = place is None
     try:
         place = place or built_library(of)
         library = NativeLibrary(str(place))
@@ -338,6 +366,8 @@ def load_library(of: InstructionSet, place: Path | None = None) -> NativeLibrary
         raise SelfCheckError(f"the compiled kernels cannot be loaded: {error}") from error
     library.instruction_set, library.is_prebuilt = of, place == of.prebuilt
     for name, arguments in _ARGUMENTS.items():
+        if not is_own and not hasattr(library, name):
+            continue
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)
     threads = _torchs_threads()
