@@ -46,7 +46,7 @@ def test_tokens_that_name_samples_become_them_and_others_stay(device: torch.devi
 def test_a_fed_text_is_the_one_that_waits_for_the_host(block_size: int) -> None:
     source = ModelSource.resolve("demo-mini")
     whole = StageAssignment("alpha", 0, source.spec.num_layers, embed=True, output=True)
-    texts = []
+    texts, num_fed = [], []
     for feeds in (True, False):
         stage = load_stage(source, whole, StageOptions(kernel=KERNEL, device="cuda", block_size=block_size))
         num_blocks = 512 // block_size
@@ -67,5 +67,9 @@ def test_a_fed_text_is_the_one_that_waits_for_the_host(block_size: int) -> None:
         # One at a time, because other rows beside a row change its last bits.
         texts.append([tuple(generate(engine, request).token_ids) for request in asked])
         engine.close()
+        num_fed.append(engine.scheduler.num_fed)
         stage.give_up()
     assert texts[0] == texts[1]
+    # Of 9 texts of 48 tokens, each token but the first few can be fed.
+    assert num_fed[0] > 9 * 24
+    assert num_fed[1] == 0

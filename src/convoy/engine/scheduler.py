@@ -157,6 +157,8 @@ class Scheduler:
         self.num_queried_tokens = self.num_hit_tokens = 0
         # Guesses that ran, and the accepted ones.
         self.num_drafted = self.num_accepted = 0
+        # Rows that began with a token which only the stages knew yet.
+        self.num_fed = 0
         # Steps with rows.
         self._num_in_flight = 0
         # Whether the stages take their own samples.
@@ -512,6 +514,7 @@ class Scheduler:
             sequence.num_scheduled = known
             sequence.fed_step = self.next_step if known > num_tokens else -1
             sequence.num_in_flight += 1
+            self.num_fed += sequence.fed_step >= 0
         self._released = []
         self.next_step += 1
         self._num_in_flight += bool(plan.rows)
