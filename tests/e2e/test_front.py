@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ from support.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 ASK = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+MAX_STEPS_BEHIND_A_STOP = 4
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,29 @@ def test_a_killed_front_process_ends_its_stream_and_the_engine_goes_on(head: Ser
     assert (after["generation"], after["recoveries"], after["running"]) == (before["generation"], 0, 0)
     assert after["generated_tokens"] > before["generated_tokens"]
     assert front(head) != old
+
+
+def test_text_behind_a_stop_string_is_not_sent_billed_or_kept(head: Served) -> None:
+    def ask(**fields: object) -> dict[str, Any]:
+        body = {"temperature": 0, "ignore_eos": True, **fields}
+        answer: dict[str, Any] = httpx.post(f"{head.url}/v1/completions", json=body, timeout=60).json()
+        return answer
+
+    def computed() -> int:
+        return int(httpx.get(f"{head.url}/status", timeout=60).json()["generated_tokens"])
+
+    prompt = "Once upon a time there was a " * 4
+    whole = ask(prompt=prompt, max_tokens=200, cache_salt="a")["choices"][0]["text"]
+    # It is within the text, and hardly where a token begins or ends.
+    stop, before = whole[37:44], computed()
+    stopped = ask(prompt=prompt, max_tokens=200, cache_salt="b", stop=[stop])
+    choice, usage = stopped["choices"][0], stopped["usage"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert usage["completion_tokens"] < 100
+    assert computed() - before <= usage["completion_tokens"] + MAX_STEPS_BEHIND_A_STOP
+    again = ask(prompt=prompt + whole, max_tokens=1, cache_salt="b")["usage"]
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert usage["prompt_tokens"] // 2 < cached <= usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 # The last one, because it ends the head of all.
