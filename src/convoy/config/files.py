@@ -16,6 +16,8 @@ MAX_PEM_BYTES = 1 << 20
 FOLDER_HINT = "check the folder: its owner, its mode and its free space"
 WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves one in .convoy"
 
+_KERNELS = "TRITON_CACHE_DIR"
+
 
 def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
     """Return the whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``.
@@ -72,6 +74,16 @@ def replace_file(path: Path, data: bytes) -> None:
 def default_cache() -> Path:
     """Return the user's cache folder for Convoy (XDG Base Directory Specification)."""
     return _base_folder("XDG_CACHE_HOME", "~/.cache") / "convoy"
+
+
+def named_kernel_folder() -> str:
+    """Return the folder that the operator named for kernels that Triton compiles, or ""."""
+    return os.environ.get(_KERNELS, "")
+
+
+def keep_kernels_in(folder: Path) -> None:
+    """Let Triton, which reads the environment at each compilation, keep its kernels in ``folder``."""
+    os.environ[_KERNELS] = str(folder)
 
 
 def config_home() -> Path:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from convoy.config.files import keep_kernels_in, named_kernel_folder
 from convoy.config.kernels import AUTO, CUDA_KERNEL, CUDA_KERNELS, PLAIN, KernelForm, form_of, kv_form
-from convoy.errors import ModelError
+from convoy.errors import ModelError, SelfCheckError
+from convoy.model.kernels.native.build import own_folder
 
+_log = logging.getLogger(__name__)
+_FOLDER = "~/.cache/convoy/triton"
 KERNEL = CUDA_KERNEL
 # Weights and activations in bfloat16, and a file's codes as they are.
 BFLOAT16 = form_of(KERNEL)
@@ -50,3 +58,19 @@ def check_kv_dtype(kernel: str, asked: str) -> None:
             f"kv_dtype is {asked}, and a stage on CUDA with {kernel} holds K/V as {own}",
             hint="leave kv_dtype at auto",
         )
+
+
+@functools.cache
+def keep_kernels() -> None:
+    """Let Triton keep compiled kernels where no other user can write. Call it before the first launch.
+
+    The kernels run in this process. A folder that the operator named is checked like Convoy's own. Where the
+    folder is not safe, kernels are compiled into a new one, which serves this process alone.
+    """
+    try:
+        folder = own_folder(Path(named_kernel_folder() or _FOLDER).expanduser())
+    except (SelfCheckError, RuntimeError) as error:
+        folder = Path(tempfile.mkdtemp(prefix="convoy-triton-"))
+        why = error.message if isinstance(error, SelfCheckError) else "this user has no home directory"
+        _log.warning("compiled kernels are not kept: %s", why)
+    keep_kernels_in(folder)

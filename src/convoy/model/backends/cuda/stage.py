@@ -27,7 +27,7 @@ from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
-from convoy.model.backends.cuda.options import DTYPES, DeviceOptions
+from convoy.model.backends.cuda.options import DTYPES, DeviceOptions, keep_kernels
 from convoy.model.backends.cuda.sampling import DeviceSamples, feed, rehearse_sampling, start_sampling
 from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
@@ -117,6 +117,7 @@ class CudaStage(CarriesKv):
         `memory.weights` and `library_layers` does. Raises PlanError for weights that do not fit on the
         device.
         """
+        keep_kernels()
         shard = settle(source.spec, shard)
         chosen = check_device(device)
         if kernel not in DTYPES:

@@ -162,14 +162,8 @@ def missing_features(of: InstructionSet, info: Path = Path("/proc/cpuinfo")) -> 
 
 def compile_into(folder: Path, compiler: str, of: InstructionSet) -> Path:
     """Return the library's path in ``folder``, after compiling it if it is missing. Raises SelfCheckError."""
+    folder = own_folder(folder)
     try:
-        for path in reversed((folder, *folder.parents)):
-            if not path.exists():
-                # Every new parent too, because a umask may let a group write.
-                path.mkdir(mode=0o700, exist_ok=True)
-        require_own(folder)
-        # Use the directory that was checked, and not a link to it that may change.
-        folder = folder.resolve()
         version = _version(compiler)
         named = hashlib.sha256(b"\0".join((of.digest, compiler.encode(), version)))
         place = folder / f"kernels-{named.hexdigest()[:32]}.so"
@@ -181,6 +175,23 @@ def compile_into(folder: Path, compiler: str, of: InstructionSet) -> Path:
     except OSError as error:
         raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
     return place
+
+
+def own_folder(folder: Path) -> Path:
+    """Return ``folder`` without links, after making it if it is missing.
+
+    Raises SelfCheckError if another user can write to it.
+    """
+    try:
+        for path in reversed((folder, *folder.parents)):
+            if not path.exists():
+                # Every new parent too, because a umask may let a group write.
+                path.mkdir(mode=0o700, exist_ok=True)
+        require_own(folder)
+    except OSError as error:
+        raise SelfCheckError(f"{folder} cannot be used: {(error.strerror or 'unusable').lower()}") from error
+    # Use the directory that was checked, and not a link to it that may change.
+    return folder.resolve()
 
 
 @contextlib.contextmanager
