@@ -93,7 +93,7 @@ def test_a_row_explains_its_key_in_one_plain_line(row: SettingRow) -> None:
 
 
 def test_a_flag_shows_the_default_of_its_row() -> None:
-    assert option("engine", "max_batch").help.endswith("  [default: 32]")
+    assert ": 32; up to 256 where all stages are on CUDA]" in option("engine", "max_batch").help
     assert option("serve", "port").help.endswith("  [default: 8765]")
     assert option("engine", "max_model_len").help.endswith("  [default: the model's own]")
     assert "default" not in option("serve", "api_key_file").help

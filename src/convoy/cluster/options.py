@@ -9,8 +9,10 @@ from pathlib import Path
 from convoy.config.kernels import AUTO, KV_FORMS, on_device
 from convoy.config.table import (
     CLUSTER,
+    DEVICE_BATCH,
     DEVICE_CHUNK,
     ENGINE,
+    HOST_BATCH,
     HOST_CHUNK,
     MAX_DRAFT,
     MAX_IN_FLIGHT,
@@ -25,7 +27,7 @@ from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.speculation import GrammarDrafter, LookupDrafter
 from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
-from convoy.plan.memory.blocks import BlockDemand
+from convoy.plan.memory.blocks import BlockDemand, batch_for_room
 from convoy.plan.placement.parallel import ASKED, Asked
 from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
@@ -126,7 +128,8 @@ class HeadOptions:
     stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With
     ``level_chunks`` a chunk gets shorter as attention grows.
 
-    ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
+    ``max_batch`` 1 runs one sequence at a time. None: as `for_kernels` says, and no more than K/V has room
+    for. ``on_devices``: `for_kernels` sets it. ``speculate`` is how many tokens are guessed at once, at
     most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
     linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
     guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar forces are
@@ -154,7 +157,8 @@ class HeadOptions:
     kv_dtype: str = ENGINE.kv_dtype
     num_blocks: int = ENGINE.num_blocks
     max_context: int = ENGINE.max_model_len
-    max_batch: int = ENGINE.max_batch
+    max_batch: int | None = ENGINE.max_batch
+    on_devices: bool = False
     max_step_tokens: int = ENGINE.max_step_tokens
     prefill_chunk: int = ENGINE.prefill_chunk
     prefill_window: int = ENGINE.prefill_window
@@ -188,7 +192,7 @@ class HeadOptions:
             ("speculate", 0, MAX_DRAFT),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise ConfigError(
                     f"{name} is {value}, expected {least} to {most} {_UNITS.get(name, 'tokens')}", hint=_WHERE
                 )
@@ -201,13 +205,19 @@ class HeadOptions:
             raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage", hint=_WHERE)
 
     def for_kernels(self, kernels: Iterable[str]) -> HeadOptions:
-        """Return these options with the chunk size that suits stages with these kernels.
+        """Return these options with the chunk size and the batch that suit stages with these kernels.
 
-        The slowest stage sets it, so one host is enough for short chunks. An explicit chunk size stays.
+        The slowest stage sets them, so one host is enough for short chunks and a small batch. Explicit sizes
+        stay.
         """
-        if self.prefill_chunk:
-            return self
-        return replace(self, prefill_chunk=DEVICE_CHUNK if all(map(on_device, kernels)) else HOST_CHUNK)
+        on_devices = all(map(on_device, kernels))
+        chunk = self.prefill_chunk or (DEVICE_CHUNK if on_devices else HOST_CHUNK)
+        return replace(self, prefill_chunk=chunk, on_devices=on_devices)
+
+    @property
+    def at_once(self) -> int:
+        """Return the most sequences that run at once, if K/V has room for them."""
+        return self.max_batch or (DEVICE_BATCH if self.on_devices else HOST_BATCH)
 
     @property
     def chunk_tokens(self) -> int:
@@ -237,7 +247,7 @@ class HeadOptions:
         return BlockDemand(
             block_size=block_size,
             max_context=max_context,
-            max_batch=self.max_batch,
+            max_batch=self.at_once,
             max_row_tokens=self.max_row_tokens,
             num_blocks=self.num_blocks,
         )
@@ -246,15 +256,15 @@ class HeadOptions:
         self, spec: ModelSpec, *, num_stages: int, num_blocks: Sequence[int], block_size: int
     ) -> SchedulerLimits:
         """Return the scheduler's limits, once a plan is known."""
+        groups = tuple(
+            GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens), group.stride, group.window)
+            for group, count in zip(spec.cache_groups, num_blocks, strict=True)
+        )
+        tokens = [one.num_blocks * block_size * one.stride for one in groups if one.ring is None]
         return SchedulerLimits(
-            groups=tuple(
-                GroupLimits(
-                    count, group.ring_blocks(block_size, self.max_row_tokens), group.stride, group.window
-                )
-                for group, count in zip(spec.cache_groups, num_blocks, strict=True)
-            ),
+            groups=groups,
             block_size=block_size,
-            max_batch=self.max_batch,
+            max_batch=self.max_batch or batch_for_room(self.at_once, min(tokens, default=None)),
             max_step_tokens=self.step_tokens,
             prefill_chunk=self.chunk_tokens,
             prefill_window=0 if num_stages == 1 else self.prefill_window,

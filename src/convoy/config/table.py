@@ -27,6 +27,7 @@ DEFAULT_SPECULATE = 8
 # Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token
 # meanwhile. A device takes tens of milliseconds, and with fewer rows it waits for its memory.
 HOST_CHUNK, DEVICE_CHUNK = 256, 2048
+HOST_BATCH, DEVICE_BATCH = 32, 256
 # The most ranks of one stage, steps in flight, and tokens guessed at once.
 MAX_RANKS, MAX_IN_FLIGHT, MAX_DRAFT = 16, 64, 64
 # Of a fleet: the tokens of an answer whose request has no limit, and the bounds of a coordinator's queue.
@@ -360,12 +361,17 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """Hold [engine]: limits of the scheduler. In many of them 0 has a meaning of its own."""
 
     max_batch: Annotated[
-        Count,
+        Count | None,
         Setting(
             "sequences that run at once; 1: one after the other",
-            flag=Flag("Sequences that run at once; 1: one after another.", least=1),
+            shown=f"{HOST_BATCH}; on CUDA as many as K/V has room for, {HOST_BATCH} to {DEVICE_BATCH}",
+            flag=Flag(
+                "Sequences that run at once; 1: one after another.",
+                least=1,
+                shown=f"{HOST_BATCH}; up to {DEVICE_BATCH} where all stages are on CUDA",
+            ),
         ),
-    ] = 32
+    ] = None
     max_step_tokens: Annotated[Count, Setting(f"tokens in one step; at most {MAX_STEP_TOKENS:,}")] = 512
     prefill_chunk: Annotated[
         CountOrNone,

@@ -10,6 +10,7 @@ import typer
 
 from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.show.output import print_note
+from convoy.config.table import HOST_BATCH
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Providing:
         folder = settings.cluster.identity
         identity = Home(home).open_identity() if folder is None else Identity.load(folder)
         certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
-        return cls(url, key, certified, identity, settings.engine.max_batch)
+        return cls(url, key, certified, identity, settings.engine.max_batch or HOST_BATCH)
 
     def begin(
         self, head_url: str, head: Head, listens: ServeOptions, key: str | None, *, quiet: bool

@@ -145,7 +145,7 @@ class Forecaster:
 
     def _workload(self, placement: Placement) -> Workload:
         options = self._options.for_kernels(placement.kernels.values())
-        return Workload(min(_CONTEXT, placement.spec.max_context), options.max_batch, options.chunk_tokens)
+        return Workload(min(_CONTEXT, placement.spec.max_context), options.at_once, options.chunk_tokens)
 
 
 def _describe(placement: Placement, rates: RatesReport | None) -> PlanForecast:

@@ -204,7 +204,7 @@ class Planner:
     def keeps_room(self, before: Placement, after: Placement) -> bool:
         """Return whether as many tokens fit as before, or as many as are wanted."""
         options = self._options
-        wanted = options.num_blocks * options.block_size or options.max_batch * self._max_context()
+        wanted = options.num_blocks * options.block_size or options.at_once * self._max_context()
         return report(after).max_kv_tokens >= min(report(before).max_kv_tokens, wanted)
 
     def same_bits(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.config.table import ENGINE, HOST_CHUNK, MAX_DRAFT, SERVE
+from convoy.config.table import ENGINE, HOST_BATCH, HOST_CHUNK, MAX_DRAFT, SERVE
 from convoy.plan.cost import TokenCost
 
 # Seconds that a step may take until times have been measured.
@@ -55,7 +55,7 @@ class SchedulerLimits:
 
     groups: tuple[GroupLimits, ...]
     block_size: int
-    max_batch: int = ENGINE.max_batch
+    max_batch: int = HOST_BATCH
     max_step_tokens: int = ENGINE.max_step_tokens
     prefill_chunk: int = HOST_CHUNK
     prefill_window: int = ENGINE.prefill_window

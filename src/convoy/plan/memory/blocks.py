@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from convoy.config.table import HOST_BATCH
 from convoy.plan.spec.cache import CacheGroup
+
+# Tokens of K/V for each sequence that runs at once: a chat's prompt and answer.
+_TOKENS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,17 @@ def choose_blocks(
     most = {name: _largest(demand.most, partial(pools.fit, room, num_rings)) for name, room in rooms.items()}
     tightest = min(most, key=lambda name: most[name])
     return BlockChoice(tuple(pools.counts(num_rings, most[tightest])), most[tightest], tightest)
+
+
+def batch_for_room(most: int, num_tokens: int | None) -> int:
+    """Return how many sequences may run at once with K/V for ``num_tokens``: ``most``, or fewer.
+
+    Each has room for 1,024 tokens, because one that runs out of K/V begins again. There are 32 in any case,
+    as on a host. None stands for K/V that takes the same memory for any number of tokens.
+    """
+    if num_tokens is None:
+        return most
+    return min(most, max(HOST_BATCH, num_tokens // _TOKENS_AT_ONCE))
 
 
 class _Pools:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from convoy.config.table import ENGINE, HOST_CHUNK
+from convoy.config.table import HOST_BATCH, HOST_CHUNK
 from convoy.plan.placement.placement import Placement
 from convoy.plan.placement.route import Hop
 from convoy.plan.spec.cache import CacheGroup
@@ -54,7 +54,7 @@ class Workload:
     """Describe the load: decodes of sequences of ``context`` tokens, and prompts as long, in chunks."""
 
     context: int = 512
-    batch: int = ENGINE.max_batch
+    batch: int = HOST_BATCH
     chunk: int = HOST_CHUNK
 
 

@@ -272,7 +272,7 @@ class _Paces:
         from convoy.plan.rates.rates import Workload
 
         options = head_options(self.settings).for_kernels(offer.kernel for offer in self.offers)
-        return Workload(min(self.context, spec.max_context), options.max_batch, options.chunk_tokens)
+        return Workload(min(self.context, spec.max_context), options.at_once, options.chunk_tokens)
 
 
 def _kernels(question: PlanQuestion, members: PlanMembers, source: ModelSource) -> dict[str, str]:
