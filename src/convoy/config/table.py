@@ -258,16 +258,17 @@ class ServeConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
     http_process: Annotated[
-        bool,
+        bool | None,
         Setting(
             "serve HTTP in a process of its own beside the engine's",
             ": a crash there costs its streams alone ([survival.md](survival.md#the-front-process))",
+            shown="on where the head computes on CUDA",
             flag=Flag(
                 "Serve HTTP in a process of its own beside the engine's.",
                 ("--http-process/--no-http-process",),
             ),
         ),
-    ] = False
+    ] = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

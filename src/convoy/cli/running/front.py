@@ -12,10 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from convoy.cli.running.start import leave_interpreter, settle_memory, switch_threads_soon
 from convoy.cli.show.logs import json_line, set_up_logs
+from convoy.config.kernels import AUTO
 from convoy.sdk.head import service_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
     from convoy.config.settings import Config
     from convoy.config.table import ServeConfig
+
+# Linux has it where NVIDIA's driver runs.
+_DRIVER = Path("/dev/nvidiactl")
 
 
 class RunServer(Protocol):
@@ -49,10 +54,25 @@ def front_command(level: str, form: str) -> tuple[str, ...]:
     return sys.executable, "-P", "-m", "convoy.cli.running.front", level, form
 
 
+def wants_front(settings: Config, driver: Path = _DRIVER) -> bool:
+    """Return whether a head serves HTTP in a front process: as set, or else on CUDA.
+
+    There a step is short, and the interpreter that starts it is what streams wait for. With device auto, the
+    file of the driver decides, because torch takes seconds to load.
+    """
+    serve, device = settings.serve, settings.model.device
+    if serve.http_process is not None:
+        return serve.http_process
+    # A front process serves one model, which stays loaded.
+    if serve.also or serve.keep_alive_s is not None:
+        return False
+    return device.startswith("cuda") or (device == AUTO and driver.exists())
+
+
 @contextmanager
 def front_server(settings: Config, options: ServeOptions) -> Iterator[FrontServer | None]:
     """Start a front process that loads its modules while the block runs. Yield None if settings want none."""
-    if not settings.serve.http_process:
+    if not wants_front(settings):
         yield None
         return
     from convoy.api.front.setup import FrontSetup
