@@ -35,7 +35,9 @@ pytestmark = pytest.mark.gpu
 # of bfloat16 through five layers, against float32: of the logits' norm
 TOLERANCE = 3e-2
 OURS = ("odd", "even", "mistral", "qwen2", "qwen3", "mixed")
-LIBRARYS = ("biased", "gemma2", "gemma3", "gemma4", "gemma4 e", "gpt_oss", "phi3", "qwen3_moe")
+# Families with experts, latents or states.
+FAMILIES = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe")
+LIBRARYS = ("biased", "gemma2", "gemma3", "gemma4", "gemma4 e", "phi3", *FAMILIES)
 
 
 class Directories:
@@ -76,7 +78,8 @@ def chain(
         if not captured:
             device_stage(stage).captured = False
         stages.append(stage)
-    return Chain(stages)
+    # A state has one block, however long its sequence is.
+    return Chain(stages, rings=[1 if group.is_state else None for group in source.spec.cache_groups])
 
 
 def device_stage(stage: Any) -> CudaStage:
@@ -188,6 +191,44 @@ def test_a_captured_decode_is_the_decode(directories: Directories, count: int) -
         rows = [(s, [text[place]]) for s, text in texts.items()]
         pairs = zip(captured.run(*rows), eager.run(*rows), strict=True)
         assert all(error_of(found, expected) <= TOLERANCE for found, expected in pairs)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_captured_decode_of_a_family_is_the_decode(directories: Directories, kind: str, count: int) -> None:
+    captured = chain(directories[kind], kernel=CHECK_KERNEL)
+    eager = chain(directories[kind], kernel=CHECK_KERNEL, captured=False)
+    assert device_stage(captured.stages[0]).captured
+    texts = {sequence: prompt(30 + sequence, seed=sequence) for sequence in range(count)}
+    for one in (captured, eager):
+        one.run(*((s, text[:-6]) for s, text in texts.items()))
+    for place in range(-6, 0):
+        rows = [(s, [text[place]]) for s, text in texts.items()]
+        pairs = zip(captured.run(*rows), eager.run(*rows), strict=True)
+        assert all(error_of(found, expected) <= 1e-5 for found, expected in pairs)
+
+
+def test_a_state_that_another_sequence_left_changes_nothing(directories: Directories) -> None:
+    one, other = (chain(directories["qwen3_5"], kernel=CHECK_KERNEL) for _ in range(2))
+    one.run((0, prompt(40)))
+    one.release(0)
+    text = prompt(50, seed=1)
+    for part in (text[:7], text[7:40], *([token] for token in text[40:])):
+        (found,), (expected,) = one.run((1, part)), other.run((1, part))
+        assert error_of(found, expected) <= 1e-5
+
+
+def test_a_copied_state_goes_on_as_its_source(directories: Directories) -> None:
+    one, other = (chain(directories["qwen3_5"], kernel=CHECK_KERNEL) for _ in range(2))
+    text = prompt(40)
+    group = next(i for i, found in enumerate(one.rings) if found == 1)
+    for run in (one, other):
+        run.run((0, text[:32]))
+    (old,) = one.tables[0][group]
+    grant = BlockGrant(0, group, [(old + 1) % one.num_blocks], b"", 0)
+    one.stages[0].apply(Step(1 << 20, [], [grant], [], b""))
+    (found,), (expected,) = one.run((0, text[32:])), other.run((0, text[32:]))
+    assert error_of(found, expected) <= 1e-5
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")

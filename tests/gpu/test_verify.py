@@ -21,10 +21,11 @@ from support.quantised_files import FILES
 from support.tiny_models import build_model
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("gpt_oss", "gemma4", "qwen3_moe", "deepseek_v3", "deepseek_v3 flat", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("kernel", [CHECK_KERNEL, KERNEL])
-@pytest.mark.parametrize("kind", ["even", "qwen3", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize("kind", ["even", "qwen3", *FAMILIES])
 def test_every_cut_on_a_device_computes_what_the_library_does(kind: str, kernel: str, tmp_path: Path) -> None:
     build_model(kind).to(torch.bfloat16).save_pretrained(tmp_path)
     source = ModelSource.resolve(str(tmp_path))

@@ -33,6 +33,10 @@ class LayerBatch:
     # The same batch for compiled code.
     native: NativeGroup | None = None
 
+    def attend_latents(self, query: torch.Tensor, kept: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store ``kept`` [T, 1, width], and attend with ``query`` [T, heads, width], not scaled yet."""
+        return attend(query * scaling, kept, self)
+
 
 def packed_attention(
     module: nn.Module,

@@ -46,7 +46,7 @@ class GatedDeltaNet(nn.Module):
         self.gate = _linear(net.in_proj_z.weight, packed=packed, activation="silu")
         self.out = _linear(net.out_proj.weight, packed=packed)
         self._packed = packed
-        self._eps = float(net.layer_norm_epsilon)
+        self.eps = float(net.layer_norm_epsilon)
         self.taps = _constant(net.conv1d.weight[:, 0].T)  # [taps, mixed_width]
         self.dt_bias, self.norm = _constant(net.dt_bias), _constant(net.norm.weight)
         self.A_log = _constant(net.A_log)
@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         tokens = torch.cat((turned, value, exact_sigmoid(share), decay), dim=-1)
         found = _run(tokens, layer)
         found = nn.functional.pad(found, (0, 0, 0, len(x) - num_tokens)).view(len(x), -1, shape.value_dim)
-        found = nn.functional.rms_norm(found, found.shape[-1:], self.norm, self._eps)
+        found = nn.functional.rms_norm(found, found.shape[-1:], self.norm, self.eps)
         gate = self.gate(x) if self._packed else activate(self.gate(x), "silu")
         out: torch.Tensor = self.out(found.view(len(x), -1).mul_(gate))
         return out[None]

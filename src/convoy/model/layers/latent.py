@@ -9,13 +9,19 @@ this takes a 71st of the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from convoy.model.kv.packed import SAFE_ROWS
-from convoy.model.layers.attention import LayerBatch, attend
+
+
+class LatentBatch(Protocol):
+    """Describe the inputs of one layer in a step."""
+
+    def attend_latents(self, query: torch.Tensor, kept: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store ``kept`` [T, 1, width] and return the attention [T, heads, rank] of ``query``."""
 
 
 class LatentAttention(nn.Module):
@@ -46,7 +52,7 @@ class LatentAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        batch: Mapping[int, LayerBatch],
+        batch: Mapping[int, LatentBatch],
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend, for hidden states [1, T, hidden]. Returns the same shape, and None."""
@@ -55,7 +61,7 @@ class LatentAttention(nn.Module):
         query = torch.cat((each_head(fixed, self.key_up), self._turn(turning, rope)), dim=-1)
         latent, turning = torch.split(self.kv_a_proj_with_mqa(x), [self._rank, self._sizes[1]], dim=-1)
         kept = torch.cat((self.kv_a_layernorm(latent)[:, None], self._turn(turning[:, None], rope)), dim=-1)
-        out = attend(query * self._scaling, kept, batch[self.layer_idx])
+        out = batch[self.layer_idx].attend_latents(query, kept, self._scaling)
         return self.o_proj(each_head(out, self.value_up).reshape(1, len(x), -1)), None
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +84,11 @@ class LatentAttention(nn.Module):
 def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return [T, heads, in] times [heads, in, out]: [T, heads, out].
 
-    Every matmul has the same number of rows, so that a row's bits do not depend on the number of rows.
+    On a host every matmul has the same number of rows, so that a row's bits do not depend on the number of
+    rows.
     """
+    if x.device.type != "cpu":
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
     num_rows = x.shape[0]
     padded = nn.functional.pad(x, (0, 0, 0, 0, 0, -num_rows % SAFE_ROWS)).transpose(0, 1)
     tiles = [torch.bmm(part.contiguous(), weight) for part in torch.split(padded, SAFE_ROWS, dim=1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from convoy.config.kernels import AUTO, DTYPE_BYTES, EXACT, form_of, kv_form
+from convoy.config.kernels import AUTO, DTYPE_BYTES, EXACT, KV_FORMS, form_of, kv_form
 
 # Tokens that a delta net takes together, from multiples of this position on.
 STATE_TILE = 16
@@ -164,7 +164,9 @@ class CacheGroup:
         return num_tokens if self.window is None else min(num_tokens, self.window)
 
     def _num_bytes(self, elements: int, dtype: str) -> int:
-        return kv_form(dtype, self.kv_dtype).num_bytes(elements)
+        # Every backend holds states in float32.
+        form = KV_FORMS["f32"] if self.is_state else kv_form(dtype, self.kv_dtype)
+        return form.num_bytes(elements)
 
     def _num_owned(self, start: int, end: int) -> int:
         return sum(start <= layer < end for layer in self.layers)

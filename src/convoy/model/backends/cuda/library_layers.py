@@ -1,9 +1,10 @@
 """Run any other decoder on the device: the library's own layers, over our pools and our attention.
 
 As on the host, `load.load_modules` builds the modules of the stage, and our attention is registered by
-name. Additions that a family needs come with the loaded modules. The weights pass through the host's
-memory in float32 and move to the device one layer at a time. Layers with experts are not captured: the
-library's code there may wait for the device, which a captured graph cannot do.
+name, as are our products of experts. Additions that a family needs come with the loaded modules, and
+`layers` has the parts of single families. The weights pass through the host's memory in float32 and move to
+the device one layer at a time. Ranks that hold whole experts are not captured: they ask the device which rows
+are theirs, and a captured graph cannot wait.
 """
 
 from __future__ import annotations
@@ -21,29 +22,58 @@ from convoy.errors import ModelError
 from convoy.model.backends.cuda.batch import DeviceBatch, DeviceGroupBatch
 from convoy.model.backends.cuda.kernels.attention import LOG2_E, attend
 from convoy.model.backends.cuda.kernels.linears import round_linears, rounded_linear
-from convoy.model.backends.cuda.kernels.pointwise import store
+from convoy.model.backends.cuda.kernels.pointwise import store, store_rows
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
+from convoy.model.backends.cuda.layers.delta import DeviceDeltaNet, DeviceStatePool, SlotRows
+from convoy.model.backends.cuda.layers.experts import EXPERTS_NAME
+from convoy.model.backends.cuda.layers.latent import attend_latents
 from convoy.model.backends.cuda.memory.pools import LayerPool
 from convoy.model.backends.cuda.memory.weights import LoadProgress
 from convoy.model.backends.cuda.options import BFLOAT16
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.layers.delta import GatedDeltaNet
+from convoy.model.layers.latent import LatentAttention
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import RopeUse, Rotation, Rotations
 from convoy.model.loading.load import load_modules
 from convoy.model.loading.loaded import LoadedModules
+from convoy.model.parallel.experts import OwnExperts
 from convoy.plan.spec.sharding import WHOLE, Shard
 from convoy.wire.messages.control import StageAssignment
 
 ATTENTION_NAME = "convoy_cuda"
+# Numbers that stay float32: small differences between them count.
+_FLOAT32_NAMES = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "taps"})
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Hold the inputs of one layer's attention in a step."""
+    """Hold the inputs of one layer's attention or recurrence in a step."""
 
     pool: LayerPool
     group: DeviceGroupBatch
     tables: torch.Tensor
+
+    @property
+    def states(self) -> DeviceStatePool:
+        """Return the slots of a recurrent layer."""
+        return self.pool.states
+
+    @property
+    def slot_rows(self) -> SlotRows:
+        """Return the step's rows for a recurrent layer."""
+        return SlotRows(self.tables, self.group.rows, self.group.launches, self.pool.shape.group)
+
+    def attend_latents(self, query: torch.Tensor, kept: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Store ``kept`` [T, 1, width], and return the attention [T, heads, rank] of ``query``."""
+        pool, shape, group = self.pool.pool.keys, self.pool.shape, self.group
+        store_rows(kept, pool, shape.block_size, group.slots)
+        return attend_latents(
+            *(query.to(pool.dtype), pool, replace(shape, scale=scaling)),
+            tables=self.tables,
+            rows=group.rows,
+            launches=group.launches,
+        )
 
 
 def device_attention(
@@ -110,8 +140,8 @@ class LibraryDecoder:
     @property
     def can_capture(self) -> bool:
         """Return whether a run launches the same kernels for all inputs, as a captured graph must."""
-        layers = (part for layer in self._modules.layers.values() for part in layer.modules())
-        return self._modules.layer_inputs is None and not any(hasattr(part, "experts") for part in layers)
+        parts = (part for layer in self._modules.layers.values() for part in layer.modules())
+        return self._modules.layer_inputs is None and not any(isinstance(part, OwnExperts) for part in parts)
 
     @property
     def takes_tokens(self) -> bool:
@@ -198,27 +228,27 @@ def load_library_decoder(
     are to be rounded.
     """
     for group in source.spec.cache_groups:
-        if not group.has_heads:
+        if not (group.attends or group.is_state):
             raise ModelError(
                 f"{source.name}: {group.kind} state does not run on cuda yet", hint="run it on cpu"
             )
     modules = load_modules(source, assignment, packed=False, progress=progress, shard=shard)
     for number, layer in modules.layers.items():
-        _configure(source, number, layer, dtype)
+        _configure(source, number, layer)
     return LibraryDecoder(source, modules, device, dtype, form)
 
 
-def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.dtype) -> None:
-    # The library's grouped product of experts needs bfloat16 and rows aligned to 16 bytes (8 numbers).
-    experts = [weight for weight in layer.parameters() if weight.dim() == 3]
-    aligned = dtype == torch.bfloat16 and all(size % 8 == 0 for e in experts for size in e.shape[1:])
+def _configure(source: ModelSource, number: int, layer: nn.Module) -> None:
     found = False
-    for part in layer.modules():
+    for name, part in list(layer.named_modules()):
+        if isinstance(part, GatedDeltaNet):
+            layer.set_submodule(name, DeviceDeltaNet(part))
+        found = found or isinstance(part, (GatedDeltaNet, LatentAttention))
         config: Any = getattr(part, "config", None)
         if config is not None:
             found = True
             config._attn_implementation = ATTENTION_NAME
-            config._experts_implementation = "grouped_mm" if aligned else "eager"
+            config._experts_implementation = EXPERTS_NAME
     if not found:
         raise ModelError(f"{source.name}: layer {number} does not support Convoy's attention on cuda")
 
@@ -229,13 +259,25 @@ def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> N
     tied = embedding is not None and output is not None and _address(embedding) == _address(output)
     for part in (*modules.layers.values(), embedding, modules.norm, output):
         if part is not None:
-            part.to(device=device, dtype=dtype)
+            _move_part(part, device, dtype)
     if tied:
         assert embedding is not None
         assert output is not None
         output.weight = embedding.weight
     if modules.layer_inputs is not None:
         modules.layer_inputs.to(device=device)
+
+
+def _move_part(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    exact = {
+        name: tensor.data.float()
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
+        if name.rpartition(".")[2] in _FLOAT32_NAMES
+    }
+    part.to(device=device, dtype=dtype)
+    for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+        if name in exact:
+            tensor.data = exact[name].to(device)
 
 
 def _address(module: nn.Module) -> int:

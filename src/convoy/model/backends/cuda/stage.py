@@ -32,7 +32,7 @@ from convoy.model.backends.cuda.sampling import DeviceSamples, feed, rehearse_sa
 from convoy.model.backends.cuda.working_memory import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
-from convoy.model.kv.pools import BlockTable
+from convoy.model.kv.pools import BlockTable, StagedStep
 from convoy.model.sampling.output_rows import SampleJob, rows_with_state
 from convoy.model.stage import LoadedStage, PendingSamples
 from convoy.model.tensors import check_hidden, check_tokens, output_rows
@@ -246,8 +246,12 @@ class CudaStage(CarriesKv):
 
         Raises StepError.
         """
-        tables = self._kv.tables
-        tables.commit(tables.stage(step))
+        self._commit(self._kv.tables.stage(step))
+
+    def _commit(self, staged: StagedStep) -> None:
+        # Copies of states come after the steps that were started, and before this one.
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            self._kv.commit(staged)
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
@@ -299,8 +303,7 @@ class CudaStage(CarriesKv):
 
     def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
         """Apply the step, and return it for `launch`, here or on another rank. Raises StepError."""
-        tables = self._kv.tables
-        staged = tables.stage(step)
+        staged = self._kv.tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
         ids = tokens if self.takes_tokens else None
         if self.takes_tokens:
@@ -308,7 +311,7 @@ class CudaStage(CarriesKv):
         embeds = self.assignment.embed
         hidden = None if embeds else check_hidden(hidden, num_tokens, self.hidden_size)
         # Commit only after all checks, so a refused step changes nothing.
-        tables.commit(staged)
+        self._commit(staged)
         runs = self._kv.layers and staged.rows
         host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size) if runs else None
         return CheckedStep(step, host, hidden, ids)

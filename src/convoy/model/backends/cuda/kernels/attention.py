@@ -117,7 +117,7 @@ def attend(
     for launch in launches:
         num_tiles, splits = launch.tiles.shape[0], launch.num_splits
         # Triton wants a pointer for every argument. Without splits or sinks the kernel never reads this one.
-        parts, levels = (rows, rows) if splits == 1 else _parts(query, launch, shape)
+        parts, levels = (rows, rows) if splits == 1 else make_parts(query, launch, shape)
         paged_attention_kernel[num_tiles, shape.num_kv_heads, splits](
             *(out, parts, levels, query, pool.keys, pool.values, tables, rows, launch.tiles),
             rows if sinks is None else sinks,
@@ -139,7 +139,10 @@ def attend(
     return out
 
 
-def _parts(query: torch.Tensor, launch: Launch, shape: DeviceHeadShape) -> tuple[torch.Tensor, torch.Tensor]:
+def make_parts(
+    query: torch.Tensor, launch: Launch, shape: DeviceHeadShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the parts and levels of a launch with splits, as `kernels.paged` describes them."""
     size = (launch.tiles.shape[0], shape.num_heads, launch.num_splits)
     parts = query.new_empty(*size, shape.value_dim, dtype=torch.float32)
     return parts, query.new_empty(*size, 2, dtype=torch.float32)

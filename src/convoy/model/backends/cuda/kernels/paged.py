@@ -24,9 +24,9 @@ from convoy.model.backends.cuda.kernels.language import kernel
 
 
 @kernel
-def _first_and_end(position: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, window: tl.tensor,
-                   TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-                   WINDOWED: tl.constexpr) -> tl.tensor:
+def keys_of_program(position: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, window: tl.tensor,
+                    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                    WINDOWED: tl.constexpr) -> tl.tensor:
     """Return the range [first, end) of keys for this program."""
     end = position + tl.minimum(first + TILE_TOKENS, num_tokens)
     # A zero that is a tensor: where neither branch below runs, a Python 0 would be returned as a constant.
@@ -137,8 +137,8 @@ def paged_attention_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, 
         at = place[:, None] * query_stride + (head * HEAD_DIM)[:, None] + width[None, :]
         tokens = tl.load(query + at, mask=used[:, None] & (width < HEAD_DIM)[None, :], other=0.0)
         start = tl.load(row + 2)
-        lowest, end = _first_and_end(start, first, num_tokens, window, BLOCK_M // GROUP, BLOCK_N, SPLITS,
-                                     WINDOWED)
+        lowest, end = keys_of_program(start, first, num_tokens, window, BLOCK_M // GROUP, BLOCK_N, SPLITS,
+                                      WINDOWED)
         greatest, sums = _begin(sinks, head, used, BLOCK_M, SUNK)
         total, greatest, sums = _attend(
             tokens, keys, values, tables + tl.load(row + 3), tl.load(row + 4), kv_head, start + token,

@@ -99,15 +99,18 @@ def store(
     keys: torch.Tensor, values: torch.Tensor, pool: Pool, shape: DeviceHeadShape, slots: torch.Tensor
 ) -> None:
     """Store K [T, kv_heads, head_dim] and V [.., value_dim] in the pool, as `rotate_and_store` does."""
-    for found, blocks, width in (
-        (keys, pool.keys, shape.head_dim),
-        (values, pool.values, shape.value_dim),
-    ):
-        rows = found.contiguous()
-        store_kernel[rows.shape[0], shape.num_kv_heads](
-            blocks, rows, slots, NUM_KV=shape.num_kv_heads, WIDTH=width, PAD=next_power(width),
-            BLOCK_SIZE=shape.block_size, num_warps=1,
-        )  # fmt: skip
+    store_rows(keys, pool.keys, shape.block_size, slots)
+    store_rows(values, pool.values, shape.block_size, slots)
+
+
+def store_rows(found: torch.Tensor, blocks: torch.Tensor, block_size: int, slots: torch.Tensor) -> None:
+    """Store [T, heads, width] in the pool ``blocks`` [num_blocks, heads, block_size, width]."""
+    rows = found.contiguous()
+    num_heads, width = rows.shape[1:]
+    store_kernel[rows.shape[0], num_heads](
+        blocks, rows, slots, NUM_KV=num_heads, WIDTH=width, PAD=next_power(width), BLOCK_SIZE=block_size,
+        num_warps=1,
+    )  # fmt: skip
 
 
 # fmt: off

@@ -1,4 +1,7 @@
-"""Keep the K/V of a CUDA stage: block tables on the host, and a pool on the device for each layer."""
+"""Keep the K/V of a CUDA stage: block tables on the host, and a pool on the device for each layer.
+
+Keys, values and latents have the stage's dtype. Recurrent states are float32.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
+from convoy.model.backends.cuda.layers.delta import DeviceStatePool
+from convoy.model.backends.cuda.layers.latent import num_parts
+from convoy.model.kv.delta_batch import DeltaShape
+from convoy.model.kv.pools import StagedStep
 from convoy.model.kv.span_kv import KvStore
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.model import ModelSpec
@@ -17,9 +24,21 @@ from convoy.plan.spec.model import ModelSpec
 class LayerPool:
     """Hold one layer's pool, the cache group with its block tables, and the shape of its attention."""
 
-    pool: Pool
+    held: Pool | DeviceStatePool
     group: int
     shape: DeviceHeadShape
+
+    @property
+    def pool(self) -> Pool:
+        """Return the keys and values of a layer with attention."""
+        assert isinstance(self.held, Pool), "this layer keeps a state"
+        return self.held
+
+    @property
+    def states(self) -> DeviceStatePool:
+        """Return the slots of a recurrent layer."""
+        assert isinstance(self.held, DeviceStatePool), "this layer keeps keys"
+        return self.held
 
 
 class DevicePools(KvStore):
@@ -64,8 +83,28 @@ class DevicePools(KvStore):
         for index, group in enumerate(self._spec.cache_groups):
             for layer in set(group.layers).intersection(self._layers):
                 shape = self.shapes[index]
-                pool = make_pool(num_blocks[index], shape, self._device, self._dtype)
-                self.layers[layer] = LayerPool(pool, index, shape)
+                held = self._make_pool(group, num_blocks[index], shape)
+                self.layers[layer] = LayerPool(held, index, shape)
+
+    def _make_pool(
+        self, group: CacheGroup, num_blocks: int, shape: DeviceHeadShape
+    ) -> Pool | DeviceStatePool:
+        if group.is_state:
+            return DeviceStatePool(DeltaShape.of(group), num_blocks, self._device)
+        if group.is_latent:
+            size = (num_blocks, 1, self._block_size, group.head_dim)
+            latents = torch.zeros(*size, dtype=self._dtype, device=self._device)
+            # The values are a part of the same rows.
+            return Pool(latents, latents[..., : group.value_dim])
+        return make_pool(num_blocks, shape, self._device, self._dtype)
+
+    def commit(self, staged: StagedStep) -> None:
+        """Apply a step that `tables` staged, and copy the states of sequences that get another slot."""
+        self.tables.commit(staged)
+        for group, source, target in staged.copies:
+            for layer in self.layers.values():
+                if layer.group == group:
+                    layer.states.copy(source, target)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """Return the K/V of ``blocks``, as `Stage.read_blocks` does."""
@@ -127,11 +166,12 @@ class CarriesKv:
 def head_shape(group: CacheGroup, block_size: int) -> DeviceHeadShape:
     """Return the shape of a cache group's attention, with the usual scale and no cap.
 
-    A layer with another scale or a cap passes it to `attend`.
+    A layer with another scale or a cap passes it to `attend`. For latents the K/V heads are parts of the
+    query heads, which all meet the same rows.
     """
     return DeviceHeadShape(
         group.num_heads,
-        group.num_kv_heads,
+        num_parts(group.num_heads) if group.is_latent else group.num_kv_heads,
         group.head_dim,
         group.value_dim,
         block_size,

@@ -1,0 +1,168 @@
+"""Multiply tokens by the experts that their router chose, without a word of the host.
+
+The pairs of a token and an expert are sorted by expert on the device, and cut into tiles of one expert each.
+The number of tiles depends on the choice, so as many programs start as there could be, and those without a
+tile end at once. A captured graph may therefore hold it. This is the layout of vLLM's fused experts
+(https://github.com/vllm-project/vllm, `moe_align_block_size`). A row's sums do not depend on the rows beside
+it. Many pairs are multiplied by the library's grouped product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from convoy.model.backends.cuda.kernels.language import kernel, next_power
+
+EXPERTS_NAME = "convoy_cuda"
+# Pairs of a tile: the least rows of a matrix product in Triton.
+_ROWS = 16
+_COLUMNS = 64
+_DEPTH = 64
+# More pairs than this take the library's product, which is made for them.
+MAX_PAIRS = 4096
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Hold the pairs of a step, sorted by expert, in tiles.
+
+    ``order`` int64 [pairs] has the number of each pair in the order of the router's choice. ``tiles`` int32
+    [most, 3] has each tile's expert, first place in ``order``, and its end there; tiles that are not used
+    are empty.
+    """
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+
+
+def device_experts(
+    experts: Any, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Map [T, hidden] to the same shape, as the library's function does.
+
+    ``numbers`` and ``weights`` are [T, chosen].
+    """
+    stack = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    if numbers.numel() > MAX_PAIRS and _can_group(stack, experts.down_proj):
+        found: torch.Tensor = grouped_mm_experts_forward(experts, hidden, numbers, weights)
+        return found
+    num_rows, chosen = numbers.shape
+    tiles = cut_by_expert(numbers, experts.num_experts)
+    bias = None
+    if experts.has_bias:
+        bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+    between = multiply_by_experts(
+        hidden, stack, tiles, bias=bias, is_transposed=experts.is_transposed, chosen=chosen
+    )
+    between = experts._apply_gate(between) if experts.has_gate else experts.act_fn(between)
+    bias = experts.down_proj_bias if experts.has_bias else None
+    out = multiply_by_experts(
+        between, experts.down_proj, tiles, bias=bias, is_transposed=experts.is_transposed
+    )
+    # Older releases of the library (5.17) have no such norm.
+    if getattr(experts, "has_post_expert_norm", False):
+        out = experts.post_expert_norm(out)
+    # Products of bfloat16 are exact in float32, and the sum over a row's experts is rounded once.
+    shares = weights.reshape(num_rows, chosen, 1).float()
+    return (out.view(num_rows, chosen, -1).float() * shares).sum(dim=1).to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, device_experts)
+
+
+def cut_by_expert(numbers: torch.Tensor, num_experts: int) -> ExpertTiles:
+    """Return the tiles of a router's choice, ``numbers`` [T, chosen]."""
+    flat = numbers.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    every = torch.arange(num_experts, device=flat.device)
+    ends = torch.searchsorted(flat.index_select(0, order), every, right=True)
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    of_expert = (ends - begins + _ROWS - 1) // _ROWS
+    last = of_expert.cumsum(0)
+    # Each expert fills all its tiles but one.
+    most = min(len(flat), len(flat) // _ROWS + num_experts)
+    tile = torch.arange(most, device=flat.device)
+    expert = torch.searchsorted(last, tile, right=True).clamp_(max=num_experts - 1)
+    first = begins[expert] + (tile - last[expert] + of_expert[expert]) * _ROWS
+    end = torch.minimum(first + _ROWS, ends[expert])
+    return ExpertTiles(order, torch.stack((expert, first, end), dim=1).to(torch.int32))
+
+
+def multiply_by_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: ExpertTiles,
+    *,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    chosen: int = 1,
+) -> torch.Tensor:
+    """Return [pairs, outputs]: row ``pair // chosen`` of ``x`` times the expert of each pair.
+
+    ``weight`` is [experts, outputs, inputs], or [experts, inputs, outputs] if ``is_transposed``; ``bias`` is
+    [experts, outputs].
+    """
+    x = x.contiguous()
+    inputs, outputs = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
+    of_input, of_output = weight.stride()[1:] if is_transposed else weight.stride()[:0:-1]
+    out = x.new_empty(len(tiles.order), outputs)
+    experts_kernel[len(tiles.tiles), -(-outputs // _COLUMNS)](
+        *(out, x, weight, tiles.order if bias is None else bias, tiles.order, tiles.tiles),
+        *(weight.stride(0), of_input, of_output),
+        CHOSEN=chosen,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        BIASED=bias is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        DEPTH=min(next_power(inputs, _ROWS), _DEPTH * 4 // x.element_size()),
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def _can_group(*stacks: torch.Tensor) -> bool:
+    """Return whether the library's product takes these: bfloat16, in rows of whole 16 bytes (8 numbers)."""
+    sizes = [size for stack in stacks for size in stack.shape[1:]]
+    return all(stack.dtype == torch.bfloat16 for stack in stacks) and all(size % 8 == 0 for size in sizes)
+
+
+# fmt: off
+
+
+@kernel
+def experts_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, order: tl.tensor,
+                   tiles: tl.tensor, of_expert: tl.tensor, of_input: tl.tensor, of_output: tl.tensor,
+                   CHOSEN: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr) -> None:
+    """Multiply the rows of one tile by some columns of its expert. Grid (tiles, columns / COLUMNS)."""
+    tile = tiles + 3 * tl.program_id(0)
+    first, end = tl.load(tile + 1), tl.load(tile + 2)
+    if first < end:
+        expert = tl.load(tile).to(tl.int64)
+        place = first + tl.arange(0, ROWS)
+        used = place < end
+        pair = tl.load(order + place, mask=used, other=0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        known = column < OUTPUTS
+        lane = tl.arange(0, DEPTH)
+        rows = x + (pair // CHOSEN)[:, None] * INPUTS + lane[None, :]
+        of_lane = lane[:, None] * of_input
+        matrix = weight + expert * of_expert + of_lane + column[None, :] * of_output
+        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        for start in range(0, INPUTS, DEPTH):
+            inside = lane < INPUTS - start
+            row = tl.load(rows + start, mask=used[:, None] & inside[None, :], other=0.0)
+            part = tl.load(matrix + start * of_input, mask=inside[:, None] & known[None, :], other=0.0)
+            total += tl.dot(row, part, input_precision="ieee")
+        if BIASED:
+            added = tl.load(bias + expert * OUTPUTS + column, mask=known, other=0.0)
+            total += added.to(tl.float32)[None, :]
+        tl.store(out + pair[:, None] * OUTPUTS + column[None, :], total.to(out.dtype.element_ty),
+                 mask=used[:, None] & known[None, :])
