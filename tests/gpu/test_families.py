@@ -20,7 +20,7 @@ if why_not() is not None:
 from convoy.model.backends.cuda.batch import describe_rows, on_device
 from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 from convoy.model.backends.cuda.layers.delta import DeviceStatePool, SlotRows, convolve, run_states
-from convoy.model.backends.cuda.layers.experts import cut_by_expert, multiply_by_experts
+from convoy.model.backends.cuda.layers.experts import cut_by_expert, multiply_by_experts, sort_by_expert
 from convoy.model.backends.cuda.layers.latent import MAX_PART, attend_latents, num_parts
 from support.slow_kernels import attend_slowly
 
@@ -107,6 +107,22 @@ def test_each_row_meets_the_experts_that_it_chose(
     assert error_of(found, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("num_rows", "num_experts", "chosen"), [(1, 6, 2), (70, 6, 3), (300, 128, 8)])
+def test_tiles_hold_each_pair_once_under_its_expert(
+    num_rows: int, num_experts: int, chosen: int, device: torch.device
+) -> None:
+    numbers = choices(num_rows, num_experts, chosen, device)
+    flat = numbers.view(-1).tolist()
+    for cut in (cut_by_expert, sort_by_expert):
+        tiles = cut(numbers, num_experts)
+        order, seen = tiles.order.tolist(), []
+        for expert, first, end in tiles.tiles.tolist():
+            assert end - first <= 16
+            seen += [order[place] for place in range(first, end)]
+            assert {flat[order[place]] for place in range(first, end)} <= {expert}
+        assert sorted(seen) == list(range(len(flat)))
+
+
 def test_a_row_has_the_same_product_beside_others_and_alone(device: torch.device) -> None:
     if INTERPRETED:
         pytest.skip("the interpreter multiplies with NumPy")
@@ -157,8 +173,8 @@ class Recurrence:
         """Return the same for one sequence from its start, token by token."""
         shape, num_tokens = DELTA, len(mixed)
         wide = torch.cat((mixed.new_zeros(3, shape.mixed_width), mixed))
-        turned = sum(wide[tap : tap + num_tokens] * self.taps[tap] for tap in range(4))
-        turned = torch.nn.functional.silu(turned)
+        taps = [wide[tap : tap + num_tokens] * self.taps[tap] for tap in range(4)]
+        turned = torch.nn.functional.silu(torch.stack(taps).sum(0))
         widths = [shape.key_width, shape.key_width, shape.value_width]
         query, key, value = torch.split(turned, widths, dim=-1)
         query, key = (

@@ -31,7 +31,7 @@ MAX_PAIRS = 4096
 class ExpertTiles:
     """Hold the pairs of a step, sorted by expert, in tiles.
 
-    ``order`` int64 [pairs] has the number of each pair in the order of the router's choice. ``tiles`` int32
+    ``order`` [pairs] has the number of each pair in the order of the router's choice. ``tiles`` int32
     [most, 3] has each tile's expert, first place in ``order``, and its end there; tiles that are not used
     are empty.
     """
@@ -77,6 +77,27 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, device_experts)
 
 def cut_by_expert(numbers: torch.Tensor, num_experts: int) -> ExpertTiles:
     """Return the tiles of a router's choice, ``numbers`` [T, chosen]."""
+    num_pairs = numbers.numel()
+    if num_pairs > MAX_PAIRS:
+        return sort_by_expert(numbers, num_experts)
+    # Each expert fills all its tiles but one.
+    most = min(num_pairs, num_pairs // _ROWS + num_experts)
+    memory = torch.zeros(3 * most + num_experts, dtype=torch.int32, device=numbers.device)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=numbers.device)
+    cut_kernel[1,](
+        *(order, memory, numbers.contiguous(), num_pairs),
+        MOST=most,
+        EXPERTS=num_experts,
+        EXPERTS_PAD=next_power(num_experts + 1),
+        PAIRS_PAD=next_power(num_pairs, _ROWS),
+        ROWS=_ROWS,
+        num_warps=8 if num_pairs > 512 else 4,
+    )
+    return ExpertTiles(order, memory[: 3 * most].view(most, 3))
+
+
+def sort_by_expert(numbers: torch.Tensor, num_experts: int) -> ExpertTiles:
+    """Return the tiles of `cut_by_expert` for any number of pairs, in many kernels of the library's."""
     flat = numbers.reshape(-1)
     order = torch.argsort(flat, stable=True)
     every = torch.arange(num_experts, device=flat.device)
@@ -84,7 +105,6 @@ def cut_by_expert(numbers: torch.Tensor, num_experts: int) -> ExpertTiles:
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
     of_expert = (ends - begins + _ROWS - 1) // _ROWS
     last = of_expert.cumsum(0)
-    # Each expert fills all its tiles but one.
     most = min(len(flat), len(flat) // _ROWS + num_experts)
     tile = torch.arange(most, device=flat.device)
     expert = torch.searchsorted(last, tile, right=True).clamp_(max=num_experts - 1)
@@ -137,6 +157,39 @@ def _can_group(*stacks: torch.Tensor) -> bool:
 
 
 @kernel
+def cut_kernel(order: tl.tensor, tiles: tl.tensor, numbers: tl.tensor, num_pairs: tl.tensor,
+               MOST: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+               PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr) -> None:
+    """Sort pairs by expert, and cut tiles. One program. ``tiles`` are zeros, with a place for each expert
+    behind them.
+
+    The order of an expert's pairs is arbitrary. A row's product does not depend on it.
+    """
+    pair, expert = tl.arange(0, PAIRS_PAD), tl.arange(0, EXPERTS_PAD)
+    known = pair < num_pairs
+    # Padding goes to an expert behind the last.
+    chosen = tl.load(numbers + pair, mask=known, other=EXPERTS).to(tl.int32)
+    counts = tl.histogram(chosen, EXPERTS_PAD)
+    counts = tl.where(expert < EXPERTS, counts, 0)
+    ends = tl.cumsum(counts, 0)
+    begins = ends - counts
+    next_places = tiles + 3 * MOST
+    tl.store(next_places + expert, begins, mask=expert < EXPERTS)
+    tl.debug_barrier()
+    place = tl.atomic_add(next_places + chosen, 1, mask=known)
+    tl.store(order + place, pair, mask=known)
+    of_expert = (counts + ROWS - 1) // ROWS
+    tile = tl.cumsum(of_expert, 0) - of_expert
+    for number in range(tl.max(of_expert, 0)):
+        mine = number < of_expert
+        first = begins + number * ROWS
+        at = tiles + 3 * (tile + number)
+        tl.store(at, expert, mask=mine)
+        tl.store(at + 1, first, mask=mine)
+        tl.store(at + 2, tl.minimum(first + ROWS, ends), mask=mine)
+
+
+@kernel
 def experts_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, order: tl.tensor,
                    tiles: tl.tensor, of_expert: tl.tensor, of_input: tl.tensor, of_output: tl.tensor,
                    CHOSEN: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr,
@@ -148,7 +201,7 @@ def experts_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.ten
         expert = tl.load(tile).to(tl.int64)
         place = first + tl.arange(0, ROWS)
         used = place < end
-        pair = tl.load(order + place, mask=used, other=0)
+        pair = tl.load(order + place, mask=used, other=0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         lane = tl.arange(0, DEPTH)
