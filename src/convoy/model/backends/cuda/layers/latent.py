@@ -103,7 +103,9 @@ def _attend_tile(query: tl.tensor, turned: tl.tensor, pool: tl.tensor, table: tl
         if WINDOWED:
             entry = entry % num_blocks
         block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
-        place = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (LATENT + TURNED)
+        # Multiplied before they are added. Triton takes the sum itself for a multiple of BLOCK_SIZE, and would
+        # read 16 bytes at once from rows that do not lie so.
+        place = block * (BLOCK_SIZE * (LATENT + TURNED)) + key % BLOCK_SIZE * (LATENT + TURNED)
         latent = tl.load(pool + place[:, None] + lane[None, :],
                          mask=inside[:, None] & (lane < LATENT)[None, :], other=0.0)
         key_turned = tl.load(pool + place[None, :] + LATENT + other[:, None],
@@ -145,9 +147,10 @@ def latent_attention_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor,
         line = tl.arange(0, BLOCK_M)
         token, head = first + line // GROUP, part * GROUP + line % GROUP
         used = (line < BLOCK_M // GROUP * GROUP) & (token < num_tokens)
-        place = (tl.load(row).to(tl.int64) + token) * (NUM_PARTS * GROUP) + head
+        of_token = (tl.load(row).to(tl.int64) + token) * (NUM_PARTS * GROUP)
+        place = of_token + head
         lane, other = tl.arange(0, LATENT_PAD), tl.arange(0, TURNED_PAD)
-        own = query + place[:, None] * (LATENT + TURNED)
+        own = query + (of_token * (LATENT + TURNED) + head * (LATENT + TURNED))[:, None]
         latents = tl.load(own + lane[None, :], mask=used[:, None] & (lane < LATENT)[None, :], other=0.0)
         turned = tl.load(own + LATENT + other[None, :], mask=used[:, None] & (other < TURNED)[None, :],
                          other=0.0)
