@@ -32,6 +32,7 @@ from convoy.model.backends.cuda.memory.weights import LoadProgress
 from convoy.model.backends.cuda.options import BFLOAT16
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.layers.delta import GatedDeltaNet
+from convoy.model.layers.experts import is_router
 from convoy.model.layers.latent import LatentAttention
 from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import RopeUse, Rotation, Rotations
@@ -42,7 +43,7 @@ from convoy.plan.spec.sharding import WHOLE, Shard
 from convoy.wire.messages.control import StageAssignment
 
 ATTENTION_NAME = "convoy_cuda"
-# Numbers that stay float32: small differences between them count.
+# Numbers that stay float32, with those of routers: small differences between them count.
 _FLOAT32_NAMES = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "taps"})
 
 
@@ -244,6 +245,8 @@ def _configure(source: ModelSource, number: int, layer: nn.Module) -> None:
         if isinstance(part, GatedDeltaNet):
             layer.set_submodule(name, DeviceDeltaNet(part))
         found = found or isinstance(part, (GatedDeltaNet, LatentAttention))
+        if is_router(part):
+            part.register_forward_pre_hook(_in_float32)
         config: Any = getattr(part, "config", None)
         if config is not None:
             found = True
@@ -251,6 +254,11 @@ def _configure(source: ModelSource, number: int, layer: nn.Module) -> None:
             config._experts_implementation = EXPERTS_NAME
     if not found:
         raise ModelError(f"{source.name}: layer {number} does not support Convoy's attention on cuda")
+
+
+def _in_float32(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a router's inputs as its weights are kept: rounded scores of two experts are often equal."""
+    return (inputs[0].float(), *inputs[1:])
 
 
 def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> None:
@@ -269,10 +277,11 @@ def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> N
 
 
 def _move_part(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    routers = {name for name, module in part.named_modules() if is_router(module)}
     exact = {
         name: tensor.data.float()
         for name, tensor in (*part.named_parameters(), *part.named_buffers())
-        if name.rpartition(".")[2] in _FLOAT32_NAMES
+        if name.rpartition(".")[2] in _FLOAT32_NAMES or name.rpartition(".")[0] in routers
     }
     part.to(device=device, dtype=dtype)
     for name, tensor in (*part.named_parameters(), *part.named_buffers()):

@@ -103,8 +103,8 @@ def _attend_tile(query: tl.tensor, turned: tl.tensor, pool: tl.tensor, table: tl
         if WINDOWED:
             entry = entry % num_blocks
         block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
-        # Multiplied before they are added. Triton takes the sum itself for a multiple of BLOCK_SIZE, and would
-        # read 16 bytes at once from rows that do not lie so.
+        # Multiplied before they are added: Triton takes the sum itself for a multiple of BLOCK_SIZE, and
+        # would read 16 bytes at once from rows that begin between them.
         place = block * (BLOCK_SIZE * (LATENT + TURNED)) + key % BLOCK_SIZE * (LATENT + TURNED)
         latent = tl.load(pool + place[:, None] + lane[None, :],
                          mask=inside[:, None] & (lane < LATENT)[None, :], other=0.0)
