@@ -245,7 +245,7 @@ def _configure(source: ModelSource, number: int, layer: nn.Module) -> None:
         if isinstance(part, GatedDeltaNet):
             layer.set_submodule(name, DeviceDeltaNet(part))
         found = found or isinstance(part, (GatedDeltaNet, LatentAttention))
-        if is_router(part):
+        if _scores_in_float32(part):
             part.register_forward_pre_hook(_in_float32)
         config: Any = getattr(part, "config", None)
         if config is not None:
@@ -254,6 +254,14 @@ def _configure(source: ModelSource, number: int, layer: nn.Module) -> None:
             config._experts_implementation = EXPERTS_NAME
     if not found:
         raise ModelError(f"{source.name}: layer {number} does not support Convoy's attention on cuda")
+
+
+def _scores_in_float32(part: nn.Module) -> bool:
+    """Return whether ``part`` is a router with a bias, as of GPT-OSS.
+
+    It chooses by its scores themselves. Other routers passed their certificates as the library computes them.
+    """
+    return is_router(part) and getattr(part, "bias", None) is not None
 
 
 def _in_float32(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -277,7 +285,7 @@ def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> N
 
 
 def _move_part(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    routers = {name for name, module in part.named_modules() if is_router(module)}
+    routers = {name for name, module in part.named_modules() if _scores_in_float32(module)}
     exact = {
         name: tensor.data.float()
         for name, tensor in (*part.named_parameters(), *part.named_buffers())
