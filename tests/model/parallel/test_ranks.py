@@ -171,7 +171,7 @@ def test_ranks_that_cannot_share_a_layer_are_refused_before_anything_is_read(mod
     source = models.source("odd")
     with pytest.raises(PlanError, match="4 heads in layers of full, which 3 ranks"):
         HostStage.load(source, assignment_of(source), EXACT, shard=Shard(0, 3))
-    with pytest.raises(ModelError, match="the layers of a stage on cpu, not on cuda:0"):
+    with pytest.raises(ModelError, match="the layers of a stage on cpu or mlx, not on cuda:0"):
         load_slice(source, assignment_of(source), StageOptions(device="cuda:0"), Shard(0, 2))
 
 
