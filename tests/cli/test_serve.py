@@ -300,7 +300,7 @@ def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
     tmp_path: Path, verb: str
 ) -> None:
     context = ModelSource.resolve("demo-mini").spec.max_context
-    done = run_here([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
+    done = run_here([verb, "demo-mini", "--port", "0", "--max-model-len", str(context + 1)], tmp_path)
     assert done.returncode == 78
     told = f"error: max_model_len is {context + 1} tokens, and the model's context has {context}"
     assert done.stderr.splitlines()[-2:] == [

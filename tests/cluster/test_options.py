@@ -6,7 +6,7 @@ import pytest
 
 from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part, without_mlx
 from convoy.cluster.options import HeadOptions
-from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, MLX_BF16, MLX_F32, form_of
+from convoy.config.kernels import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, MLX_BF16, MLX_F32, MLX_KERNELS, form_of
 from convoy.errors import Incompatible, UsageError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import kernel_on
@@ -31,7 +31,7 @@ def test_a_prompt_is_cut_into_long_chunks_only_where_every_stage_is_on_a_device(
     assert HeadOptions(prefill_chunk=64).for_kernels([CUDA_KERNEL]).chunk_tokens == 64
 
 
-def test_more_sequences_run_at_once_on_devices_where_their_kv_has_room() -> None:
+def test_more_sequences_run_at_once_on_cuda_where_their_kv_has_room() -> None:
     spec = ModelSource.resolve("demo-mini").spec
 
     def at_once(options: HeadOptions, kernel: str, num_blocks: int) -> int:
@@ -41,7 +41,8 @@ def test_more_sequences_run_at_once_on_devices_where_their_kv_has_room() -> None
 
     rooms = (64, 6_400, 1_000_000)
     assert [at_once(HeadOptions(), CUDA_KERNEL, room) for room in rooms] == [32, 100, 256]
-    assert [at_once(HeadOptions(), "exact-f32", room) for room in rooms] == [32, 32, 32]
+    for elsewhere in ("exact-f32", *MLX_KERNELS):
+        assert [at_once(HeadOptions(), elsewhere, room) for room in rooms] == [32, 32, 32]
     assert [at_once(HeadOptions(max_batch=200), CUDA_KERNEL, room) for room in rooms] == [200, 200, 200]
     wanted = [
         HeadOptions().for_kernels([kernel]).demand(block_size=16, max_context=1024).most

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from convoy.config.kernels import AUTO, KV_FORMS, on_device
+from convoy.config.kernels import AUTO, CUDA_KERNELS, KV_FORMS, on_device
 from convoy.config.table import (
     CLUSTER,
     DEVICE_BATCH,
@@ -129,7 +129,7 @@ class HeadOptions:
     ``level_chunks`` a chunk gets shorter as attention grows.
 
     ``max_batch`` 1 runs one sequence at a time. None: as `for_kernels` says, and no more than K/V has room
-    for. ``on_devices``: `for_kernels` sets it. ``speculate`` is how many tokens are guessed at once, at
+    for. ``on_cuda``: `for_kernels` sets it. ``speculate`` is how many tokens are guessed at once, at
     most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
     linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
     guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar forces are
@@ -158,7 +158,7 @@ class HeadOptions:
     num_blocks: int = ENGINE.num_blocks
     max_context: int = ENGINE.max_model_len
     max_batch: int | None = ENGINE.max_batch
-    on_devices: bool = False
+    on_cuda: bool = False
     max_step_tokens: int = ENGINE.max_step_tokens
     prefill_chunk: int = ENGINE.prefill_chunk
     prefill_window: int = ENGINE.prefill_window
@@ -210,14 +210,14 @@ class HeadOptions:
         The slowest stage sets them, so one host is enough for short chunks and a small batch. Explicit sizes
         stay.
         """
-        on_devices = all(map(on_device, kernels))
-        chunk = self.prefill_chunk or (DEVICE_CHUNK if on_devices else HOST_CHUNK)
-        return replace(self, prefill_chunk=chunk, on_devices=on_devices)
+        found = tuple(kernels)
+        chunk = self.prefill_chunk or (DEVICE_CHUNK if all(map(on_device, found)) else HOST_CHUNK)
+        return replace(self, prefill_chunk=chunk, on_cuda=all(kernel in CUDA_KERNELS for kernel in found))
 
     @property
     def at_once(self) -> int:
         """Return the most sequences that run at once, if K/V has room for them."""
-        return self.max_batch or (DEVICE_BATCH if self.on_devices else HOST_BATCH)
+        return self.max_batch or (DEVICE_BATCH if self.on_cuda else HOST_BATCH)
 
     @property
     def chunk_tokens(self) -> int:

@@ -50,8 +50,11 @@ def test_compiled_kernels_are_kept_in_the_folder_that_the_operator_names(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "named"))
+    (home / "named").mkdir(mode=0o755)
     keep_kernels()
     assert os.environ["TRITON_CACHE_DIR"] == str(home / "named")
+    # Nobody else reaches the folders that Triton makes inside, whatever the umask.
+    assert (home / "named").stat().st_mode & 0o777 == 0o700
 
 
 def test_no_kernel_is_taken_from_a_folder_that_others_can_write_to(

@@ -28,7 +28,7 @@ def growing(chain: Chain) -> Callable[[], int]:
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         chain.run((0, [6]))
-        return mx.get_peak_memory() - before
+        return int(mx.get_peak_memory()) - before
 
     return grown
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +71,11 @@ def keep_kernels() -> None:
     """
     try:
         folder = own_folder(Path(named_kernel_folder() or _FOLDER).expanduser())
+        # A umask may let a group write to the folders that Triton makes inside.
+        folder.chmod(0o700)
     except (SelfCheckError, RuntimeError) as error:
         folder = Path(tempfile.mkdtemp(prefix="convoy-triton-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         why = error.message if isinstance(error, SelfCheckError) else "this user has no home directory"
         _log.warning("compiled kernels are not kept: %s", why)
     keep_kernels_in(folder)

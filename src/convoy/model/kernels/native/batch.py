@@ -69,6 +69,8 @@ def spread(
     num_heads, num_kv_heads, head_dim, scaling = heads
     cos, sin = cos.contiguous(), sin.contiguous()
     _, num_tokens, rotary_dim = cos.shape
+    if rotary_dim > head_dim:
+        return None
     made = torch.empty(2, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     wide_cos, wide_sin = made.unbind()
     library.convoy_spread(
