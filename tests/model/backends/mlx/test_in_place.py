@@ -26,7 +26,7 @@ def growing(chain: Chain) -> Callable[[], int]:
 
     def grown() -> int:
         mx.reset_peak_memory()
-        before = mx.get_active_memory()
+        before = int(mx.get_active_memory())
         chain.run((0, [6]))
         return int(mx.get_peak_memory()) - before
 
