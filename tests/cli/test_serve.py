@@ -163,7 +163,7 @@ def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
         head.process.send_signal(signal.SIGINT)
         head.wait_for(r"finishing 1 answer, at most 30 s; Ctrl-C again to stop now")
         head.process.send_signal(signal.SIGINT)
-        assert head.end()[-1] == "ended: 1 answer was cut off, and their clients told"
+        assert head.end()[-1] == "ended: 1 answer was cut off, and its client told"
         asking.join(WAIT_S)
 
 
@@ -293,6 +293,13 @@ def test_serve_is_the_head_of_the_home_folder_as_join_is_its_member(tmp_path: Pa
     assert done.stderr.startswith("error: .convoy/convoy.toml: [engine] max_batch is 0")
     elsewhere = run_here(["serve", "nosuch", "--dir", "elsewhere"], tmp_path)
     assert elsewhere.stderr.startswith("error: no model at nosuch\n")
+
+
+@pytest.mark.parametrize("also", ["=demo", "small="])
+def test_a_further_model_without_a_name_or_a_model_is_refused(tmp_path: Path, also: str) -> None:
+    done = run_here(["run", "demo-mini", "--port", "0", "--also", also], tmp_path)
+    assert done.returncode == 78
+    assert f"error: also is {also!r}, expected MODEL or NAME=MODEL" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize("verb", ["serve", "run"])

@@ -8,7 +8,13 @@ import msgspec
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
-from convoy.cli.show.cluster_status import forecast_lines, guesses_text, print_cluster, recoveries_text
+from convoy.cli.show.cluster_status import (
+    forecast_lines,
+    guesses_text,
+    models_text,
+    print_cluster,
+    recoveries_text,
+)
 from convoy.cli.show.exit_codes import EXIT_RETRY
 from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
 from convoy.errors import NotReady
@@ -56,7 +62,7 @@ def status(
 def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
     print_fields(
         [
-            ("model", cluster.model),
+            ("model", models_text(cluster)),
             ("health", f"{health.get('status')}: {health.get('reason')}"),
             ("requests", f"{cluster.running} running, {cluster.waiting} waiting"),
             ("K/V blocks", f"{cluster.free_blocks} of {cluster.num_blocks} free"),

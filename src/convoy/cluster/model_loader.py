@@ -111,7 +111,8 @@ class ModelLoader:
     def status(self, *, measures: bool = True) -> ClusterStatus:
         """Return the cluster's status with the state of every model; see `RunningCluster.status`."""
         found = self.cluster.status(foresees=True, measures=measures)
-        return msgspec.structs.replace(found, models=self.report())
+        # By its name in every API, which may not be that of its files.
+        return msgspec.structs.replace(found, model=self.named, models=self.report())
 
     def report(self) -> list[ModelStatus]:
         """Return the state of each model."""

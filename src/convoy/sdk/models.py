@@ -63,9 +63,13 @@ def with_also(
     names, also = {serve.served_model_name or first.source.name}, dict[str, ModelSource]()
     for text in serve.also:
         own_name, is_named, model = text.partition("=")
+        if is_named and not (own_name and model):
+            raise ConfigError(
+                f"also is {text!r}, expected MODEL or NAME=MODEL", hint="for example --also small=demo-mini"
+            )
         source = ModelSource.resolve(local_model(settings, model if is_named else text, on_load, note))
         name = own_name if is_named else source.name
-        if not name or name in names:
+        if name in names:
             raise ConfigError(
                 f"two models have the name {name!r}, expected one for each",
                 hint=f"--also OTHER={model or text} names it OTHER",

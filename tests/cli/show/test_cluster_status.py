@@ -12,6 +12,7 @@ from convoy.cli.show.cluster_status import (
     forecast_lines,
     guesses_text,
     idle_text,
+    models_text,
     print_cluster,
     recoveries_text,
     stage_rows,
@@ -22,6 +23,7 @@ from convoy.cluster.status import (
     Forecast,
     IdleStatus,
     LossForecast,
+    ModelStatus,
     PlanForecast,
     StageStatus,
     StandbyStatus,
@@ -45,6 +47,14 @@ def test_an_idle_member_is_named_with_the_time_since() -> None:
     noon_s = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
     text = idle_text([IdleStatus("gamma", noon_s), IdleStatus("delta", noon_s + 61)])
     assert text == "gamma (no layers since 2026-11-22 12:00:00), delta (no layers since 2026-11-22 12:01:01)"
+
+
+def test_several_models_and_one_that_is_not_loaded_are_shown_with_their_state() -> None:
+    loaded, unloaded = ModelStatus("demo", "loaded"), ModelStatus("small", "unloaded")
+    assert models_text(cluster()) == cluster().model
+    assert models_text(cluster(models=[loaded])) == cluster().model
+    assert models_text(cluster(models=[loaded, unloaded])) == "demo (loaded), small (unloaded)"
+    assert models_text(cluster(models=[unloaded])) == "small (unloaded)"
 
 
 def test_guesses_are_off_or_counted() -> None:

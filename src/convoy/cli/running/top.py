@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
-from convoy.cli.show.cluster_status import forecast_lines, idle_text, layers_text, standbys_text
+from convoy.cli.show.cluster_status import forecast_lines, idle_text, layers_text, models_text, standbys_text
 from convoy.cli.show.output import format_bytes, format_seconds, one_line, reads_text
 from convoy.errors import PeerUnreachable
 from convoy.sdk.client import cluster_status, status_of
@@ -112,7 +112,7 @@ def picture(
         cells = dict(zip(_COLUMNS, _cells(stage), strict=True))
         table.add_row(*(Text(cells[name]) for name in columns))
     state = Text.assemble(
-        (status.model, "bold"),
+        (models_text(status), "bold"),
         "  ",
         ("ready", "green") if status.ready else ("not ready", "bold red"),
         f": {one_line(status.reason)}",

@@ -28,7 +28,7 @@ def print_stages(status: ClusterStatus) -> None:
 def print_cluster(status: ClusterStatus) -> None:
     """Print a line for each stage, then the route and the state of the cluster."""
     print_stages(status)
-    print(f"route: {status.route}")
+    print(f"route: {status.route or 'none, because no model is loaded'}")
     print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
     if status.kv_dtype not in {"", AUTO}:
         print(f"K/V: {status.kv_dtype}")
@@ -52,6 +52,13 @@ def print_cluster(status: ClusterStatus) -> None:
         print(f"absent: {', '.join(status.absent)} (dialled until there)")
     if status.other_bits:
         print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
+
+
+def models_text(status: ClusterStatus) -> str:
+    """Return the model, or of several, or of one that is not loaded, each with its state."""
+    if len(status.models) < 2 and all(one.state == "loaded" for one in status.models):
+        return status.model
+    return ", ".join(f"{one.name} ({one.state})" for one in status.models)
 
 
 def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:

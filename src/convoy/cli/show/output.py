@@ -100,7 +100,9 @@ def print_draining(num_answers: int, drain_s: float) -> None:
 
 def print_ended(num_cut: int) -> None:
     """Print that a server stopped. ``num_cut`` counts the answers that it did not finish."""
-    cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
+    cut = "1 answer was cut off, and its client told"
+    if num_cut != 1:
+        cut = f"{num_cut} answers were cut off, and their clients told"
     print_note(f"ended: {cut if num_cut else 'every request was answered'}")
 
 
