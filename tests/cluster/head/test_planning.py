@@ -63,6 +63,15 @@ def test_a_standby_gets_no_stage_at_the_start() -> None:
     assert first.members == {"alpha", "beta"}
 
 
+def test_a_look_at_a_first_plan_counts_no_standby_and_leaves_the_running_plan_alone() -> None:
+    plans = planner()
+    plans.first({"alpha": hello(), "beta": hello()})
+    plans.check_first({"alpha": hello(), "beta": hello()})
+    with pytest.raises(PlanError, match="alpha needs"):
+        plans.check_first({"alpha": hello(bytes_for(5)), "gamma": hello(standby=True)})
+    assert plans.same_bits(), "the kernels of the running plan are still known"
+
+
 def test_who_remains_holds_the_layers_before_a_standby_does() -> None:
     plans, all_hellos = planner(), {"alpha": hello(), "beta": hello(), "gamma": hello(standby=True)}
     first = plans.first(all_hellos)

@@ -19,12 +19,13 @@ from convoy.cluster.handlers import HandlerTable, on, on_frame
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
 from convoy.cluster.head.forecast import Forecaster
-from convoy.cluster.head.planning import PlannedStages, Planner
+from convoy.cluster.head.planning import PlanIds, PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
 from convoy.cluster.head.stage_report import RoundTrips, describe_stages
 from convoy.cluster.head.standbys import Standbys
 from convoy.cluster.head.step_path import StepPaths
 from convoy.cluster.head.step_time import StepTimes
+from convoy.cluster.offer import without_mlx
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.peer.loaded_plan import ranks_of, stage_options
 from convoy.cluster.peer.ranks import RankHandlers, RankPeers
@@ -113,6 +114,7 @@ class Head:
             joined=self._joined,
             why_not_mlx=why_not_on_mlx(source),
         )
+        self._plan_ids = PlanIds()
         self._choose(source, own)
         self.clock = StepClock(options.step_timeout_s)
         self._steps = StepLog()
@@ -148,6 +150,7 @@ class Head:
             *(self._me, source, self._options, self.peers.verifier, lambda: self.manifest),
             hub=hub,
             predict=predict,
+            ids=self._plan_ids,
         )
 
     @property
@@ -221,10 +224,16 @@ class Head:
         )
 
     def check_fit(self, source: ModelSource) -> None:
-        """Raise `PlanError` with the reason if the connected members cannot hold a model, were it alone."""
+        """Raise `PlanError` with the reason if `load` of a model would find no plan for it, were it alone.
+
+        Standbys do not count, because a first plan gives them no layers.
+        """
         self._options.check_context(source.spec)
         planner = self.planner if source is self._source else self._planner(source)
-        planner.foresee(self.hellos(), None)
+        hellos = self.hellos()
+        if why_not_on_mlx(source):
+            hellos = {name: without_mlx(hello) for name, hello in hellos.items()}
+        planner.check_first(hellos)
 
     def unload(self, why: str) -> None:
         """End the plan, and free its weights here and on every peer, which hear why. The links stay."""
@@ -237,9 +246,11 @@ class Head:
             stage.give_up()
         release_freed()
         for link in self.links.values():
-            # A link that just ended needs no message.
+            # A link that ended needs no message, because its peer drops all that it loaded.
             with suppress(ConvoyError):
-                link.post(Unload(why))
+                # A queue that stays full ends the link.
+                if not link.post(Unload(why)):
+                    link.send(Unload(why))
 
     def load(
         self, source: ModelSource, own: HeadWeights | None = None, on_load: LoadProgress | None = None

@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,8 +88,26 @@ class _Choice:
     dtype: str
 
 
+class PlanIds:
+    """Number the plans of a head, whatever model they are of.
+
+    A member refuses a plan whose number is not above the last one. So the numbers grow over restarts too, and
+    frames of an earlier head are refused. They also grow when the clock goes back. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        """Return a number above all earlier ones."""
+        with self._lock:
+            self._last = max(time.time_ns(), self._last + 1)
+            return self._last
+
+
 class Planner:
-    """Choose plans. It is pure but for the clock, which numbers the plans."""
+    """Choose plans. It is pure but for the numbers of the plans."""
 
     def __init__(
         self,
@@ -100,12 +119,14 @@ class Planner:
         *,
         hub: str = "",
         predict: Predict | None = None,
+        ids: PlanIds | None = None,
     ) -> None:
         """Prepare to plan.
 
         ``manifest`` returns the digest of the model's manifest, for plans that have peers. ``hub`` is the
         commit of a hub that peers may read weights from; empty for none. ``predict`` returns how long a
-        step would take; without it, no choice depends on speed.
+        step would take; without it, no choice depends on speed. ``ids`` numbers the plans, and is shared by
+        all planners of a head; None begins anew.
         """
         self._predict = predict
         # Members that could not join as ranks, and the reason.
@@ -118,7 +139,7 @@ class Planner:
         self._spec = source.spec.with_kv_dtype(options.kv_dtype)
         self._options = options
         self._verifier = verifier
-        self._plan_id = 0
+        self._ids = ids or PlanIds()
         # The kernels of the first plan, which fix the bits of all texts.
         self._kernels: frozenset[str] = frozenset()
         # Members that compute other bits than the head, and those bits.
@@ -126,14 +147,16 @@ class Planner:
 
     def first(self, hellos: Mapping[str, Hello]) -> PlannedStages:
         """Return the plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
-        self._forget_failure(hellos)
-        # An earlier first plan may not have come to run.
-        self._kernels = frozenset()
-        members = [name for name in hellos if not hellos[name].standby]
-        variant = _Variant(members, self._options.spans)
-        proposal = self._plan(self._choose({name: hellos[name] for name in members}, variant, fewer=False))
+        proposal = self._plan(self._choose_first(hellos))
         self._kernels = frozenset(proposal.plan.kernels or [proposal.plan.kernel])
         return proposal
+
+    def check_first(self, hellos: Mapping[str, Hello]) -> None:
+        """Raise `PlanError` with the reason if `first` would find no plan. Nothing is noted or numbered."""
+        try:
+            self._aside(hellos)._choose_first(hellos)
+        except ConvoyError as error:
+            raise PlanError(error.message, hint=error.hint) from error
 
     def again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
@@ -154,12 +177,17 @@ class Planner:
         ``predict`` takes the place of the planner's own. Why ranks failed is left out of an error: it may
         hold a peer's words.
         """
-        other = copy.copy(self)
+        other = self._aside(hellos)
         other._predict = predict or self._predict
+        return other._choose_again(hellos, before).placement
+
+    def _aside(self, hellos: Collection[str]) -> Planner:
+        """Return a copy to try a choice on. Its errors leave out why ranks failed."""
+        other = copy.copy(self)
         other._forget_failure(hellos)
         if other._failed is not None:
             other._failed = other._failed[0], "their ranks could not join"
-        return other._choose_again(hellos, before).placement
+        return other
 
     def tensor_failed(self, hellos: Collection[str], why: str) -> None:
         """Note that the ranks of these members could not join.
@@ -175,6 +203,14 @@ class Planner:
     def _forget_failure(self, hellos: Collection[str]) -> None:
         if self._failed is not None and self._failed[0] != frozenset(hellos):
             self._failed = None
+
+    def _choose_first(self, hellos: Mapping[str, Hello]) -> _Choice:
+        self._forget_failure(hellos)
+        # An earlier first plan may not have come to run.
+        self._kernels = frozenset()
+        members = [name for name in hellos if not hellos[name].standby]
+        variant = _Variant(members, self._options.spans)
+        return self._choose({name: hellos[name] for name in members}, variant, fewer=False)
 
     def _choose_again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
@@ -347,12 +383,9 @@ class Planner:
         self._tell_other_bits(choice.hellos, MIXED if len(of_all) > 1 else choice.kernels[self._me.name])
         kernels = [choice.kernels[stage.member] for stage in placement.stages]
         kernel = kernels[0] if len(set(kernels)) == 1 else MIXED
-        # The plan id grows over restarts too, so that frames of an earlier head are refused. The maximum
-        # keeps it growing when the clock goes back.
-        self._plan_id = max(time.time_ns(), self._plan_id + 1)
         has_peers = set(placement.holders) != {self._me.name}
         plan = Plan(
-            plan_id=self._plan_id,
+            plan_id=self._ids.next(),
             model=self._source.name,
             model_digest=self._source.digest,
             stages=list(placement.stages),
