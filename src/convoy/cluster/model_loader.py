@@ -88,11 +88,13 @@ class ModelLoader:
             self._loading, self._progress = name, {}
         try:
             self.loaded = None
-            self.cluster.unload(f"{name} is being loaded")
+            # Any client may read this without a key, so it names no model.
+            self.cluster.unload("a model is being loaded")
             self.cluster.load(model.source, model.tokenizer, own=model.own, on_load=self._note)
             self.loaded = self._last = name
         except BaseException:
             self.cluster.asleep = "no model is loaded, because the last one could not be; a request loads one"
+            self.cluster.has_failed = True
             raise
         finally:
             with self._lock:

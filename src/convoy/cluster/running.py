@@ -21,7 +21,7 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sessions.format import SessionModel
 from convoy.engine.sessions.session import Session
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, Unavailable
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
@@ -50,6 +50,8 @@ class RunningCluster:
         self.head = head
         self._options = options
         self.asleep = ""
+        # No model is loaded, because the last load failed.
+        self.has_failed = False
         # The status before `unload`, until `load` ends.
         self._last: ClusterStatus | None = None
         self._take(active, tokenizer, source)
@@ -102,17 +104,27 @@ class RunningCluster:
     def unload(self, why: str) -> None:
         """End the plan and free its weights and K/V on every member. No request may run.
 
-        ``why`` is what `health` says until `load` ends.
+        ``why`` is what `health` says until `load` ends. Raises `Unavailable` if the engine's thread does not
+        end within ``load_wait_s``; then nothing is freed, and a later call tries again.
         """
         last = self._last or self.status()
+        self.has_failed = False
         self.asleep, self._last = (
             why,
             msgspec.structs.replace(
                 last, route="", stages=[], standbys=[], running=0, waiting=0, step_path=None, ring_s=None
             ),
         )
-        self.engine.close()
+        self._end_engine()
         self.head.unload(why)
+
+    def _end_engine(self) -> None:
+        """Close the engine and wait for its thread, because a recovery on it may still load stages."""
+        wait_s = self._options.load_wait_s
+        self.engine.close(end_s=wait_s)
+        if self.engine.is_running:
+            text = f"the engine did not end within {wait_s:g} s, so its model is not unloaded"
+            raise Unavailable(text, public=text, hint="try again: the next load waits for its end once more")
 
     def load(
         self,
@@ -132,7 +144,7 @@ class RunningCluster:
         try:
             self.engine.start()
         except BaseException:
-            self.engine.close()
+            self._end_engine()
             self.head.unload("the model could not be loaded")
             raise
         self.asleep, self._last = "", None
@@ -168,10 +180,12 @@ class RunningCluster:
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
 
     def health(self) -> tuple[bool, str]:
-        """Return whether a token passed every stage lately, and a reason that any client may read."""
+        """Return whether a token passed every stage lately, and a reason that any client may read.
+
+        Without a model it is ready too, unless a load failed: a request that comes now loads its model.
+        """
         if self.asleep:
-            # A request that comes now is served, once its model is loaded.
-            return True, self.asleep
+            return not self.has_failed, self.asleep
         try:
             self.engine.check_ready()
         except ConvoyError as error:
@@ -199,6 +213,7 @@ class RunningCluster:
         peers, roster = self.head.peers, self.head.roster
         return msgspec.structs.replace(
             last,
+            ready=not self.has_failed,
             reason=self.asleep,
             absent=peers.missing(),
             idle=peers.idle.report(self.head.hellos(), {self.head.name}),

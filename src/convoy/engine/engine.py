@@ -299,8 +299,12 @@ class Engine:
             self._replan = Replan(why)
             self._changed.notify_all()
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests; those that still run after ``drain_s`` seconds end with an error."""
+    def close(self, drain_s: float = 0.0, *, end_s: float = 10.0) -> None:
+        """Take no more requests; those that still run after ``drain_s`` seconds end with an error.
+
+        Wait ``end_s`` seconds for the end of the thread. A recovery that loads may hold it up for longer;
+        see `is_running`.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -314,7 +318,7 @@ class Engine:
             self._recovery.cancel()
         self._executor.close()
         if self._thread.is_alive():
-            self._thread.join(timeout=10.0)
+            self._thread.join(timeout=end_s)
 
     # The loop.
 
