@@ -19,10 +19,13 @@ import pytest
 from openai import OpenAI
 
 from convoy.api.listen.options import ServeOptions
+from convoy.api.model_switch import ModelSwitch
 from convoy.api.server import Stop, bind, run_server, serve_on
-from convoy.api.service import Service
+from convoy.api.service import ServedModel, Service
 from convoy.errors import ConfigError
-from support.fake_service import REPLY, FakeEngine, Running, events, serving
+from support.fake_loader import FakeLoader
+from support.fake_service import REPLY, ByteTokenizer, FakeEngine, Running, events, serving, serving_of
+from support.waiting import wait_until
 
 TEXT = "/v1/completions"
 
@@ -177,6 +180,30 @@ def test_what_outlasts_the_drain_ends_with_an_error(drain_s: float, num_stops: i
         assert all(handle.aborted.wait(10) for handle in running.engine.handles)
         running.thread.join(10)
         assert not running.thread.is_alive()
+
+
+def test_a_request_that_waits_for_its_model_ends_with_the_error_of_a_drain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader, engine, stop = FakeLoader(), FakeEngine(), Stop()
+    loader.gate.clear()
+    models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
+    service = Service(models, lambda: (True, ""), dict, switch=ModelSwitch(loader))
+    with (
+        serving_of(service, ServeOptions(port=0, drain_s=60.0), stop, engine.close) as (url, _),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asking = pool.submit(httpx.post, url + TEXT, json={"model": "b", "prompt": "x"}, timeout=60)
+        # It waits for b, which is being loaded.
+        wait_until(lambda: loader.loaded is None)
+        stop.request_now()
+        try:
+            answer = asking.result()
+        finally:
+            loader.gate.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert "Traceback" not in caplog.text
+    assert engine.handles == []
 
 
 def test_a_port_in_use_is_named_before_anything_starts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,7 +14,7 @@ from convoy.api.body.keep_alive import read_keep_alive
 from convoy.api.model_switch import ModelSwitch, SwitchOptions
 from convoy.api.problem import answer_for, headers_for
 from convoy.api.refusals import ModelNotLoaded
-from convoy.errors import CapacityError, PeerLeft, RequestError
+from convoy.errors import CapacityError, Draining, PeerLeft, RequestError
 from support.fake_loader import FakeLoader
 
 
@@ -23,9 +24,10 @@ class FakeTimers:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self.now_s + seconds, len(self._timers), call))
+        heapq.heappush(self._timers, (self.now_s + seconds, next(self._numbers), call))
 
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
@@ -42,18 +44,32 @@ class Scene:
         self.begun: list[str] = []
 
     def request(
-        self, name: str, label: str = "", keep_alive_s: float | None = None
+        self, name: str, label: str = "", keep_alive_s: float | None = None, *, may_shorten: bool = True
     ) -> tuple[asyncio.Task[None], asyncio.Event]:
         """Return a request that runs until its event is set."""
         end = asyncio.Event()
 
         async def run() -> None:
-            async with self.switch.hold(name, keep_alive_s):
+            async with self.switch.hold(name, keep_alive_s, may_shorten=may_shorten):
                 assert self.loader.loaded == name
                 self.begun.append(label or name)
                 await end.wait()
 
         return asyncio.create_task(run()), end
+
+    async def ask(self, keep_alive_s: float | None = None, *, may_shorten: bool = True) -> None:
+        """Wait for a request for a that ends at once."""
+        task, end = self.request("a", "", keep_alive_s, may_shorten=may_shorten)
+        end.set()
+        await task
+
+    async def is_kept(self, idle_s: float) -> bool:
+        """Return whether the model stays for so long. A request for it ends that time."""
+        before = len(self.loader.done)
+        self.timers.pass_s(idle_s)
+        # It waits for a change that has begun.
+        await self.switch.load("a")
+        return len(self.loader.done) == before
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -117,19 +133,34 @@ def test_what_does_not_fit_is_refused_while_the_other_model_runs_on() -> None:
     run(test)
 
 
-def test_one_request_too_many_and_one_that_waits_too_long_get_503_with_a_time() -> None:
+def test_one_request_too_many_gets_503_with_a_time() -> None:
     async def test() -> None:
-        scene = Scene(max_waiting=1, wait_s=0.01)
+        scene = Scene(max_waiting=1, wait_s=300.0)
         first, ended = scene.request("a")
         await scene.until(lambda: scene.begun == ["a"])
-        late = scene.request("b")[0]
+        waits, end = scene.request("b")
         await scene.until(lambda: scene.switch.num_waiting == 1)
         with pytest.raises(ModelNotLoaded, match="1 requests wait") as many:
             await scene.request("b")[0]
-        with pytest.raises(ModelNotLoaded, match="not there within"):
-            await late
         assert answer_for(many.value).status == 503
         assert int(headers_for(many.value)["retry-after"]) >= 1
+        for done in (ended, end):
+            done.set()
+        await asyncio.gather(first, waits)
+        assert scene.loader.done == ["b"]
+
+    run(test)
+
+
+def test_a_request_that_waits_too_long_gets_503_and_holds_nothing_up() -> None:
+    async def test() -> None:
+        scene = Scene(wait_s=0.01)
+        first, ended = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        with pytest.raises(ModelNotLoaded, match="b was not there within") as late:
+            await scene.request("b")[0]
+        assert answer_for(late.value).status == 503
+        assert int(headers_for(late.value)["retry-after"]) >= 1
         # No request for it waits any more, so the loaded model serves at once.
         second, end = scene.request("a")
         await scene.until(lambda: scene.begun == ["a", "a"])
@@ -210,13 +241,40 @@ def test_a_running_answer_keeps_its_model_whatever_the_time() -> None:
 def test_a_request_says_how_long_its_model_stays(*, asked_s: float, is_unloaded: bool) -> None:
     async def test() -> None:
         scene = Scene(keep_alive_s=10.0)
-        task, end = scene.request("a", keep_alive_s=asked_s)
-        end.set()
-        await task
-        scene.timers.pass_s(0 if is_unloaded else 3600)
-        # It waits for a change that has begun.
-        await scene.switch.load("a")
-        assert scene.loader.done == ([None, "a"] if is_unloaded else [])
+        await scene.ask(asked_s)
+        assert await scene.is_kept(0 if is_unloaded else 3600) is not is_unloaded
+        # The operator's time counts again.
+        assert await scene.is_kept(9)
+        assert not await scene.is_kept(10)
+
+    run(test)
+
+
+@pytest.mark.parametrize("own_s", [None, 10.0])
+def test_with_keys_a_request_keeps_its_model_longer_and_never_shorter(own_s: float | None) -> None:
+    async def test() -> None:
+        scene = Scene(keep_alive_s=own_s, knows_several=True)
+        for asked_s in (0.0, 9.0):
+            await scene.ask(asked_s, may_shorten=False)
+            assert await scene.is_kept(9)
+        await scene.ask(20.0, may_shorten=False)
+        assert await scene.is_kept(19)
+        await scene.ask(-1.0, may_shorten=False)
+        assert await scene.is_kept(3600)
+        # The operator's time counts again.
+        assert await scene.is_kept(10) is (own_s is None)
+
+    run(test)
+
+
+def test_a_head_that_unloads_nothing_ignores_how_long_a_request_keeps_its_model() -> None:
+    async def test() -> None:
+        scene = Scene()
+        await scene.ask(0.0)
+        assert await scene.is_kept(3600)
+        several = Scene(knows_several=True)
+        await several.ask(0.0)
+        assert not await several.is_kept(0)
 
     run(test)
 
@@ -232,6 +290,46 @@ def test_an_unload_waits_for_the_running_answers() -> None:
         end.set()
         await asyncio.gather(task, unloading)
         assert scene.loader.done == [None]
+
+    run(test)
+
+
+def test_an_unload_behind_another_model_unloads_nothing() -> None:
+    async def test() -> None:
+        scene = Scene()
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        other, other_end = scene.request("b")
+        await scene.until(lambda: scene.switch.num_waiting == 1)
+        unloading = asyncio.create_task(scene.switch.unload("a"))
+        await scene.until(lambda: scene.switch.num_waiting == 2)
+        end.set()
+        # It ends while b runs, because a is not loaded any more.
+        await scene.until(unloading.done)
+        await asyncio.gather(task, unloading)
+        await scene.until(lambda: scene.begun == ["a", "b"])
+        other_end.set()
+        await other
+        await scene.switch.load("b")
+        assert scene.loader.done == ["b"]
+
+    run(test)
+
+
+def test_all_that_wait_can_be_ended_with_an_error() -> None:
+    async def test() -> None:
+        scene = Scene()
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        waiting = [scene.request("b")[0], asyncio.create_task(scene.switch.unload("a"))]
+        await scene.until(lambda: scene.switch.num_waiting == 2)
+        scene.switch.fail(Draining("the server shut down"))
+        for one in waiting:
+            with pytest.raises(Draining):
+                await one
+        end.set()
+        await task
+        assert (scene.switch.num_waiting, scene.loader.done) == (0, [])
 
     run(test)
 

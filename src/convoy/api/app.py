@@ -88,6 +88,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     about = _About(service, life, rights)
     if service.switch is not None:
         service.switch.begin()
+        life.reach(service.switch)
     sources = (*service.metrics, counts.families, failed.families, dropped.families)
     metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [

@@ -59,6 +59,10 @@ class Lifecycle:
         finally:
             self._running.discard(work)
 
+    def reach(self, work: Cuttable) -> None:
+        """Let `cut` reach ``work`` from now on."""
+        self._running.add(work)
+
     async def wait_idle(self) -> None:
         """Wait until no request is being answered."""
         await self._idle.wait()

@@ -43,22 +43,30 @@ class Loader(Protocol):
 class SwitchOptions:
     """Hold the limits of waiting requests, and when an idle model is unloaded.
 
-    ``keep_alive_s`` None keeps it. ``later`` calls a function after some seconds, as `loop.call_later`
-    does; None takes that of the running loop.
+    ``keep_alive_s`` None keeps it. Requests say how long their model stays only if the operator chose to
+    unload models: with ``keep_alive_s``, or with ``knows_several`` models. ``later`` calls a function after
+    some seconds, as `loop.call_later` does; None takes that of the running loop.
     """
 
     max_waiting: int = SERVE.max_waiting
     wait_s: float = SERVE.model_wait_s
     keep_alive_s: float | None = SERVE.keep_alive_s
+    knows_several: bool = False
     later: Callable[[float, Callable[[], None]], Any] | None = None
 
 
 class _Waiter:
-    """Hold a request that waits. ``name`` None asks for no model: the present one is unloaded."""
+    """Hold a request that waits until a model is loaded, or with ``unloads`` until it is not."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str, *, unloads: bool) -> None:
         self.name = name
+        self.unloads = unloads
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def wanted(self) -> str | None:
+        """Return the model to load, or None to load none."""
+        return None if self.unloads else self.name
 
     def fail(self, error: ConvoyError) -> None:
         """End the wait with ``error``."""
@@ -95,16 +103,24 @@ class ModelSwitch:
         """Count the time without a request from now on."""
         self._advance()
 
+    def fail(self, error: ConvoyError) -> None:
+        """End all waiting requests with ``error``. A change that runs goes on."""
+        for waiter in self._waiting:
+            waiter.fail(error)
+
     @asynccontextmanager
-    async def hold(self, name: str, keep_alive_s: float | None = None) -> AsyncIterator[None]:
+    async def hold(
+        self, name: str, keep_alive_s: float | None = None, *, may_shorten: bool = False
+    ) -> AsyncIterator[None]:
         """Keep a model loaded inside the block, and load it first if needed.
 
-        ``keep_alive_s`` replaces the setting until a request brings another. Raises `CapacityError` for a
-        model that does not fit, and `ModelNotLoaded` for one request too many or after the time to wait.
-        Raises the error of a load that failed.
+        ``keep_alive_s`` replaces the setting for the time after this request, if `SwitchOptions` let it. A
+        shorter time needs ``may_shorten``. Raises `CapacityError` for a model that does not fit, and
+        `ModelNotLoaded` for one request too many or after the time to wait. Raises the error of a load that
+        failed.
         """
         if self._waiting or self._changing is not None or self._loader.loaded != name:
-            await self._wait(name)
+            await self._wait(_Waiter(name, unloads=False))
         else:
             self._num_running += 1
         self._use += 1
@@ -112,8 +128,7 @@ class ModelSwitch:
             yield
         finally:
             self._num_running -= 1
-            if keep_alive_s is not None:
-                self._keep_s = keep_alive_s
+            self._keep_s = self._kept_s(keep_alive_s, may_shorten=may_shorten)
             self._advance()
 
     async def load(self, name: str) -> None:
@@ -127,12 +142,20 @@ class ModelSwitch:
         Nothing happens if it is not loaded then.
         """
         if self._loader.loaded == name:
-            await self._wait(None)
+            await self._wait(_Waiter(name, unloads=True))
 
-    async def _wait(self, name: str | None) -> None:
+    def _kept_s(self, asked_s: float | None, *, may_shorten: bool) -> float | None:
+        """Return how long the model stays after a request that asked for that time."""
+        own_s = self._options.keep_alive_s
+        if asked_s is None or (own_s is None and not self._options.knows_several):
+            return own_s
+        is_shorter = asked_s >= 0 and (own_s is None or asked_s < own_s)
+        return own_s if is_shorter and not may_shorten else asked_s
+
+    async def _wait(self, waiter: _Waiter) -> None:
         if len(self._waiting) >= self._options.max_waiting:
             raise self._refusal(f"{len(self._waiting)} requests wait for their model already")
-        waiter = _Waiter(name)
+        name = waiter.wanted
         self._waiting.append(waiter)
         try:
             if name is not None and name != self._loader.loaded:
@@ -168,14 +191,18 @@ class ModelSwitch:
             return
         loaded = self._loader.loaded
         self._waiting = [one for one in self._waiting if not one.future.done()]
-        if self._waiting and loaded is not None and self._waiting[0].name == loaded:
-            for waiter in [one for one in self._waiting if one.name == loaded]:
+        for waiter in [one for one in self._waiting if one.unloads and one.name != loaded]:
+            # Another model took its place, or it is unloaded already.
+            self._waiting.remove(waiter)
+            waiter.admit()
+        if self._waiting and loaded is not None and self._waiting[0].wanted == loaded:
+            for waiter in [one for one in self._waiting if one.wanted == loaded]:
                 self._waiting.remove(waiter)
                 self._num_running += waiter.admit()
         if self._num_running:
             return
         if self._waiting:
-            self._change(self._waiting[0].name)
+            self._change(self._waiting[0].wanted)
         elif loaded is not None and self._keep_s is not None and self._keep_s >= 0:
             later = self._options.later or asyncio.get_running_loop().call_later
             self._use += 1
@@ -209,11 +236,8 @@ class ModelSwitch:
             error = StageLost(text, public=text)
         finally:
             self._changing = None
-        for waiter in [one for one in self._waiting if one.name == name]:
-            if error is not None or name is None:
+        if error is not None:
+            for waiter in [one for one in self._waiting if one.wanted == name]:
                 self._waiting.remove(waiter)
-                if error is None:
-                    waiter.admit()
-                else:
-                    waiter.fail(error)
+                waiter.fail(error)
         self._advance()

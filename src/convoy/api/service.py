@@ -139,10 +139,12 @@ class Service:
     last_status: Callable[[], Any] | None = None
 
     def hold(
-        self, model: ServedModel, keep_alive_s: float | None = None
+        self, model: ServedModel, keep_alive_s: float | None = None, *, may_shorten: bool = False
     ) -> AbstractAsyncContextManager[None]:
         """Keep a model loaded inside the block, as `ModelSwitch.hold` does."""
-        return nullcontext() if self.switch is None else self.switch.hold(model.name, keep_alive_s)
+        if self.switch is None:
+            return nullcontext()
+        return self.switch.hold(model.name, keep_alive_s, may_shorten=may_shorten)
 
     def model(self, name: str | None) -> ServedModel:
         """Return the model with that name, or the only model for None. Raises `UnknownModel`."""

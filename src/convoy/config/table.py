@@ -247,7 +247,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
         Seconds | None,
         Setting(
             "seconds without a request after which the model is unloaded; the next request loads it again",
-            ". A request's `keep_alive` replaces it",
+            ". A request's `keep_alive` replaces it until the next request",
             shown="never",
             flag=Flag(
                 "Seconds without a request after which the model is unloaded.",

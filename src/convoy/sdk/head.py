@@ -92,11 +92,16 @@ def _older(config: Config, me: Membership) -> bytes | None:
 
 
 def service_of(
-    cluster: RunningCluster, serve: ServeConfig = SERVE, also: Sequence[KnownModel] = ()
+    cluster: RunningCluster,
+    serve: ServeConfig = SERVE,
+    also: Sequence[KnownModel] = (),
+    *,
+    keeps_model: bool = False,
 ) -> Service:
     """Return the service of a cluster's model over HTTP, with the cluster's health, status and metrics.
 
-    ``serve`` may name the model in every API. ``also`` are further models that requests may name.
+    ``serve`` may name the model in every API. ``also`` are further models that requests may name. With
+    ``keeps_model`` nothing unloads the model, and the status lists no models to load and unload.
     """
     from convoy.api.model_switch import ModelSwitch, SwitchOptions
     from convoy.api.service import ServedModel, Service
@@ -111,13 +116,14 @@ def service_of(
     served = tuple(
         ServedModel(model.name, LoadedEngine(loader, model), model.tokenizer) for model in (first, *also)
     )
-    options = SwitchOptions(serve.max_waiting, serve.model_wait_s, serve.keep_alive_s)
+    status = partial(cluster.status, foresees=True) if keeps_model else loader.status
+    options = SwitchOptions(serve.max_waiting, serve.model_wait_s, serve.keep_alive_s, bool(also))
     return Service(
         served,
         cluster.health,
-        loader.status,
+        status,
         cluster.level,
         (lambda: head_families(cluster, loader.named),),
-        ModelSwitch(loader, options),
-        partial(loader.status, measures=False),
+        None if keeps_model else ModelSwitch(loader, options),
+        partial(status, measures=False),
     )

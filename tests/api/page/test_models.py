@@ -11,7 +11,7 @@ import pytest
 
 from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.options import PageOptions, ServeOptions
-from convoy.api.model_switch import ModelSwitch
+from convoy.api.model_switch import ModelSwitch, SwitchOptions
 from convoy.api.page.tokens import OpenTokens, Scope
 from convoy.api.service import ServedModel, Service
 from convoy.errors import PeerLeft
@@ -40,7 +40,9 @@ class Head:
 def head(tmp_path: Path) -> Iterator[Head]:
     tokens, loader, engine = OpenTokens(tmp_path / "open"), FakeLoader(), FakeEngine()
     models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
-    service = Service(models, lambda: (True, ""), dict, switch=ModelSwitch(loader))
+    service = Service(
+        models, lambda: (True, ""), dict, switch=ModelSwitch(loader, SwitchOptions(knows_several=True))
+    )
     options = ServeOptions(port=0, keys=KeyRing.of(KEY), page=PageOptions(tokens=tokens.folder))
     with serving_of(service, options, on_stop=engine.close) as (url, _):
         yield Head(url, tokens, loader)
@@ -71,6 +73,19 @@ def test_a_key_loads_a_model_by_naming_it_in_a_request(head: Head) -> None:
     answer = httpx.post(f"{head.url}/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"})
     assert answer.status_code == 200
     assert head.loader.done == ["b"]
+
+
+def test_a_key_unloads_no_model(head: Head) -> None:
+    body = {"model": "a", "prompt": "x", "max_tokens": 2, "keep_alive": 0}
+    for _ in range(2):
+        answer = httpx.post(
+            f"{head.url}/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+        )
+        assert answer.status_code == 200
+    # It would wait for a change that had begun.
+    with head.session("operate") as operator:
+        assert operator.post("/page/models", json={"name": "a", "loaded": True}).status_code == 200
+    assert head.loader.done == []
 
 
 def test_what_fails_is_said_to_the_operator(head: Head) -> None:

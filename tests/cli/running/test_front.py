@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from convoy.cli.running.front import wants_front
+from convoy.api.service import Service
+from convoy.cli.running.front import server_of, wants_front
+from convoy.cluster.status import ClusterStatus
 from convoy.config.settings import Config, override
+from convoy.config.table import SERVE
+
+STATUS = ClusterStatus(
+    model="demo",
+    ready=True,
+    reason="",
+    route="",
+    kernel="exact",
+    generation=1,
+    stages=[],
+    running=0,
+    waiting=0,
+    num_blocks=0,
+    free_blocks=0,
+    steps=0,
+    prompt_tokens=0,
+    generated_tokens=0,
+    ring_s=None,
+)
 
 
 def config(device: str, asked: bool | None = None) -> Config:
@@ -29,3 +52,24 @@ def test_a_head_on_cuda_has_a_front_process_unless_told_otherwise(device: str, t
     assert not wants_front(several, tmp_path / "driver")
     for asked in (True, False):
         assert wants_front(config(device, asked), tmp_path / "driver") is asked
+
+
+def test_a_head_with_a_front_process_offers_no_model_to_load_or_unload() -> None:
+    started: list[Service] = []
+    # The parts that a head, its cluster and a front process have here.
+    cluster: Any = SimpleNamespace(
+        head=SimpleNamespace(
+            active_plan=SimpleNamespace(plan=SimpleNamespace(model="demo")), own_weights=None
+        ),
+        source=None,
+        tokenizer=SimpleNamespace(describe=lambda: "described"),
+        health=lambda: (True, ""),
+        level=lambda: "",
+        status=lambda **_: STATUS,
+    )
+    front: Any = SimpleNamespace(run=lambda service, _tokenizer: started.append(service))
+    options: Any = None
+    run: Any = server_of(front, cluster, options, SERVE)
+    run()
+    assert [model.name for model in started[0].models] == ["demo"]
+    assert (started[0].status().models, started[0].switch) == ([], None)

@@ -128,7 +128,10 @@ class Generate(Generic[Body, Asked]):
         span = self.options.traces.begin(self.kind, asked.model.name, work.parent, work.read_s)
         try:
             with self.lifecycle.running(generation):
-                async with self.service.hold(asked.model, asked.keep_alive_s), generation:
+                # A holder of a key unloads no model that the operator keeps for all.
+                may_shorten = self.options.keys is None
+                held = self.service.hold(asked.model, asked.keep_alive_s, may_shorten=may_shorten)
+                async with held, generation:
                     use.used(asked.num_prompt_tokens, 0, 0)
                     await send(generation, answer)
             sink.outcome = sink.outcome or "complete"

@@ -94,7 +94,7 @@ def server_of(
     also: Sequence[KnownModel] = (),
 ) -> RunServer:
     """Return the function that serves a cluster: in the front process, or in this one for None."""
-    service = service_of(cluster, serve, also)
+    service = service_of(cluster, serve, also, keeps_model=front is not None)
     if front is not None:
         return partial(front.run, service, cluster.tokenizer.describe())
     from convoy.api.server import run_server
