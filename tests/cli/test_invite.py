@@ -120,7 +120,7 @@ def test_yes_lets_the_newcomer_in_and_a_typo_is_asked_again(tmp_path: Path) -> N
         answer(operator, "yy\nyesterday\nyes")
         answer(operator, "\n")
         assert event(operator, "enrolled")["epoch"] == 2
-        _, said = operator.communicate(timeout=30)
+        _, said = operator.communicate(timeout=120)
         assert operator.returncode == 0
         assert said.count("the same code? [y/N] ") == 3
         assert said.count("that is neither y nor n\n") == 2
@@ -186,7 +186,7 @@ def test_the_page_of_the_head_answers_in_place_of_the_terminal(tmp_path: Path, a
         assert listed["state"] == f"waits for an answer: is {question.code} the code of {question.name}?"
         questions.answer(question.id, question.code, approves=approves)
         operator.wait(30)
-        said, noted = operator.communicate(timeout=30)
+        said, noted = operator.communicate(timeout=120)
     assert f"the page said {'yes' if approves else 'no'}\n" in noted
     assert ('"event": "enrolled"' in said) is approves
     assert (newcomer.end().enrolled is not None) is approves
@@ -202,10 +202,10 @@ def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
     with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
         event(operator, "confirm")
         answer(operator, said)
-        _, errors = operator.communicate(timeout=30)
+        _, errors = operator.communicate(timeout=120)
         assert operator.returncode == 1
         assert "error: beta was not let in, and the invitation is used up" in errors
-        _, errors = newcomer.communicate(timeout=30)
+        _, errors = newcomer.communicate(timeout=120)
         assert newcomer.returncode == 1
         assert "error: the operator said no\nhint: " in errors
     assert epoch(alpha) == 1
@@ -222,7 +222,7 @@ def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_pat
             if line.startswith("waiting at"):
                 break
         operator.send_signal(signal.SIGINT)
-        _, errors = operator.communicate(timeout=30)
+        _, errors = operator.communicate(timeout=120)
         assert operator.returncode == 130
     assert actions(tmp_path / "alpha")[2:] == ["make invitation", "withdraw invitation"]
     assert errors.strip() == (
@@ -246,8 +246,8 @@ def test_who_interrupts_the_question_reads_that_the_invitation_is_used_up(tmp_pa
                 if line.startswith("code: "):
                     break
             operator.send_signal(signal.SIGINT)
-            _, errors = operator.communicate(timeout=30)
-            _, said = newcomer.communicate(timeout=30)
+            _, errors = operator.communicate(timeout=120)
+            _, said = newcomer.communicate(timeout=120)
     assert errors.splitlines()[-1] == "ended: beta was not let in, and the invitation is used up"
     assert "error: the invitation is used up, and the inviting machine went away" in said
 
@@ -260,7 +260,7 @@ def test_the_end_of_input_after_a_typo_is_a_no_where_no_page_can_be_asked(tmp_pa
         joining(tmp_path / "beta", token),
     ):
         event(operator, "confirm")
-        _, errors = operator.communicate("maybe\n", timeout=30)
+        _, errors = operator.communicate("maybe\n", timeout=120)
         assert operator.returncode == 1
         assert "error: beta was not let in, and the invitation is used up" in errors
 
@@ -288,7 +288,7 @@ def test_a_standby_is_one_the_next_time_too(tmp_path: Path) -> None:
         event(again, "listening")
         event(again, "standby")
     with process(tmp_path / "beta", "join", "--json", "--no-standby", "--until-stdin-closes") as again:
-        said, _ = again.communicate(timeout=30)
+        said, _ = again.communicate(timeout=120)
     assert [json.loads(line)["kind"] for line in said.splitlines()][-2:] == ["listening", "ended"]
 
 
@@ -344,7 +344,7 @@ def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path:
         event(newcomer, "code")
         operator.send_signal(signal.SIGKILL)
         operator.wait(30)
-        _, errors = newcomer.communicate(timeout=30)
+        _, errors = newcomer.communicate(timeout=120)
         assert newcomer.returncode == 1
         assert "error: the invitation is used up, and the inviting machine went away" in errors
     assert epoch(alpha) == 1
@@ -352,7 +352,7 @@ def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path:
     with inviting(alpha, *port) as (again, other):
         assert decode_token(other).secret != decode_token(token).secret
         with joining(beta, token) as late:
-            _, errors = late.communicate(timeout=30)
+            _, errors = late.communicate(timeout=120)
             assert "error: the inviting machine was not found: 127.0.0.1:" in errors
             assert "another certificate than the invitation names" in errors
             assert records(alpha) == [".ended", ".used"]
@@ -360,7 +360,7 @@ def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path:
             event(again, "confirm")
             answer(again, "y\n")
             event(again, "enrolled")
-            _, noted = again.communicate(timeout=30)
+            _, noted = again.communicate(timeout=120)
             event(newcomer, "code")
             event(newcomer, "joined")
     assert "note: an earlier invitation was used up by beta from 127.0.0.1" in noted
@@ -385,7 +385,7 @@ def test_a_taken_name_or_address_leaves_the_invitation_good_for_another(tmp_path
             assert event(operator, "enrolled")["name"] == "beta"
             event(newcomer, "code")
             event(newcomer, "joined")
-        _, errors = operator.communicate(timeout=30)
+        _, errors = operator.communicate(timeout=120)
         assert "beta was turned away: it asks for 127.0.0.1:7777, alpha's address" in errors
 
 
@@ -472,7 +472,7 @@ def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> 
             for newcomer in (beta, gamma):
                 event(newcomer, "code")
                 event(newcomer, "joined")
-            _, said = second.communicate(timeout=30)
+            _, said = second.communicate(timeout=120)
             assert "an earlier invitation" not in said
     assert epoch(alpha) == 3
 

@@ -212,7 +212,7 @@ def test_an_interrupt_exits_with_130_and_alarms_nobody(tmp_path: Path, flags: li
         with connection:
             connection.recv(1)  # it has asked, and now waits for an answer that never comes
             process.send_signal(signal.SIGINT)
-            said, errors = process.communicate(timeout=30)
+            said, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors == b""
     assert (json.loads(said)["error"]["type"] if flags else said) == ("Interrupted" if flags else b"")
