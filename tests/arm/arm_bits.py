@@ -205,13 +205,7 @@ REACHED = {
 }
 
 
-# The recorder does not find a structure of layers with experts since steps are described by compiled code.
-_UNRECORDED = pytest.mark.xfail(reason="the recorder misses a structure of layers with experts", strict=False)
-
-
-@pytest.mark.parametrize(
-    "subject", [pytest.param(one, marks=[_UNRECORDED] if one == "floats" else []) for one in SUBJECTS]
-)
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_byte_that_compiled_code_writes_is_the_same_on_each_instruction_set(
     subject: str, recorded: Callable[[str], tuple[Path, Recorder]], programs: dict[str, list[str]]
 ) -> None:

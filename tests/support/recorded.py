@@ -110,7 +110,7 @@ class Recorder:
             return 2, (float(given),)
         if kind is ctypes.c_int64 or given is None:
             return 0, (given or 0,)
-        address = given if isinstance(given, int) else ctypes.addressof(getattr(given, "_obj", given))
+        address = given if isinstance(given, int) else ctypes.addressof(_target(given))
         return 1, self._place(memory, used, address)
 
     def _place(self, memory: _Memory, used: dict[tuple[int, int], bytes], address: int) -> tuple[int, int]:
@@ -180,7 +180,12 @@ def _memory_of(objects: Iterable[Any]) -> list[Any]:
 
 def _held(given: Iterable[Any]) -> list[Any]:
     """Return the structures that arguments refer to."""
-    return [getattr(one, "_obj", one) for one in given]
+    return [_target(one) for one in given]
+
+
+def _target(given: Any) -> Any:
+    """Return what ``given`` refers to, if it is a pointer or the result of `byref`, or itself."""
+    return getattr(given, "contents", None) or getattr(given, "_obj", given)
 
 
 def _tensor_span(one: torch.Tensor) -> tuple[int, int]:
