@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -80,6 +81,15 @@ def test_a_peer_with_a_full_queue_is_told_to_unload_all_the_same(monkeypatch: py
         monkeypatch.setattr(Link, "post", post_to_full)
         cluster.unload("nothing uses it")
         assert beta.wait_for("unloaded").text == "nothing uses it"
+
+
+def test_members_are_idle_since_the_unload() -> None:
+    with running_cluster(SOURCE, 2) as cluster:
+        unloaded_s = time.time()
+        cluster.unload("nothing uses it")
+        idle = cluster.status().idle
+        assert [one.name for one in idle] == ["beta"]
+        assert idle[0].since_unix_s >= unloaded_s
 
 
 def test_health_fails_after_a_load_that_failed_and_in_no_other_state(monkeypatch: pytest.MonkeyPatch) -> None:

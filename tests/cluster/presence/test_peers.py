@@ -15,6 +15,7 @@ from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
+from convoy.config.kernels import MLX_BF16
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.testing.network import MemoryNetwork
 from convoy.transport.link.link import Link, Received, ReceivedMessage
@@ -75,6 +76,32 @@ def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
     assert peers.hello.memory_bytes == 1 << 30, "the head's own is its owner's choice"
     peers.close("done")
     assert "beta offers 17592.2 GB of memory, and the policy lets 0.5 GB count" in caplog.text
+
+
+def test_another_model_may_take_the_kernels_of_mlx_that_the_last_one_barred(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network, joined = MemoryNetwork(), threading.Event()
+    mac = Hello("test", ["float32"], [MLX_BF16, "exact-f32", "plain-f32"], 1 << 30, 1, "test", device="mlx")
+
+    def greet(link: Link) -> None:
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        link.send(mac)
+
+    network.listen(membership_of(beta), beta.member.address, greet)
+    peers = peers_of(alpha, network, joined)
+    monkeypatch.setattr(peers.verifier, "admit", lambda *_: None)  # and no member is asked for evidence
+    peers.seek()
+    assert joined.wait(30)
+    assert peers.drop_kernel("beta", "plain-f32", "it failed here")
+    assert peers.lower_offer("beta", 1 << 29)
+    peers.judge_mlx("MLX does not run it")
+    assert (peers.hellos["beta"].kernels, peers.hellos["beta"].device) == (["exact-f32"], "cpu")
+    peers.judge_mlx("")
+    assert (peers.hellos["beta"].kernels, peers.hellos["beta"].device) == ([MLX_BF16, "exact-f32"], "mlx")
+    assert peers.hellos["beta"].memory_bytes == 1 << 29
+    peers.close("done")
 
 
 def test_a_member_that_lowers_its_offer_again_and_again_is_not_planned_for_without_end() -> None:

@@ -240,6 +240,7 @@ class Head:
         self.on_lost, self.on_joined = lambda: None, lambda _name: None
         self.peers.on_gone = lambda _name, _why: None
         self.stop()
+        self.peers.idle.begin(self._members - {self.name})
         self._is_loaded, self._members = False, set()
         stage, self._stage = self._stage, None
         if stage is not None:

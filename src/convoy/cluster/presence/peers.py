@@ -25,6 +25,7 @@ from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.status import IdleStatus
 from convoy.cluster.traffic import Traffic
+from convoy.config.kernels import MLX_KERNELS
 from convoy.engine.run.stage_worker import StepMarks, marks_of
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link.link import Link, Received
@@ -104,7 +105,9 @@ class Peers:
         self._options = options
         self._receive, self._lost, self._joined = receive, lost, joined
         self._why_not_mlx, self._num_lowered = why_not_mlx, Counter[str]()
-        self._hello = self._counted(me.name, make_hello(options.member), head=True)
+        # The greetings as they came.
+        self._said = {me.name: make_hello(options.member)}
+        self._hello = self._counted(me.name, self._said[me.name], head=True)
         self._changed = threading.Condition()
         self._num_changes = 0
         self._greeting: dict[Link, PlanMailbox] = {}
@@ -243,13 +246,20 @@ class Peers:
     def judge_mlx(self, why_not: str) -> None:
         """Take offers for another model from now on: ``why_not`` is as for this class.
 
-        A member that MLX cannot serve offers its host's kernels alone, until it greets anew.
+        A member that MLX cannot serve offers its host's kernels alone.
         """
         self._why_not_mlx, self.why_kernel = why_not, ""
         with self._changed:
             for name, hello in self.hellos.items():
-                self.hellos[name] = self._counted(name, hello)
-            self._hello = self._counted(self._me.name, self._hello, head=True)
+                self.hellos[name] = self._counted(name, self._with_mlx(name, hello))
+            me = self._me.name
+            self._hello = self._counted(me, self._with_mlx(me, self._hello), head=True)
+
+    def _with_mlx(self, name: str, hello: Hello) -> Hello:
+        """Return a greeting with the kernels of MLX that the member offered, if it did."""
+        said = self._said[name]
+        kernels = [kernel for kernel in said.kernels if kernel in {*hello.kernels, *MLX_KERNELS}]
+        return msgspec.structs.replace(hello, kernels=kernels, device=said.device)
 
     def seek(self) -> None:
         """Dial the roster's missing members from now on, as often as a backoff allows."""
@@ -377,9 +387,10 @@ class Peers:
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:
-        hello = self._counted(link.peer, hello)
+        said, hello = hello, self._counted(link.peer, hello)
         with self._changed:
             self._greeting.pop(link, None)
+            self._said[link.peer] = said
             self.links[link.peer], self.hellos[link.peer] = link, hello
             self._seen.add(link.peer)
             self._num_lowered.pop(link.peer, None)
@@ -445,6 +456,7 @@ class Peers:
         """Remove a link and count its bytes. The caller holds the lock."""
         del self.links[link.peer]
         self.hellos.pop(link.peer, None)
+        self._said.pop(link.peer, None)
         self._past_bytes += link.sent_sealed_bytes + link.received_sealed_bytes
         self._num_changes += 1
         self._changed.notify_all()
