@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,6 +28,9 @@ from convoy.cluster.discovery import (
 from convoy.errors import ConfigError
 from convoy.transport.member import Roster
 from support.members import make_local_members
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceInfo
 
 WAIT_S = 20.0
 SALT = bytes(range(16))
@@ -208,6 +212,14 @@ def test_a_laptop_that_wakes_in_another_network_is_found_at_its_new_address(
 ) -> None:
     addresses = ["127.0.0.2"]
     monkeypatch.setattr(discovery, "local_addresses", lambda _bound: list(addresses))
+    made: list[ServiceInfo] = []
+    make = discovery.make_info
+
+    def make_and_keep(identity_key: bytes, bound: tuple[str, int]) -> ServiceInfo:
+        made.append(make(identity_key, bound))
+        return made[-1]
+
+    monkeypatch.setattr(discovery, "make_info", make_and_keep)
     two[1].announce(roster.member("beta").identity_key, ("0.0.0.0", 7777))  # noqa: S104
     until_s = time.monotonic() + WAIT_S
     for expected in ("127.0.0.2", "127.0.0.3"):
@@ -217,6 +229,9 @@ def test_a_laptop_that_wakes_in_another_network_is_found_at_its_new_address(
         while two[0].find("beta")[:1] != ((expected, 7777),):
             assert time.monotonic() < until_s
             time.sleep(0.01)
+    # The instance began with other addresses too. No listener sees that it is one machine.
+    assert len(made) == 3
+    assert len({info.name for info in made}) == len({info.properties[b"s"] for info in made}) == 3
 
 
 def test_a_member_that_is_new_in_the_roster_is_found_by_what_it_said_before(roster: Roster) -> None:

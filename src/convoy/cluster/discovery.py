@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from convoy.crypto.keys import prefixed
@@ -133,6 +134,15 @@ class Sightings:
                 del self._member_of[gone]
 
 
+@dataclass(eq=False)
+class _Announcement:
+    """Hold a listener of this process, and its present announcement."""
+
+    identity_key: bytes
+    bound: Address
+    info: ServiceInfo
+
+
 class Discovery:
     """Run the mDNS side of one process: announce its listeners, and hear announcements of others.
 
@@ -153,7 +163,7 @@ class Discovery:
         self._browser = ServiceBrowser(self._zeroconf, SERVICE, handlers=[heard])
         self._looked_s = time.monotonic()
         self._lock = threading.Lock()
-        self._announced: dict[str, tuple[ServiceInfo, Address]] = {}
+        self._announced: list[_Announcement] = []
         self._here = local_addresses(_ANY)
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="addresses", daemon=True).start()
@@ -178,28 +188,35 @@ class Discovery:
 
     def announce(self, identity_key: bytes, bound: Address) -> Callable[[], None]:
         """Announce that a member with this key listens at ``bound``. Returns a function that withdraws it."""
-        info = make_info(identity_key, bound)
-        self._zeroconf.register_service(info, strict=False)
+        own = _Announcement(identity_key, bound, make_info(identity_key, bound))
+        self._zeroconf.register_service(own.info, strict=False)
         with self._lock:
-            self._announced[info.name] = (info, bound)
+            self._announced.append(own)
 
         def withdraw() -> None:
             with self._lock:
-                del self._announced[info.name]
-                self._zeroconf.unregister_service(info)
+                self._announced.remove(own)
+                self._zeroconf.unregister_service(own.info)
 
         return withdraw
 
     def look_around(self) -> None:
-        """Announce this machine's new addresses, if it has any: a laptop may wake in another network."""
+        """Announce this machine's new addresses, if it has any: a laptop may wake in another network.
+
+        The announcement has another name and salt, and the old one ends without a goodbye. So no listener of
+        both networks sees that it is the same machine.
+        """
         here = local_addresses(_ANY)
         if here == self._here:
             return
         with self._lock:
             self._zeroconf.update_interfaces()
-            for info, bound in self._announced.values():
-                info.addresses = _packed(bound)
-                self._zeroconf.update_service(info)
+            for own in self._announced:
+                loop = self._zeroconf.loop
+                assert loop is not None, "it was started"
+                loop.call_soon_threadsafe(self._zeroconf.registry.async_remove, own.info)
+                own.info = make_info(own.identity_key, own.bound)
+                self._zeroconf.register_service(own.info, strict=False)
         self._here = here
         _log.info("this machine has other addresses than before")
 
@@ -339,15 +356,11 @@ def make_info(identity_key: bytes, bound: Address) -> ServiceInfo:
     return ServiceInfo(
         SERVICE,
         f"{secrets.token_hex(8)}.{SERVICE}",
-        addresses=_packed(bound),
+        addresses=[ipaddress.ip_address(host).packed for host in local_addresses(bound[0])],
         port=bound[1],
         properties={b"s": salt, b"f": fingerprint(salt, identity_key)},
         server=f"{secrets.token_hex(8)}.local.",
     )
-
-
-def _packed(bound: Address) -> list[bytes]:
-    return [ipaddress.ip_address(host).packed for host in local_addresses(bound[0])]
 
 
 def local_addresses(bound: str) -> list[str]:
