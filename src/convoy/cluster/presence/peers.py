@@ -100,9 +100,7 @@ class Peers:
         self.on_start: Callable[[str, Progress], None] = lambda *_: None
         # Called with the name of a member that left, and the reason.
         self.on_gone: Callable[[str, str], None] = lambda _name, _why: None
-        self._me = me
-        self._network = network
-        self._options = options
+        self._me, self._network, self._options = me, network, options
         self._receive, self._lost, self._joined = receive, lost, joined
         self._why_not_mlx, self._num_lowered = why_not_mlx, Counter[str]()
         # The greetings as they came.
