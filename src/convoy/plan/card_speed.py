@@ -16,8 +16,8 @@ BFLOAT16_BYTES = 2
 # Of a captured decode: the kernels of a layer beside its linears, and what small linears take beyond reading.
 _LAYER_S = 20e-6
 # The host's work, in times that it takes to start one operation of torch: a step's schedule, tables, sampling
-# and text; the same of each further row, in each layer; and a chunk's layer, which is not captured.
-_STEP, _ROW, _CHUNK_LAYER = 140, 0.4, 112
+# and text; the same of each further row; and a chunk's layer, which is not captured.
+_STEP, _ROW, _CHUNK_LAYER = 140, 6.4, 112
 _USUAL_START_S = 4e-6
 
 

@@ -31,11 +31,12 @@ class Speed:
     attention_flop_per_s: float | None = None
     # Of each layer of a step, however little there is to do.
     layer_s: float = 0.0
-    # Of each further row in a layer.
+    # Of each further row in a layer; on a device, in a step.
     row_s: float = 0.0
     # Of each step of a stage beside its layers.
     step_s: float = 0.0
-    # Of each layer of a chunk: the host starts its operations while the device computes. 0: no device.
+    # Of each layer of a chunk: the host starts its operations while the device computes. 0: no device, or one
+    # with these overheads unknown.
     starts_s: float = 0.0
     assumed: str = ""
 

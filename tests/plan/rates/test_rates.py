@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from convoy.plan.placement.modes import find_placements
@@ -130,6 +133,60 @@ def test_a_chunk_takes_the_hosts_time_for_its_starts_where_the_device_is_faster(
     assert chunk_s(waits) == pytest.approx(layers * 1e-3)
     slow = Speed(1e15, 1e6, layer_s=1e-5, row_s=1e-6, starts_s=1e-3)
     assert chunk_s(slow) == pytest.approx(chunk_s(Speed(1e15, 1e6)))
+
+
+CARD = Speed(1e15, 1e18, row_s=1e-4, step_s=2e-3, starts_s=1e-3)
+
+
+WHOLE = StageAssignment("box", 0, SPEC.num_layers, embed=True, output=True)
+
+
+def card_s(
+    load: StepLoad, speed: Speed = CARD, stage: StageAssignment = WHOLE, spec: ModelSpec = SPEC
+) -> float:
+    return stage_time(spec, stage, "cuda-bf16", speed, load).total_s
+
+
+def test_a_card_with_the_whole_model_takes_the_longer_of_its_time_and_its_hosts() -> None:
+    slow = replace(CARD, layer_s=7e-3)
+    computing = card_s(StepLoad(3, 0), replace(slow, step_s=0, row_s=0))
+    assert card_s(StepLoad(3, 0)) == pytest.approx(2e-3 + 2 * 1e-4), "the host prepares three rows"
+    assert computing > card_s(StepLoad(3, 0))
+    assert card_s(StepLoad(3, 0), slow) == pytest.approx(computing)
+
+
+def test_a_card_that_the_engine_does_not_feed_takes_its_time_and_its_hosts() -> None:
+    slow = replace(CARD, layer_s=7e-3)
+    without_host, load = replace(slow, step_s=0, row_s=0), StepLoad(3, 0)
+    ranks = msgspec.structs.replace(WHOLE, ranks=["box", "far"])
+    windows = spec_of(model_type="mistral", sliding_window=32, num_key_value_heads=4)
+    cases = [*((stage, SPEC) for stage in [*two().stages, ranks]), (WHOLE, windows)]
+    for stage, spec in cases:
+        computing = card_s(load, without_host, stage, spec)
+        assert card_s(load, slow, stage, spec) == pytest.approx(computing + 2e-3 + 2 * 1e-4)
+
+
+def test_a_prompts_first_chunk_alone_waits_for_its_preparation() -> None:
+    layers = SPEC.num_layers
+    slow = replace(CARD, flop_per_s=1e6, attention_flop_per_s=1e18)
+    load = StepLoad(64, 0, is_chunk=True)
+    computing = card_s(load, replace(slow, step_s=0, starts_s=0, row_s=0))
+    assert card_s(load, slow) == pytest.approx(computing)
+    assert card_s(replace(load, follows=False), slow) == pytest.approx(computing + 2e-3)
+    assert card_s(load) == card_s(replace(load, follows=False)) == pytest.approx(2e-3 + layers * 1e-3)
+    placement = place(SPEC, members(80 * GB))
+    rates = [
+        predict(placement, {names(placement)[0]: slow}, NEAR, Workload(context=64 * n, chunk=64)).prefill
+        for n in (1, 4)
+    ]
+    assert rates[0].tokens_per_s == pytest.approx(64 / (computing + 2e-3), rel=1e-3)
+    assert rates[1].tokens_per_s == pytest.approx(256 / (4 * computing + 2e-3), rel=1e-3)
+
+
+def test_a_card_that_waits_for_its_host_is_limited_by_it() -> None:
+    placement = place(SPEC, members(80 * GB))
+    found = predict(placement, {names(placement)[0]: CARD}, NEAR, Workload())
+    assert found.decode.limit == f"{names(placement)[0]}'s host that prepares steps"
 
 
 def test_a_prompt_takes_longer_the_more_is_behind_its_chunks() -> None:

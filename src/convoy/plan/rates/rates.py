@@ -4,6 +4,9 @@ A stage's time is the sum of four parts. They are: reading the weights that the 
 longer than that, looking back on K/V, and each layer's own time, however little there is to do. A hop takes
 half of a round trip, plus the wire's time for the bytes.
 
+A card that holds the whole model is fed: the engine submits the next step before the host has the tokens of
+this one, so the longer of the card's time and the host's counts. On other cards both are added.
+
 One sequence passes everything in turn. With as many micro-batches in flight as stages, the slowest stage sets
 the pace; or the way round the ring does, if it takes longer than all of them. Of a prompt, the first chunk
 finds the stages behind it idle, and the last chunk the stages before it. Scheduling, sampling and text are
@@ -66,6 +69,8 @@ class StepLoad:
     num_rows: float
     context: float
     is_chunk: bool = False
+    # Whether a step before this one may compute while the host prepares this one.
+    follows: bool = True
 
     @property
     def num_outputs(self) -> float:
@@ -107,10 +112,12 @@ class StageTime:
     layers_s: float
     # Waits of ranks for each other's parts of sums.
     summing_s: float = 0.0
+    # Waits of a card for its host.
+    waiting_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.reading_s + self.multiplying_s + self.layers_s + self.summing_s
+        return self.reading_s + self.multiplying_s + self.layers_s + self.summing_s + self.waiting_s
 
     @property
     def limit(self) -> str:
@@ -119,6 +126,7 @@ class StageTime:
             "matrix products": self.multiplying_s,
             "own time for each layer": self.layers_s,
             "sums over links": self.summing_s,
+            "host that prepares steps": self.waiting_s,
         }
         return max(parts, key=lambda what: parts[what])
 
@@ -143,12 +151,15 @@ def predict(
     size = min(workload.chunk, workload.context)
     # Tokens before a chunk in the middle of the prompt.
     behind = (workload.context - size) / 2
-    chunk = _works(placement, speeds, links, StepLoad(size, behind, is_chunk=True))
+    chunk = StepLoad(size, behind, is_chunk=True)
+    first = _works(placement, speeds, links, replace(chunk, follows=False))
     return RatesReport(
         context=workload.context,
         decode=_in_turn(lone),
         decode_batch=_in_flight(micro, shared, workload.batch, num_stages, in_flight),
-        prefill=_one_prompt(chunk, size, workload.context, num_stages),
+        prefill=_one_prompt(
+            first, _works(placement, speeds, links, chunk), size, workload.context, num_stages
+        ),
         assumed=_assumed(placement, speeds, links),
     )
 
@@ -234,10 +245,12 @@ def _in_flight(works: Sequence[_Work], each: float, batch: int, num_stages: int,
     return Rate(_per_second(each, step), step, batch, limit)
 
 
-def _one_prompt(works: Sequence[_Work], size: int, num_tokens: int, num_stages: int) -> Rate:
+def _one_prompt(
+    first: Sequence[_Work], others: Sequence[_Work], size: int, num_tokens: int, num_stages: int
+) -> Rate:
     """Return the rate of a lone prompt in chunks of ``size``: one goes all the way, the others follow."""
-    paced = _in_flight(works, size, size, num_stages, num_stages)
-    total = sum(work.seconds for work in works) + (num_tokens / size - 1) * paced.step_s
+    paced = _in_flight(others, size, size, num_stages, num_stages)
+    total = sum(work.seconds for work in first) + (num_tokens / size - 1) * paced.step_s
     return msgspec.structs.replace(paced, tokens_per_s=_per_second(num_tokens, total))
 
 
@@ -261,11 +274,39 @@ def stage_time(spec: ModelSpec, stage: StageAssignment, form: str, speed: Speed,
     cache_bytes = _cache_bytes(spec, stage, form, load)
     reading += cache_bytes / (speed.cache_bytes_per_s or speed.read_bytes_per_s)
     multiplying += _attention_flop(spec, stage, load) / (speed.attention_flop_per_s or speed.flop_per_s)
-    own = linears / REFERENCE_LINEARS * speed.layer_s + len(layers) * (load.num_rows - 1) * speed.row_s
-    if load.is_chunk and speed.starts_s:
-        # The device waits for the host only where that takes longer.
-        own = max(0.0, len(layers) * speed.starts_s - reading - multiplying)
-    return StageTime(reading, multiplying, own + speed.step_s)
+    own = linears / REFERENCE_LINEARS * speed.layer_s
+    if not speed.starts_s:
+        own += len(layers) * (load.num_rows - 1) * speed.row_s + speed.step_s
+        return StageTime(reading, multiplying, own)
+    if load.is_chunk:
+        # These operations are among those that the host starts.
+        own = 0.0
+    feeds = load.follows and _feeds(spec, stage)
+    waiting = _waiting_s(speed, len(layers), load, reading + multiplying + own, feeds=feeds)
+    return StageTime(reading, multiplying, own, waiting_s=waiting)
+
+
+def _feeds(spec: ModelSpec, stage: StageAssignment) -> bool:
+    """Return whether the engine submits a step to this card before the host has the tokens of the last one.
+
+    The card holds the whole model, and its K/V can be taken back: no windows and no states.
+    """
+    is_whole = stage.embed and stage.output and stage.end - stage.start == spec.num_layers
+    rewinds = all(group.window is None and group.stride == 1 for group in spec.cache_groups)
+    return is_whole and stage.world_size == 1 and rewinds
+
+
+def _waiting_s(speed: Speed, num_layers: int, load: StepLoad, computing_s: float, *, feeds: bool) -> float:
+    """Return the seconds of a step in which a card waits for its host, if it computes for ``computing_s``.
+
+    The host prepares a step, and of a chunk it starts the operations of each layer while the card computes.
+    A card that is fed computes while the host prepares, too.
+    """
+    starting_s = num_layers * speed.starts_s if load.is_chunk else 0.0
+    preparing_s = speed.step_s + (0.0 if load.is_chunk else (load.num_rows - 1) * speed.row_s)
+    if feeds:
+        return max(0.0, preparing_s + starting_s - computing_s)
+    return preparing_s + max(0.0, starting_s - computing_s)
 
 
 def _parts(layer: LayerWeights, form: str, chosen: int, num_rows: float) -> list[tuple[float, float, float]]:
