@@ -52,17 +52,17 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def fed_executor() -> FakeExecutor:
+def fed_executor(depth: int = 2) -> FakeExecutor:
     """Return an executor that takes its own samples, and has the wrong one every fifth time."""
-    executor, numbers = FakeExecutor(depth=2, feeds=True), itertools.count(1)
+    executor, numbers = FakeExecutor(depth=depth, feeds=True), itertools.count(1)
     executor.misfeeds = lambda: next(numbers) % 5 == 0
     return executor
 
 
-@pytest.fixture(params=["one in flight", "three in flight", "fed"])
+@pytest.fixture(params=["one in flight", "three in flight", "fed", "three in flight, fed"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    depth = 3 if request.param == "three in flight" else 1
-    executor = fed_executor() if request.param == "fed" else FakeExecutor(depth=depth)
+    depth = 3 if request.param.startswith("three in flight") else 1
+    executor = fed_executor(2 * depth) if request.param.endswith("fed") else FakeExecutor(depth=depth)
     engine = make_engine(executor, replace(LIMITS, micro_batches=depth))
     engine.start()
     yield engine

@@ -166,14 +166,13 @@ def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
     random = Random(seed)  # evenly spread, so that every event happens
     limits = replace(
         LIMITS,
-        # only one stage that holds the whole model is fed
-        micro_batches=1 if feeds else micro_batches,
-        prefill_window=0 if feeds else window,
+        micro_batches=micro_batches,
+        prefill_window=window,
         groups=(GroupLimits(num_blocks),),
         cost=cost,
     )
     world = World(limits, random, feeds=feeds)
-    depth = max(limits.micro_batches, limits.max_chunks, 1 + feeds)
+    depth = max(limits.micro_batches, limits.max_chunks) * (1 + feeds)
     sequences = [
         # few beginnings, so that many share blocks
         Sequence(

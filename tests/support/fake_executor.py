@@ -66,6 +66,7 @@ class FakeExecutor:
         assert len(self.steps) < _MAX_STEPS, "the engine runs in circles"
         for released in step.released:
             self._tables.pop(released, None)
+            self._fed.pop(released, None)
         for grant in step.grants:
             self._tables.setdefault(grant.sequence, []).extend(grant.blocks)
         tokens = deque(np.frombuffer(step.tokens, dtype="<u4").tolist())
@@ -90,11 +91,11 @@ class FakeExecutor:
             self.results.append(StepResult(step.number, self._feed(step, outcomes)))
 
     def _feed(self, step: Step, outcomes: tuple[SampleResult, ...]) -> tuple[SampleResult, ...]:
-        """Keep the sample of each row for the next step, and return the outcomes."""
+        """Keep the last sample of each sequence for a later step, and return the outcomes."""
         if not (self.feeds and step.rows):
             return outcomes
         outcomes = tuple(replace(one, feeds=not self.misfeeds()) for one in outcomes)
-        self._fed, end = {}, 0
+        end = 0
         for row in step.rows:
             end += row.num_outputs
             if row.num_outputs:

@@ -398,7 +398,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     micro_batches: Annotated[
         InFlight,
         Setting(
-            "steps in flight during decodes",
+            "steps in flight during decodes, and as many that wait behind them",
             shown="0: as many as stages",
             flag=Flag(f"Steps in flight, at most {MAX_IN_FLIGHT}.", least=0),
         ),

@@ -17,8 +17,9 @@ about the same time. A prompt that runs alone is cut so that no stage waits for 
 decodes, no more steps are in flight than keep the stages busy, because a token waits for all steps ahead of
 it.
 
-Stages that take their own samples are fed: while a step is in flight, the next one follows with the same
-streams, and names no token where only the stages know it. The host thus works while a device computes. If
+Stages that take their own samples are fed: while a step is in flight, another one follows with the same
+streams, and names no token where only the stages know it. The host thus works while the stages compute. With
+several micro-batches, each of them is followed by a step of its own, so up to twice as many are in flight. If
 the sequence has ended meanwhile, the row is dropped. If it ran on another token than the host got, it is
 void, and its position runs again.
 
@@ -161,6 +162,8 @@ class Scheduler:
         self.num_fed = 0
         # Steps with rows.
         self._num_in_flight = 0
+        # Counts the steps with rows that were ever planned.
+        self._turn = 0
         # Whether the stages take their own samples.
         self.feeds = False
         # Each suspect's number of tokens when it was marked.
@@ -247,7 +250,7 @@ class Scheduler:
         self._wake()
         num_streams = self._num_streams()
         feeds = self._feeds_now()
-        if self._num_in_flight < max(self._max_in_flight(num_streams), 1 + feeds):
+        if self._num_in_flight < self._max_in_flight(num_streams, feeds=feeds):
             self._plan_decodes(plan, num_streams, feeds=feeds)
             self._plan_prefills(plan, max(self.limits.max_chunks, 1 + feeds))
             self._admit(plan)
@@ -336,14 +339,26 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepBuilder, num_streams: int, *, feeds: bool) -> None:
         max_rows = self._max_rows(num_streams)
-        for sequence in list(self.running):
+        # This is `num_pending == 1`, inlined: it runs for hundreds of sequences several times a step.
+        decodes = [s for s in self.running if s.num_scheduled > 0 and len(s.tokens) == s.num_scheduled + 1]
+        if feeds:
+            decodes += self._fed_decodes(num_streams)
+        for sequence in decodes:
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
-            # This is `num_pending == 1`, inlined: it runs for hundreds of sequences several times a step.
-            if sequence.num_scheduled > 0 and len(sequence.tokens) == sequence.num_scheduled + 1:
+            # A row planned before this one may have preempted it.
+            if sequence.state is SequenceState.RUNNING:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
-            elif feeds and _can_be_fed(sequence):
-                self._plan_row(sequence, 1, plan)
+
+    def _fed_decodes(self, num_streams: int) -> list[Sequence]:
+        """Return the sequences that a fed row may continue now, those that wait longest first.
+
+        A step takes samples of a step as many turns ago as there are micro-batches, or of earlier ones.
+        Otherwise it would wait for the step just ahead of it, and stages would wait with it.
+        """
+        newest = self._turn + 1 - min(self.limits.micro_batches, num_streams)
+        found = [s for s in self.running if s.turn <= newest and _can_be_fed(s)]
+        return found if self.limits.micro_batches == 1 else sorted(found, key=lambda one: one.turn)
 
     def _num_streams(self) -> int:
         """Return how many sequences decode, or are about to."""
@@ -354,10 +369,12 @@ class Scheduler:
         # another.
         return max(1, -(-num_streams // self.limits.micro_batches))
 
-    def _max_in_flight(self, num_streams: int) -> int:
+    def _max_in_flight(self, num_streams: int, *, feeds: bool) -> int:
         limits = self.limits
+        # A fed step waits behind each micro-batch.
+        num_decodes = limits.micro_batches * (1 + feeds)
         # A decoding stream waits for every step ahead of it. A lone prefill may fill a longer window.
-        return limits.micro_batches if num_streams else max(limits.micro_batches, limits.max_chunks)
+        return num_decodes if num_streams else max(num_decodes, limits.max_chunks)
 
     def _draft(self, sequence: Sequence, plan: StepBuilder, max_rows: int) -> list[int]:
         """Return guesses for a decode; none may cost another sequence its place in the step or its blocks."""
@@ -505,7 +522,9 @@ class Scheduler:
 
     def _commit_plan(self, plan: StepBuilder) -> Scheduled:
         scheduled = plan.write(self.next_step, self._released, self._tags)
+        self._turn += bool(plan.rows)
         for sequence in plan.rows:
+            sequence.turn = self._turn
             # Only known tokens count as run and become findable: drafts may be wrong, and `keep` adds the
             # accepted ones. A fed token is known once the row behind it is planned.
             known, num_tokens = plan.known_end(sequence), len(sequence.tokens)

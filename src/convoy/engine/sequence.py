@@ -65,6 +65,8 @@ class Sequence:
     marks: frozenset[int] = field(init=False, default=frozenset())
     # The tag of its last state between marks.
     passing: bytes | None = field(init=False, default=None)
+    # The scheduler's turn that planned its last row.
+    turn: int = field(init=False, default=0)
     # The step of its last row if that row began with a fed token, else -1.
     fed_step: int = field(init=False, default=-1)
     # The last step in which it ran on a wrong token: the result there does not count.

@@ -210,11 +210,18 @@ class FeedingStage(Stage, Protocol):
     def feeds(self) -> bool:
         """Return whether it owns embedding and output, so that `start_fed` may be called."""
 
-    def start_fed(self, step: Step, tokens: torch.Tensor, samples: PendingSamples) -> PendingHidden:
-        """Start a step like `start`, with ``selects``.
+    def start_fed(
+        self,
+        step: Step,
+        tokens: torch.Tensor,
+        samples: Sequence[PendingSamples],
+        *,
+        selects: bool = False,
+    ) -> PendingHidden:
+        """Start a step like `start`.
 
-        A negative token, -1 - i, is what job i of ``samples``, from the last call of `sample`, gets. Raises
-        StepError.
+        ``samples`` are results of `sample`. A negative token, -1 - i, is what their job i gets, counted over
+        all of them. Raises StepError.
         """
 
 

@@ -16,6 +16,7 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.peer.peer import Peer
 from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
+from convoy.engine.outputs import FinishOutput, Output, PrefillOutput, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StageLost, StepError
 from convoy.model.backends.host.stage import HostStage
@@ -104,6 +105,38 @@ def test_who_stays_reads_only_the_layers_that_it_lacks() -> None:
         assert loaded is not None
         assert held & set(loaded.stage.layers.values()), "modules that it had are used again"
         assert loaded.stage.bytes_read < loaded.stage.weight_bytes
+
+
+def test_a_fed_text_goes_on_after_a_loss_with_the_tokens_that_it_would_have_had() -> None:
+    request = replace(LONG, max_tokens=32, ignore_eos=True)
+    tokens: list[int] = []
+    is_under_way, is_lost, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def take(output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            tokens.append(output.token_id)
+            if len(tokens) == 9:
+                is_under_way.set()
+                # Steps are in flight, and the last of them is fed with a sample of one ahead.
+                is_lost.wait(60)
+        elif not isinstance(output, PrefillOutput):
+            assert isinstance(output, FinishOutput)
+            is_over.set()
+
+    with scene("beta", "gamma") as s:
+        gone = s.join("beta")
+        s.join("gamma")
+        cluster = s.serve(speculate=0, jump_forward=False)
+        expected = generate(cluster.engine, request).token_ids
+        before = cluster.engine.scheduler.num_fed
+        cluster.engine.submit(replace(request, cache_salt=b"nothing is cached"), take)
+        assert is_under_way.wait(60)
+        gone.stop()
+        is_lost.set()
+        assert is_over.wait(60)
+        assert tuple(tokens) == expected
+        assert cluster.engine.stats().recoveries == 1
+        assert cluster.engine.scheduler.num_fed - before > len(expected) // 2
 
 
 def test_a_loss_while_nothing_runs_is_mended_before_anybody_asks() -> None:

@@ -45,6 +45,7 @@ def make_executor(
         activation_dtype=plan.activation_dtype,
         max_step_tokens=options.step_tokens,
         overlaps=leader is None and stage.overlaps,
+        feeds=leader is None,
     )
     if leader is None:
         return PipelineExecutor(stage, plan.stages, head, links, chosen, clock=clock, log=log)

@@ -8,6 +8,10 @@
    tokens.
 
 Several steps may be between 1 and 3 at once.
+
+A fed step, whose tokens are samples of a step ahead, passes 1 at once. It waits for 2 until those samples
+start, and goes on before the engine has them: a token's own way round the ring is all that the next one waits
+for.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,18 +30,26 @@ from convoy.config.table import ENGINE, MODEL
 from convoy.engine.kv.limits import STEP_TIMEOUT_S
 from convoy.engine.run.deadline import StepClock
 from convoy.engine.run.executor import Kv, StepResult
+from convoy.engine.run.feeding import FedTokens, StepSamples, StepStarter
 from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.own_stage import own_stage
 from convoy.engine.run.sampling import outcome_of, request_of
 from convoy.engine.run.send_guard import SendGuard
 from convoy.engine.run.stage_worker import DeviceSender, StepLog, StepMarks
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
-from convoy.model.sampling.output_rows import SampleJob
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, SampleTask
 from convoy.model.stage import PendingSamples, Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages.control import FrameType, SampleReplies, StageAssignment, Step, StepFailed
+from convoy.wire.messages.control import (
+    MAX_IN_FLIGHT,
+    FrameType,
+    SampleReplies,
+    StageAssignment,
+    Step,
+    StepFailed,
+)
 
 _LEAST_ARRIVED_BYTES = 32 * 1024 * 1024
 # The size of a reply with all its alternatives.
@@ -48,11 +60,13 @@ def _not_its_turn(step: int) -> StepFailed:
     return StepFailed(step, "the end of a step came from a member that is not the last stage")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     step: Step
     jobs: Sequence[SampleJob]
     marks: StepMarks
+    fed: FedTokens
+    samples: StepSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,8 @@ class PipelineOptions:
     max_step_tokens: int = ENGINE.max_step_tokens
     # Whether the head's stage computes on a device while this process continues.
     overlaps: bool = False
+    # Whether steps may be fed, if the head starts them. Each of ``depth`` steps may then have one behind it.
+    feeds: bool = False
 
 
 class PipelineExecutor:
@@ -77,8 +93,6 @@ class PipelineExecutor:
 
     One thread submits and collects.
     """
-
-    feeds = False
 
     def __init__(
         self,
@@ -92,7 +106,6 @@ class PipelineExecutor:
         log: StepLog | None = None,
     ) -> None:
         self.log = log or StepLog()
-        self.depth = options.depth
         self.clock = clock or StepClock(options.step_timeout_s)
         self._stage = stage
         self._stages = tuple(stages)
@@ -103,13 +116,18 @@ class PipelineExecutor:
         self._predecessor = stages[-1].member if self._head_first else stages[-2].member
         self._boundary = stages[-1].end if self._head_first else stages[-1].start
         self._owner = next(stage.member for stage in stages if stage.output)
+        # Token ids of a fed step are not known when peers learn of it.
+        peers_take_ids = any(one.member != head and self._takes_ids(one) for one in stages)
+        self.feeds = options.feeds and self._head_first and not peers_take_ids
+        self.depth = min(2 * options.depth, MAX_IN_FLIGHT) if self.feeds else options.depth
+        self._starter = StepStarter(stage)
         self._in_flight: deque[_Running] = deque()
+        # Those of them that the head has not started yet.
+        self._queued: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | SampleReplies] = {}
         # When each of them came, by the receiver's thread.
         self._returned_s: dict[int, float] = {}
-        # Sampling begun before `collect` asks for it.
-        self._samples: dict[int, PendingSamples] = {}
         # The members that failed first, or sent invalid data; two if it may have been either.
         self.suspects: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
@@ -165,52 +183,54 @@ class PipelineExecutor:
     def submit(self, step: Step, jobs: Sequence[SampleJob]) -> None:
         self._sample_arrived()
         now_s = time.monotonic()
-        running = _Running(step, jobs, StepMarks(step.number, now_s, now_s))
+        with self._sending(step):
+            fed = FedTokens.of(step, (ahead.samples for ahead in reversed(self._in_flight)))
+        marks = StepMarks(step.number, now_s, now_s)
+        running = _Running(step, jobs, marks, fed, StepSamples.of(step))
+        waits = self._head_first and (bool(self._queued) or not fed.may_start)
         self._in_flight.append(running)
-        self.clock.sent(step)
-        try:
-            with own_stage(step.number, self._suspect_head):
-                self._announce(step, jobs)
-                marks = running.marks
-                marks.began_s = marks.computed_s = marks.sent_s = time.monotonic()
-                if self._head_first:
-                    self._start(step, marks)
-        except (LinkBroken, LinkClosed) as error:
-            public = "a stage could not be reached"
-            raise StageLost(f"{public}: {error.message}", public=public) from error
-        finally:
-            self._guard.end()
+        if not waits:
+            self.clock.sent(step)
+        with self._sending(step):
+            self._announce(step, jobs)
+        marks.began_s = marks.computed_s = marks.sent_s = time.monotonic()
+        if waits:
+            self._queued.append(running)
+        elif self._head_first:
+            self._start(running)
 
     def collect(self) -> StepResult:
         running = self._in_flight[0]
-        returned = self._await_return(running.step)
+        self._await_return(running.step)
         running.marks.taken_s = time.monotonic()
         running.marks.returned_s = self._returned_s.pop(running.step.number, running.marks.taken_s)
+        # The next steps start now, before this one's samples have come from a device.
+        self._sample_arrived()
         self._in_flight.popleft()
         self.clock.returned()
-        result = self._finish(running, returned)
+        with own_stage(running.step.number, self._suspect_head):
+            result = StepResult(running.step.number, self._samples_of(running).outcomes())
+        del self._returned[running.step.number]
         running.marks.ended_s = time.monotonic()
         if running.step.rows:
             self.log.add(running.marks)
         return result
 
-    def _finish(self, running: _Running, returned: torch.Tensor | SampleReplies) -> StepResult:
+    def _samples_of(self, running: _Running) -> PendingSamples:
         """Return the samples of a step that came back, after the head's own part of it."""
+        if running.samples.pending is None:
+            running.samples.pending = self._sample(running, self._returned[running.step.number])
+        return running.samples.pending
+
+    def _sample(self, running: _Running, returned: torch.Tensor | SampleReplies) -> PendingSamples:
         if isinstance(returned, SampleReplies):
-            return self._read(returned, running)
-        with own_stage(running.step.number, self._suspect_head):
-            if not self._head_first:
-                tokens = (
-                    tokens_from_bytes(running.step.tokens)
-                    if self._takes_ids(self._stage.assignment)
-                    else None
-                )
-                hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
-                returned = self._stage.select(running.step, hidden)
-            samples = self._samples.pop(running.step.number, None)
-            samples = samples or self._stage.sample(returned, running.jobs)
-            self._sample_arrived()
-            return StepResult(running.step.number, samples.outcomes())
+            return SampleTask(self._read(returned, running))
+        if not self._head_first:
+            takes_ids = self._takes_ids(self._stage.assignment)
+            tokens = tokens_from_bytes(running.step.tokens) if takes_ids else None
+            hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
+            returned = self._stage.select(running.step, hidden)
+        return self._stage.sample(returned, running.jobs)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._carrier.read(start, end, blocks)
@@ -276,27 +296,55 @@ class PipelineExecutor:
         own = range(assignment.start, assignment.end)
         return assignment.embed or not self._stage.token_id_layers.isdisjoint(own)
 
-    def _start(self, step: Step, marks: StepMarks) -> None:
-        tokens = tokens_from_bytes(step.tokens)
-        if self._leaves is None:
-            self._send_hidden(step, self._stage.run(step, hidden=None, tokens=tokens), marks, self._guard)
-            return
-        pending = self._stage.start(step, None, tokens)
-        self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait(), marks))
+    def _start(self, running: _Running) -> None:
+        """Run the head's layers, and send their result on."""
+        step, marks = running.step, running.marks
+        with self._sending(step):
+            pending = self._starter.start(step, running.fed)
+            # The samples of a device hold its memory.
+            running.fed = FedTokens()
+            if self._leaves is None:
+                self._send_hidden(step, pending.wait(), marks, self._guard)
+            else:
+                self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait(), marks))
 
     def _sample_arrived(self) -> None:
-        """Start sampling on the device for all steps that are back, while the next step is scheduled."""
-        if not (self._options.overlaps and self._head_first and self._owner == self._head):
+        """Start sampling for all steps that are back, and the steps that waited for those samples alone.
+
+        A device then works while the next step is scheduled. A host that feeds no steps samples one when it
+        is collected.
+        """
+        here = self._options.overlaps and self._head_first and self._owner == self._head
+        if not (here or self.feeds):
             return
         with contextlib.suppress(queue.Empty):
             while True:
                 self._sort(self._arrivals.get(0.0))
         for running in self._in_flight:
-            number = running.step.number
-            hidden = self._returned.get(number)
-            if isinstance(hidden, torch.Tensor) and number not in self._samples:
-                with own_stage(number, self._suspect_head):
-                    self._samples[number] = self._stage.sample(hidden, running.jobs)
+            if running.step.number in self._returned:
+                with own_stage(running.step.number, self._suspect_head):
+                    self._samples_of(running)
+            self._start_queued()
+
+    def _start_queued(self) -> None:
+        while self._queued and self._queued[0].fed.may_start:
+            running = self._queued.popleft()
+            self.clock.sent(running.step)
+            marks = running.marks
+            marks.arrived_s = marks.began_s = marks.computed_s = marks.sent_s = time.monotonic()
+            self._start(running)
+
+    @contextlib.contextmanager
+    def _sending(self, step: Step) -> Iterator[None]:
+        """Do the head's work for ``step``, which may send. Raises `StageLost`."""
+        try:
+            with own_stage(step.number, self._suspect_head):
+                yield
+        except (LinkBroken, LinkClosed) as error:
+            public = "a stage could not be reached"
+            raise StageLost(f"{public}: {error.message}", public=public) from error
+        finally:
+            self._guard.end()
 
     def _send_waited(self, step: Step, hidden: torch.Tensor, marks: StepMarks) -> None:
         """Send the hidden state on, on the thread that waited for the device."""
@@ -330,7 +378,8 @@ class PipelineExecutor:
         text = f"the head could not run step {step}: {error.message}"
         self._arrivals.put_last(self, StageLost(text, hint=error.hint, public=public))
 
-    def _await_return(self, step: Step) -> torch.Tensor | SampleReplies:
+    def _await_return(self, step: Step) -> None:
+        self._sample_arrived()
         while step.number not in self._returned:
             due_s = self.clock.due_s()
             try:
@@ -343,7 +392,6 @@ class PipelineExecutor:
                     hint="a stage hangs or its machine is overloaded: look at `convoy status`",
                 ) from None
             self._sort(item)
-        return self._returned.pop(step.number)
 
     def _sort(self, item: Received | ConvoyError) -> None:
         if isinstance(item, ConvoyError):
@@ -379,7 +427,7 @@ class PipelineExecutor:
             raise self._malformed(f"the end of step {number} was not expected")
         return step
 
-    def _read(self, replies: SampleReplies, running: _Running) -> StepResult:
+    def _read(self, replies: SampleReplies, running: _Running) -> tuple[SampleResult, ...]:
         if len(replies.answers) != len(running.jobs):
             found, expected = len(replies.answers), len(running.jobs)
             raise self._malformed(
@@ -388,10 +436,9 @@ class PipelineExecutor:
         try:
             pairs = zip(replies.answers, running.jobs, strict=True)
             sizes = (self._stage.vocab_size, self._stage.output_size)
-            outcomes = tuple(outcome_of(answer, job, *sizes) for answer, job in pairs)
+            return tuple(outcome_of(answer, job, *sizes) for answer, job in pairs)
         except PeerError as error:
             raise self._malformed(f"step {replies.number} came back malformed: {error.message}") from error
-        return StepResult(replies.number, outcomes)
 
     def _accept_hidden(self, item: ReceivedTensor) -> None:
         at_boundary = item.boundary == self._boundary and self._owner == self._head

@@ -281,25 +281,40 @@ class CudaStage(CarriesKv):
 
     @property
     def feeds(self) -> bool:
-        """Return whether the whole model runs on this device, so that `start_fed` may be called."""
-        return self.assignment.embed and self._goes_on and self._sums is None
+        """Return whether embedding and output run on this device alone, so that `start_fed` may be called."""
+        return self.assignment.embed and self.assignment.output and self._sums is None
 
     @torch.inference_mode()
-    def start_fed(self, step: Step, tokens: torch.Tensor, samples: PendingSamples) -> PendingResult:
-        """Start a step like `start`, with ``selects``; negative tokens name ``samples`` of the device.
+    def start_fed(
+        self,
+        step: Step,
+        tokens: torch.Tensor,
+        samples: Sequence[PendingSamples],
+        *,
+        selects: bool = False,
+    ) -> PendingResult:
+        """Start a step like `start`; negative tokens name ``samples`` of the device.
 
         It waits for them on the device alone. Raises StepError.
         """
-        assert isinstance(samples, DeviceSamples), "a stage is fed with its own samples"
+        own = [one for one in samples if isinstance(one, DeviceSamples)]
+        assert len(own) == len(samples), "a stage is fed with its own samples"
         checked = self.check(step, None, tokens.clamp(min=0))
-        place = {job: place for place, job in enumerate(samples.here)}
         # The host sampled a job without a place. Its row is void, so any token will do.
-        own = [token if token >= 0 else -1 - place.get(-1 - token, _NO_PLACE) for token in tokens.tolist()]
+        places = [_NO_PLACE] * sum(len(one.jobs) for one in own)
+        first_job = first_place = 0
+        for one in own:
+            for place, job in enumerate(one.here, first_place):
+                places[first_job + job] = place
+            first_job, first_place = first_job + len(one.jobs), first_place + len(one.here)
+        named = [token if token >= 0 else -1 - places[-1 - token] for token in tokens.tolist()]
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._outputs)
-            samples.drawn.record_stream(current)
-        return self.launch(replace(checked, ids=torch.tensor(own), fed=samples.drawn), selects=True)
+            for one in own:
+                one.drawn.record_stream(current)
+            drawn = own[0].drawn if len(own) == 1 else torch.cat([one.drawn for one in own], dim=1)
+        return self.launch(replace(checked, ids=torch.tensor(named), fed=drawn), selects=selects)
 
     def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
         """Apply the step, and return it for `launch`, here or on another rank. Raises StepError."""
