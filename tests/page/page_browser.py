@@ -21,11 +21,15 @@ from convoy.api.listen.options import PageOptions, ServeOptions
 from convoy.api.page.invitations import InvitationQuestion, OpenQuestion, asked_on_page
 from convoy.api.page.tokens import OpenTokens, Scope
 from convoy.cluster.model_loader import KnownModel
+from convoy.config.settings import Config, override
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.text.tokens import Tokenizer
 from convoy.sdk.head import service_of
+from convoy.sdk.pull import ModelPuller
 from page.conftest import WIDE, Open
+from support.fake_hub import REPO, FakeHub
 from support.fake_service import FakeEngine, serving, serving_of
+from support.odd_models import make_odd_llama
 from survival.losing import WAIT_S, Survival, survival, wait_for
 
 KEY = "sk-test-0123456789"
@@ -238,6 +242,44 @@ def test_models_are_loaded_by_an_operator_and_named_in_the_chat(tmp_path: Path, 
             expect(viewer.locator(".turn .quiet-text").last).to_contain_text("token", timeout=WAIT_S * 1000)
             viewer.get_by_role("link", name="Cluster").click()
             expect(shown[0].locator("li[data-state=loaded]")).to_contain_text("other")
+
+
+def test_a_pull_is_begun_by_an_operator_and_its_progress_is_seen_by_all(
+    tmp_path: Path, open_page: Open, pytestconfig: pytest.Config
+) -> None:
+    source = ModelSource.resolve("demo-mini")
+    hub = FakeHub(make_odd_llama(tmp_path / "odd"))
+    with survival(2) as real:
+        options = override(Config().model, hub=hub.url, cache=tmp_path / "cache")
+        puller = ModelPuller(real.cluster.head, override(Config(), model=options))
+        service = service_of(
+            real.cluster, also=[KnownModel("other", source, Tokenizer(source))], puller=puller
+        )
+        tokens = OpenTokens(tmp_path / "open")
+        with serving_of(service, ServeOptions(port=0, page=PageOptions(tokens=tokens.folder))) as (url, _):
+            head = Head(url, tokens)
+            viewer, operator = open_page(head.signed_in("view")), open_page(head.signed_in())
+            looks, acts = (page.get_by_role("region", name="Models") for page in (viewer, operator))
+            expect(looks.get_by_role("button")).to_have_count(0)
+            hub.stalls_at = 100_000
+            acts.get_by_label("Model of the hub").fill(REPO)
+            acts.get_by_role("button", name="Pull", exact=True).click()
+            for shown in (looks, acts):
+                expect(shown.get_by_text(f"{REPO} is being pulled")).to_be_visible()
+                expect(shown.get_by_role("progressbar", name="alpha")).to_be_visible()
+            expect(acts.get_by_role("progressbar")).not_to_have_attribute("value", "0")
+            assert serious(operator) == []
+            if pytestconfig.getoption("--pictures"):
+                folder = pytestconfig.rootpath / "docs" / "pictures"
+                (folder / "models-light.png").write_bytes(acts.screenshot())
+            hub.stalls_at = 0
+            acts.get_by_role("button", name="Stop the pull").click()
+            ended = f"The pull of {REPO} was stopped. The next one goes on from there."
+            expect(looks.get_by_text(ended)).to_be_visible(timeout=WAIT_S * 1000)
+            acts.get_by_label("Model of the hub").fill("demo")
+            acts.get_by_role("button", name="Pull", exact=True).click()
+            expect(acts.get_by_role("alert")).to_contain_text("'demo' is no model of a hub")
+    hub.close()
 
 
 def test_a_status_that_ends_before_the_page_has_signed_out_hides_no_sign_in(

@@ -125,6 +125,8 @@ def _page_routes(rights: PageRights, options: ServeOptions, service: Service) ->
         Route("/page/invitations", page.invitations),
         Route("/page/invitations", page.answer_invitation, methods=["POST"]),
         Route("/page/models", page.change_model, methods=["POST"]),
+        Route("/page/pull", page.pull, methods=["POST"]),
+        Route("/page/pull", page.stop_pull, methods=["DELETE"]),
     ]
 
 

@@ -97,6 +97,15 @@ class ServedTokenizer(Protocol):
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
+class Puller(Protocol):
+    """Declare the part of `convoy.sdk.pull.ModelPuller` that HTTP needs. Both methods return soon."""
+
+    def start(self, name: str, /) -> None:
+        """Begin to pull a model of a hub onto every member. Raises `RequestError`."""
+
+    def stop(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Hold a model, the engine that runs it, and the compiler of grammars for its tokens.
@@ -127,7 +136,7 @@ class Service:
     ``health`` returns (ready, reason), and ``status`` a value that msgspec can encode. Both may block for a
     moment. ``level`` returns the cluster's attestation level at once. ``metrics`` are called on a thread.
     ``switch`` loads the models that are not loaded; None if all always are. ``last_status`` is as ``status``,
-    with measurements of before; None measures always.
+    with measurements of before; None measures always. ``puller`` None pulls no models.
     """
 
     models: tuple[ServedModel, ...]
@@ -137,6 +146,7 @@ class Service:
     metrics: tuple[Source, ...] = ()
     switch: ModelSwitch | None = None
     last_status: Callable[[], Any] | None = None
+    puller: Puller | None = None
 
     def hold(
         self, model: ServedModel, keep_alive_s: float | None = None, *, may_shorten: bool = False

@@ -5,7 +5,7 @@ It starts no browser: the address would stand on that program's command line, wh
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -16,6 +16,9 @@ from convoy.config.files import token_folder
 from convoy.errors import UsageError
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
+if TYPE_CHECKING:
+    from convoy.api.page.tokens import Scope
+
 
 def open_page(
     url: UrlFlag = DEFAULT_URL,
@@ -23,10 +26,20 @@ def open_page(
     view: Annotated[bool, typer.Option("--view", help="Sign in to look only, not to operate.")] = False,
 ) -> None:
     """Show an address that signs a browser in to the head's page. It works once, for 5 minutes."""
+    endpoint = Endpoint.of(url, None, ca)
+    token = make_token(endpoint, "view" if view else "operate")
+    what = "look" if view else "look and operate"
+    # The part behind # stays in the browser: no request and no log of a proxy has it.
+    address = f"{endpoint.url}/#token={token}"
+    print(address)
+    print_note(f"open it in a browser: it works once, for 5 minutes, and lets its holder {what}")
+
+
+def make_token(endpoint: Endpoint, scope: Scope) -> str:
+    """Return a new token for the head at ``endpoint``, which must answer there."""
     from convoy.api.listen.options import is_loopback
     from convoy.api.page.tokens import OpenTokens
 
-    endpoint = Endpoint.of(url, None, ca)
     parts = urlsplit(endpoint.url)
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise UsageError(
@@ -36,9 +49,4 @@ def open_page(
     # A page without its server would keep a token without a use.
     endpoint.get("/health", accept=frozenset({200, 503}))
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    token = OpenTokens(token_folder()).make(port, "view" if view else "operate")
-    what = "look" if view else "look and operate"
-    # The part behind # stays in the browser: no request and no log of a proxy has it.
-    address = f"{endpoint.url}/#token={token}"
-    print(address)
-    print_note(f"open it in a browser: it works once, for 5 minutes, and lets its holder {what}")
+    return OpenTokens(token_folder()).make(port, scope)

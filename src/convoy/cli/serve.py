@@ -268,7 +268,7 @@ def serve_cluster(
                 keep_waiting=watch is None,
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
-            run = server_of(*(front, cluster, replace(options, traces=on), settings.serve), opened.known())
+            run = server_of(*(front, cluster, replace(options, traces=on), settings), opened.known())
             _serve(cluster, run, replace(options, traces=on), settings, show, providing, here, front)
 
 

@@ -307,7 +307,7 @@ def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: 
     )
     head.peers.on_gone = recovery.lost
     renewals = Rebalancer(
-        *(head.peers, recovery, engine.renew, engine.between_steps, head.prepare),
+        *(head.peers, recovery, engine.renew, engine.between_steps, head.preparations.joined),
         options=options.rebalance,
     )
     recovery.on_plan = renewals.plan_began

@@ -155,6 +155,17 @@ class ModelStatus(msgspec.Struct, frozen=True):
     progress: dict[str, tuple[int, int]] = {}
 
 
+class PullStatus(msgspec.Struct, frozen=True):
+    """Describe the last pull of a model. ``state`` is pulling, stopping, pulled, stopped or failed."""
+
+    name: str
+    state: str
+    # Done and all bytes of what each member does, by member. All bytes are 0 until a member has begun.
+    progress: dict[str, tuple[int, int]] = {}
+    error: str = ""
+    hint: str = ""
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """Hold the answer of `GET /status` and `convoy status`."""
 
@@ -219,6 +230,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     forecast: Forecast | None = None
     # Every model that requests may name. One at most is loaded.
     models: list[ModelStatus] = []
+    # None before the first pull since the head's start.
+    pull: PullStatus | None = None
 
 
 def without_measurements(status: ClusterStatus) -> ClusterStatus:

@@ -6,7 +6,7 @@ import http.client
 import json
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -57,6 +57,8 @@ class Endpoint:
     url_option: str = "--url"
     ca: Path | None = None
     ca_option: str = "--ca"
+    # Of a person's session, in place of a key.
+    cookie: str | None = field(default=None, repr=False)
     key_hint: str = f"give the key's file with --api-key-file, or the key in {KEY_VARIABLE}"
 
     @classmethod
@@ -109,6 +111,29 @@ class Endpoint:
             if response.status not in {http.client.OK, http.client.CREATED}:
                 raise self._refusal(response.status, data)
             return self._json(data)
+
+    def delete(self, path: str) -> object:
+        """Send DELETE and return the JSON of the answer."""
+        with self._open("DELETE", path, None) as response:
+            data = response.read(_MAX_BODY_BYTES)
+            if response.status != http.client.OK:
+                raise self._refusal(response.status, data)
+            return self._json(data)
+
+    @contextmanager
+    def session(self, token: str) -> Iterator[Endpoint]:
+        """Yield this endpoint in a session that a token of `OpenTokens` begins. It ends with the block."""
+        with self._open("POST", "/page/session", json.dumps({"token": token}).encode()) as response:
+            data, cookie = response.read(_MAX_BODY_BYTES), response.getheader("set-cookie", "")
+            if response.status != http.client.OK:
+                raise self._refusal(response.status, data)
+        signed_in = replace(self, cookie=cookie.partition(";")[0])
+        try:
+            yield signed_in
+        finally:
+            # A head that is gone has no sessions.
+            with suppress(ConvoyError):
+                signed_in.delete("/page/session")
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, object]]:
         """POST and yield the JSON of each event until ``[DONE]``. Raises HttpRefused for an error event."""
@@ -175,6 +200,8 @@ class Endpoint:
             headers["Content-Type"] = "application/json"
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
+        if self.cookie is not None:
+            headers["Cookie"] = self.cookie
         try:
             try:
                 connection.request(method, parts.path + path, body, headers)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from convoy.config.files import read_bytes
 from convoy.config.settings import Config
 from convoy.config.table import SERVE, ServeConfig
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from convoy.api.service import Service
     from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
+    from convoy.cluster.status import ClusterStatus
+    from convoy.sdk.pull import ModelPuller
     from convoy.transport.membership import Membership
     from convoy.transport.network import Network
 
@@ -97,11 +101,13 @@ def service_of(
     also: Sequence[KnownModel] = (),
     *,
     keeps_model: bool = False,
+    puller: ModelPuller | None = None,
 ) -> Service:
     """Return the service of a cluster's model over HTTP, with the cluster's health, status and metrics.
 
     ``serve`` may name the model in every API. ``also`` are further models that requests may name. With
-    ``keeps_model`` nothing unloads the model, and the status lists no models to load and unload.
+    ``keeps_model`` nothing unloads the model, and the status lists no models to load and unload. ``puller``
+    pulls models for operators.
     """
     from convoy.api.model_switch import ModelSwitch, SwitchOptions
     from convoy.api.service import ServedModel, Service
@@ -116,7 +122,12 @@ def service_of(
     served = tuple(
         ServedModel(model.name, LoadedEngine(loader, model), model.tokenizer) for model in (first, *also)
     )
-    status = partial(cluster.status, foresees=True) if keeps_model else loader.status
+    of_cluster = partial(cluster.status, foresees=True) if keeps_model else loader.status
+
+    def status(*, measures: bool = True) -> ClusterStatus:
+        pull = None if puller is None else puller.report()
+        return msgspec.structs.replace(of_cluster(measures=measures), pull=pull)
+
     options = SwitchOptions(serve.max_waiting, serve.model_wait_s, serve.keep_alive_s, bool(also))
     return Service(
         served,
@@ -126,4 +137,5 @@ def service_of(
         (lambda: head_families(cluster, loader.named),),
         None if keeps_model else ModelSwitch(loader, options),
         partial(status, measures=False),
+        puller,
     )

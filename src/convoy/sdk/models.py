@@ -87,13 +87,19 @@ def local_model(
 
     Of a GGUF model, ``org/name[@revision]:FILE``, it is the file.
 
-    ``on_load`` hears how much is downloaded. Raises ModelError if the files are not available.
+    ``on_load`` hears how much of all files is downloaded. Raises ModelError if they are not available.
     """
     name = _hub_name(named)
     if name is None:
         return named
-    hub = _hub(settings)
-    commit, directory = hub.download(name, on_load)
+    hub, files = _hub(settings), dict[str, tuple[int, int]]()
+
+    def on_file(file: str, done: int, total: int) -> None:
+        files[file] = done, total
+        if on_load is not None:
+            on_load(named, *(sum(part) for part in zip(*files.values(), strict=True)))
+
+    commit, directory = hub.download(name, on_file)
     note(f"note: {hub.offline}" if hub.offline else f"model: {name.repo} at commit {commit}")
     return str(directory)
 
@@ -182,6 +188,11 @@ def _signed_name(signed: SignedModel) -> HubName:
     if found is None:
         raise ModelError(f"the signed model names {signed.hub[:80]!r}, which is no commit of a hub")
     return found
+
+
+def is_on_hub(named: str) -> bool:
+    """Return whether ``named`` is a name on a hub, and no model of this machine."""
+    return _hub_name(named) is not None
 
 
 def _hub_name(named: str) -> HubName | None:

@@ -152,7 +152,10 @@ def serve(
 
 
 def _service(cluster: RunningCluster, settings: Config, opened: OpenedModel) -> Service:
-    return service_of(cluster, settings.serve, opened.known())
+    from convoy.sdk.pull import ModelPuller
+
+    puller = ModelPuller(cluster.head, settings)
+    return service_of(cluster, settings.serve, opened.known(), puller=puller)
 
 
 def _open_local(model: str | None, options: LocalOptions) -> tuple[OpenedModel, str]:

@@ -129,6 +129,13 @@ class Ask(FrontMessage, frozen=True, tag="ask"):
     question: Question
 
 
+class Pull(FrontMessage, frozen=True, tag="pull"):
+    """Pull a model of a hub onto every member, or with an empty name stop that."""
+
+    number: _Number
+    name: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
 class FrontReady(FrontMessage, frozen=True, tag="ready"):
     """Report that the front process answers HTTP requests."""
 
@@ -151,7 +158,7 @@ class FrontFailed(FrontMessage, frozen=True, tag="failed"):
     error: FrontError
 
 
-FromFront = Submit | Abort | Compile | Ask | FrontReady | FrontDraining | FrontEnded | FrontFailed
+FromFront = Submit | Abort | Compile | Ask | Pull | FrontReady | FrontDraining | FrontEnded | FrontFailed
 
 # From the engine's process to the front.
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from convoy.wire.front import (
     Compile,
     FromEngine,
     OwnKey,
+    Pull,
     Submit,
     decode_from_engine,
 )
@@ -50,10 +52,10 @@ class Played:
 
 
 @contextmanager
-def played(model: ServedModel) -> Iterator[Played]:
+def played(model: ServedModel, puller: Any = None) -> Iterator[Played]:
     ours, theirs = socket.socketpair()
     reports: queue.SimpleQueue[FrontReport | None] = queue.SimpleQueue()
-    service = Service((model,), lambda: (True, "it runs"), lambda: {"n": 1})
+    service = Service((model,), lambda: (True, "it runs"), lambda: {"n": 1}, puller=puller)
     host, front = EngineHost(FrontChannel(ours), service, reports.put), FrontChannel(theirs)
     with socket.socket() as listener:
         host.start(b"{}", listener.fileno())
@@ -139,3 +141,24 @@ def test_a_front_process_that_reads_a_part_and_hangs_is_ended_in_time() -> None:
         assert reports.get(timeout=60) is None
         assert host.is_stalled
         host.close()
+
+
+def test_a_pull_and_its_refusal_cross_the_channel() -> None:
+    pulled: list[str] = []
+
+    class Puller:
+        start, stop = pulled.append, lambda: pulled.append("stopped")
+
+    with played(ServedModel("fake", FakeEngine(), ByteTokenizer()), Puller) as made:
+        for name in ("org/name", ""):
+            made.front.send(Pull(1, name))
+            reply = made.next()
+            assert isinstance(reply, CallReply)
+            assert reply.error is None
+    assert pulled == ["org/name", "stopped"]
+    with played(ServedModel("fake", FakeEngine(), ByteTokenizer())) as made:
+        made.front.send(Pull(1, "org/name"))
+        reply = made.next()
+        assert isinstance(reply, CallReply)
+        assert reply.error is not None
+        assert reply.error.message == "this head pulls no models"

@@ -12,7 +12,6 @@ from convoy.api.service import Service
 from convoy.cli.running.front import server_of, wants_front
 from convoy.cluster.status import ClusterStatus
 from convoy.config.settings import Config, override
-from convoy.config.table import SERVE
 
 STATUS = ClusterStatus(
     model="demo",
@@ -69,7 +68,7 @@ def test_a_head_with_a_front_process_offers_no_model_to_load_or_unload() -> None
     )
     front: Any = SimpleNamespace(run=lambda service, _tokenizer: started.append(service))
     options: Any = None
-    run: Any = server_of(front, cluster, options, SERVE)
+    run: Any = server_of(front, cluster, options, Config())
     run()
     assert [model.name for model in started[0].models] == ["demo"]
     assert (started[0].status().models, started[0].switch) == ([], None)

@@ -41,6 +41,7 @@ from convoy.wire.front import (
     FrontFailed,
     FrontReady,
     GrammarFields,
+    Pull,
     Question,
     Submit,
     decode_from_front,
@@ -185,6 +186,8 @@ class EngineHost:
                 self._call(self._pool, number, partial(self._compile, grammar))
             case Ask(number, question):
                 self._call(self._questions, number, partial(self._ask, question))
+            case Pull(number, name):
+                self._call(self._questions, number, partial(self._pull, name))
             case _:
                 self._report(message)
 
@@ -240,6 +243,15 @@ class EngineHost:
                 return msgspec.json.encode(self._service.status())
             case "metrics":
                 return encode_families(family for source in self._service.metrics for family in source())
+
+    def _pull(self, name: str) -> None:
+        puller = self._service.puller
+        if puller is None:
+            raise RequestError("this head pulls no models")
+        if name:
+            puller.start(name)
+        else:
+            puller.stop()
 
     # The engine's thread.
 

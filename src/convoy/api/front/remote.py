@@ -35,6 +35,7 @@ from convoy.wire.front import (
     FrontEvent,
     Outputs,
     PromptEvent,
+    Pull,
     Question,
     Submit,
 )
@@ -138,6 +139,11 @@ class RemoteEngine:
         number = next(self._numbers)
         return self._wait_for(number, Ask(number, question))
 
+    def pull(self, name: str) -> None:
+        """Let the engine's process pull a model; with an empty name, let it stop. Raises `RequestError`."""
+        number = next(self._numbers)
+        self._wait_for(number, Pull(number, name))
+
     def take(self, message: EngineState | CallReply | Outputs) -> None:
         """Take a message of the engine's process, on the thread that reads the channel."""
         match message:
@@ -206,6 +212,22 @@ class RemoteGrammars:
         return remote
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePuller:
+    """Let the engine's process pull models."""
+
+    engine: RemoteEngine
+
+    def start(self, name: str) -> None:
+        """Begin a pull, as `Puller.start` does."""
+        if not name:
+            raise RequestError("no model is named")
+        self.engine.pull(name)
+
+    def stop(self) -> None:
+        self.engine.pull("")
+
+
 def remote_service(engine: RemoteEngine, tokenizer: ServedTokenizer, serve: BeginServing) -> Service:
     """Return the service of the front process."""
     grammars = RemoteGrammars(engine, tokenizer)
@@ -219,4 +241,5 @@ def remote_service(engine: RemoteEngine, tokenizer: ServedTokenizer, serve: Begi
         lambda: msgspec.Raw(engine.ask("status")),
         None if serve.level is None else engine.level,
         (families,),
+        puller=RemotePuller(engine),
     )

@@ -16,7 +16,7 @@ from convoy.api.page.invitations import InvitationList, InvitationQuestion
 from convoy.api.page.rights import SESSION, PageRights, demand_operate
 from convoy.api.page.sessions import PageSession
 from convoy.api.refusals import BodyTooLong, WrongKey, WrongMediaType
-from convoy.api.service import Service
+from convoy.api.service import Puller, Service
 from convoy.config.type_resolution import resolved
 from convoy.errors import RequestError
 
@@ -42,6 +42,12 @@ class _ModelWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     loaded: bool
+
+
+class _PullWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Carry the name of a model to pull; empty in the answer to a wish to stop."""
+
+    name: str
 
 
 class _Pending(msgspec.Struct, frozen=True):
@@ -131,6 +137,24 @@ class PageEndpoints:
             raise RequestError("this head keeps its model loaded")
         await (switch.load(model.name) if wish.loaded else switch.unload(model.name))
         return _json(wish)
+
+    async def pull(self, request: Request) -> Response:
+        """Answer POST /page/pull: begin to pull a model onto every member. The status says how far it is."""
+        demand_operate(request.scope[SESSION])
+        wish = await _read(request, _PullWish, '{"name": TEXT}')
+        await anyio.to_thread.run_sync(self._puller().start, wish.name)
+        return _json(wish)
+
+    async def stop_pull(self, request: Request) -> Response:
+        """Answer DELETE /page/pull: stop the pull that runs, soon. A later one goes on from there."""
+        demand_operate(request.scope[SESSION])
+        await anyio.to_thread.run_sync(self._puller().stop)
+        return _json(_PullWish(""))
+
+    def _puller(self) -> Puller:
+        if self._service.puller is None:
+            raise RequestError("this head pulls no models")
+        return self._service.puller
 
 
 async def _read(request: Request, kind: type[_Body], form: str) -> _Body:

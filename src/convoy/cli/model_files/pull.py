@@ -1,31 +1,53 @@
-"""``convoy pull``: download models of a hub into this machine's cache, before they are served."""
+"""``convoy pull``: download models of a hub, to this machine or to every member of a running head."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from convoy.cli.model_files.models import CacheFlag, ConfigFlag
+from convoy.cli.open import make_token
+from convoy.cli.running.endpoint import CaFlag
 from convoy.cli.running.hub import local_model
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.cli.show.progress import loading_bars
 from convoy.config.settings import load_config, override
-from convoy.errors import UsageError
+from convoy.errors import ConvoyError, UsageError
+from convoy.sdk.client import cluster_status
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, head_answers
+
+if TYPE_CHECKING:
+    from convoy.cluster.status import PullStatus
+
+_LOOK_S = 0.5
+
+
+class PullFailed(ConvoyError):  # noqa: N818 - named after the event
+    """Report in the head's words that not every member has its part."""
 
 
 def pull(
     names: Annotated[
         list[str], typer.Argument(metavar="NAME...", help="org/name[@revision][:QUANT] of the hub.")
     ],
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="The head's HTTP address.  [default: one that runs here]"),
+    ] = None,
+    ca: CaFlag = None,
     cache: CacheFlag = None,
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Download models of a hub, before they are served.
 
-    A download that was ended goes on where it was. Members without the files get their own layers when a head
-    serves the model.
+    With a running head of yours on this machine, every member gets its own layers, and the loaded model runs
+    on. Without one, or with --cache or --config, this machine alone gets the files. A download that was
+    ended goes on where it was.
     """
     from convoy.model.checkpoints.hub.files import HubName
 
@@ -35,6 +57,17 @@ def pull(
                 f"{name[:200]} is no model of a hub, expected org/name[@revision][:QUANT]",
                 hint="`convoy models` lists good choices",
             )
+    is_here_alone = cache is not None or config is not None
+    if url is not None and is_here_alone:
+        raise UsageError(
+            "--url came with --cache or --config", hint="the head has its own cache: leave one out"
+        )
+    if url is None and not is_here_alone:
+        default = urlsplit(DEFAULT_URL)
+        url = DEFAULT_URL if head_answers(default.hostname or "", default.port or 0) else None
+    if url is not None:
+        _pull_everywhere(Endpoint.of(url, None, ca), names, as_json=as_json)
+        return
     settings = load_config(config)
     settings = override(settings, model=override(settings.model, cache=cache))
     places = {name: Path(local_model(settings, name, quiet=as_json)) for name in names}
@@ -44,6 +77,43 @@ def pull(
     for name, place in places.items():
         print_note(f"{name}: {format_bytes(_size(place))} in {place}")
     print_note(f"serve it: convoy serve {names[0]}")
+
+
+def _pull_everywhere(endpoint: Endpoint, names: list[str], *, as_json: bool) -> None:
+    with endpoint.session(make_token(endpoint, "operate")) as head:
+        ends = {name: _pull_one(head, name, quiet=as_json) for name in names}
+    if as_json:
+        print_json(ends)
+        return
+    for name, end in ends.items():
+        print_note(f"{name}: on {', '.join(sorted(end.progress))}")
+    print_note(f"serve it: convoy serve {names[0]}")
+
+
+def _pull_one(head: Endpoint, name: str, *, quiet: bool) -> PullStatus:
+    """Let the head pull a model, and show its progress. An interrupt stops the head, too."""
+    head.post("/page/pull", {"name": name})
+    try:
+        with loading_bars(quiet=quiet, action="pulling") as on_load:
+            while (now := _state(head, name)).state == "pulling":
+                for member, (done, total) in now.progress.items():
+                    if on_load is not None:
+                        on_load(member, done, total)
+                time.sleep(_LOOK_S)
+    except KeyboardInterrupt:
+        head.delete("/page/pull")
+        print_note(f"ended: the head stops; `convoy pull {name}` goes on where it was")
+        raise
+    if now.state != "pulled":
+        raise PullFailed(f"{name} was not pulled: {now.error}", hint=now.hint or None)
+    return now
+
+
+def _state(head: Endpoint, name: str) -> PullStatus:
+    found = cluster_status(head).pull
+    if found is None or found.name != name:
+        raise PullFailed(f"{name} is not pulled any more: the head began anew", hint="pull it once more")
+    return found
 
 
 def _size(place: Path) -> int:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
     from convoy.config.settings import Config
-    from convoy.config.table import ServeConfig
 
 # Linux has it where NVIDIA's driver runs.
 _DRIVER = Path("/dev/nvidiactl")
@@ -90,11 +89,14 @@ def server_of(
     front: FrontServer | None,
     cluster: RunningCluster,
     options: ServeOptions,
-    serve: ServeConfig,
+    settings: Config,
     also: Sequence[KnownModel] = (),
 ) -> RunServer:
     """Return the function that serves a cluster: in the front process, or in this one for None."""
-    service = service_of(cluster, serve, also, keeps_model=front is not None)
+    from convoy.sdk.pull import ModelPuller
+
+    puller = ModelPuller(cluster.head, settings)
+    service = service_of(cluster, settings.serve, also, keeps_model=front is not None, puller=puller)
     if front is not None:
         return partial(front.run, service, cluster.tokenizer.describe())
     from convoy.api.server import run_server

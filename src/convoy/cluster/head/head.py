@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from convoy.cluster.active_plan import ActivePlan, NoRoom, common_blocks, plan_digest
 from convoy.cluster.attestation.member_verifier import MemberVerifier
@@ -21,6 +22,7 @@ from convoy.cluster.head.executors import make_executor
 from convoy.cluster.head.forecast import Forecaster
 from convoy.cluster.head.planning import PlanIds, PlannedStages, Planner
 from convoy.cluster.head.prefetch import HeadPrefetch
+from convoy.cluster.head.pull import WeightPull
 from convoy.cluster.head.stage_report import RoundTrips, describe_stages
 from convoy.cluster.head.standbys import Standbys
 from convoy.cluster.head.step_path import StepPaths
@@ -115,6 +117,8 @@ class Head:
             why_not_mlx=why_not_on_mlx(source),
         )
         self._plan_ids = PlanIds()
+        self.preparations = HeadPrefetch(me.name, self.peers, lambda: self.planner, options.load_wait_s)
+        self.pull = WeightPull(options.member, self.preparations, self._planner, self._hellos_for)
         self._choose(source, own)
         self.clock = StepClock(options.step_timeout_s)
         self._steps = StepLog()
@@ -139,16 +143,18 @@ class Head:
         self._source, self._own = source, own
         self._weights = weights = HeadWeightServer(source, options.member, own, self.peers.present)
         times = StepTimes(self.peers, options.member, source)
-        self.planner = self._planner(source, hub=weights.hub, predict=times.step_s)
+        self.planner = self._planner(source, weights, times.step_s)
         self._forecaster = Forecaster(me.name, self.planner, times.rates, options)
-        self._preparations = HeadPrefetch(me.name, self.peers, self.planner, options.load_wait_s)
         self._standbys = Standbys()
         self.handlers = self._make_handlers()
 
-    def _planner(self, source: ModelSource, *, hub: str = "", predict: Predict | None = None) -> Planner:
+    def _planner(
+        self, source: ModelSource, weights: HeadWeightServer | None = None, predict: Predict | None = None
+    ) -> Planner:
         return Planner(
-            *(self._me, source, self._options, self.peers.verifier, lambda: self.manifest),
-            hub=hub,
+            *(self._me, source, self._options, self.peers.verifier),
+            manifest=lambda: "" if weights is None else weights.manifest().digest,
+            hub="" if weights is None else weights.hub,
             predict=predict,
             ids=self._plan_ids,
         )
@@ -230,10 +236,11 @@ class Head:
         """
         self._options.check_context(source.spec)
         planner = self.planner if source is self._source else self._planner(source)
-        hellos = self.hellos()
-        if why_not_on_mlx(source):
-            hellos = {name: without_mlx(hello) for name, hello in hellos.items()}
-        planner.check_first(hellos)
+        planner.check_first(self._hellos_for(source))
+
+    def _hellos_for(self, source: ModelSource) -> dict[str, Hello]:
+        hellos, why_not = self.hellos(), why_not_on_mlx(source)
+        return {name: without_mlx(hello) for name, hello in hellos.items()} if why_not else hellos
 
     def unload(self, why: str) -> None:
         """End the plan, and free its weights here and on every peer, which hear why. The links stay."""
@@ -534,10 +541,10 @@ class Head:
         attestation, sources = self.verifier.attestation, self._weights.sources
         ranks = RankHandlers(lambda: self._ranks, self._to_plan)
         connected = [
-            on(Fetch, self._weights.handle_fetch),
+            on(Fetch, partial(self.pull.handle_fetch, self._weights)),
             on(Piece, sources.part_client.handle_piece),
             on(Held, sources.handle_held),
-            on(Prepared, self._preparations.handle_prepared),
+            on(Prepared, self.preparations.handle_prepared),
             *on_frame(Progress, handle=self._handle_progress),
             *on_frame(Agree, FrameType.PARTIAL, handle=ranks.handle_sum),
             *on_frame(BlocksDone, FrameType.BLOCKS, handle=ranks.handle_kv),
@@ -568,8 +575,8 @@ class Head:
 
     def _handle_progress(self, link: Link, received: Received) -> None:
         said = received.message if isinstance(received, ReceivedMessage) else None
-        if isinstance(said, Progress) and self._preparations.is_of_prefetch(link, said):
-            self._preparations.handle_progress(link, said)
+        if isinstance(said, Progress) and self.preparations.is_of_prefetch(link, said):
+            self.preparations.handle_progress(link, said)
         else:
             self._to_plan(link, received)
 
@@ -589,10 +596,3 @@ class Head:
 
     def _joined(self, name: str) -> None:
         self.on_joined(name)
-
-    def prepare(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Call ``then`` once every member has the weights for a plan with ``name``.
-
-        Calls ``failed`` if a member cannot have them. The running plan goes on meanwhile.
-        """
-        self._preparations.joined(name, then, failed)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from convoy.cluster.head.planning import Planner
 from convoy.cluster.presence.peers import Peers
@@ -23,6 +24,9 @@ from convoy.wire.messages.fetch import SUPERSEDED, Prepare, Prepared
 
 _log = logging.getLogger(__name__)
 
+# Takes a member, its bytes so far and all of them.
+MemberProgress = Callable[[str, int, int], None]
+
 _LOOK_UP_S = 0.5
 _MAX_OVER = 64
 # Seconds until the plan that came first is looked at.
@@ -32,9 +36,10 @@ _AGAIN_S = 1.0
 class HeadPrefetch:
     """Prepare later plans at a head. Receiver threads call the handlers; ``joined`` returns at once."""
 
-    def __init__(self, me: str, peers: Peers, planner: Planner, wait_s: float) -> None:
-        self._me = me
-        self._peers = peers
+    def __init__(self, me: str, peers: Peers, planner: Callable[[], Planner], wait_s: float) -> None:
+        """Prepare to ask. ``planner`` returns that of the model which runs."""
+        self.me = me
+        self.peers = peers
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
@@ -43,6 +48,7 @@ class HeadPrefetch:
         self._answers: dict[tuple[int, str], str] = {}
         # Their progress, by plan id.
         self._watches: dict[int, ProgressWatch] = {}
+        self._tells: dict[int, MemberProgress] = {}
         # Ended preparations, for which late answers may still come.
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
         self._num_told = 0
@@ -66,7 +72,10 @@ class HeadPrefetch:
             is_asked = self._is_asked(link.peer, progress.plan_id)
             if is_asked and self._watches[progress.plan_id].is_further(link.peer, progress):
                 self._num_told += 1
+            tell = self._tells.get(progress.plan_id) if is_asked else None
             self._changed.notify_all()
+        if tell is not None:
+            tell(link.peer, progress.loaded_bytes, progress.total_bytes)
 
     def _is_asked(self, name: str, plan_id: int) -> bool:
         """Return whether a member is asked to prepare that plan. The caller holds the lock."""
@@ -87,30 +96,62 @@ class HeadPrefetch:
         ).start()
 
     def _better_with(self, name: str) -> Plan | None:
-        peers = self._peers
-        hellos = {self._me: peers.hello} | {n: hello for n, (_, hello) in peers.present().items()}
+        peers = self.peers
+        hellos = {self.me: peers.hello} | {n: hello for n, (_, hello) in peers.present().items()}
         try:
-            proposal = self._planner.again(hellos, None, peers.slow.names() - {name})
+            proposal = self._planner().again(hellos, None, peers.slow.names() - {name})
         except ConvoyError:
             return None
         return proposal.plan if name in proposal.members else None
 
-    def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        names = {name for stage in plan.stages for name in stage.holders} - {self._me}
+    def fetch(self, plan: Plan, watch: Callable[[], None], tell: MemberProgress) -> dict[str, str]:
+        """Let the peers of a plan fetch its weights once no other plan is prepared.
+
+        Return the reason of each member that does not have them. An error of ``watch`` stops the peers.
+        ``tell`` hears of the bytes of each member.
+        """
+        with self._changed:
+            while self._asked:
+                watch()
+                self._changed.wait(_LOOK_UP_S)
+        names = self._names(plan)
+        for name in names:
+            tell(name, 0, 0)
+        try:
+            return self._fetch(plan, names, watch, tell)
+        except BaseException:
+            for name, (link, _) in self.peers.present().items():
+                if name in names:
+                    # The end of a link stops its peer, too.
+                    with suppress(ConvoyError):
+                        link.send(Prepare())
+            raise
+
+    def _names(self, plan: Plan) -> set[str]:
+        return {name for stage in plan.stages for name in stage.holders} - {self.me}
+
+    def _fetch(
+        self, plan: Plan, names: set[str], watch: Callable[[], None], tell: MemberProgress
+    ) -> dict[str, str]:
         with self._changed:
             self._asked[plan.plan_id], self._watches[plan.plan_id] = names, ProgressWatch()
+            self._tells[plan.plan_id] = tell
         try:
-            for link in self._peers.require(sorted(names)).values():
+            for link in self.peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
-            errors = self._wait(plan.plan_id, names)
-        except ConvoyError as error:
-            errors = {name: error.message}
+            return self._wait(plan.plan_id, names, watch)
         finally:
             self._forget(plan.plan_id)
+
+    def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        try:
+            errors = self._fetch(plan, self._names(plan), lambda: None, lambda *_far: None)
+        except ConvoyError as error:
+            errors = {name: error.message}
         if not errors:
             then()
             return
-        if SUPERSEDED in errors.values() and not self._peers.closed_within(_AGAIN_S):
+        if SUPERSEDED in errors.values() and not self.peers.closed_within(_AGAIN_S):
             # The preparations of two newcomers must not overtake each other for ever.
             with self._changed:
                 is_with_others = any(name in asked for asked in self._asked.values())
@@ -123,7 +164,7 @@ class HeadPrefetch:
             )
         failed()
 
-    def _wait(self, plan_id: int, names: set[str]) -> dict[str, str]:
+    def _wait(self, plan_id: int, names: set[str], watch: Callable[[], None]) -> dict[str, str]:
         """Return the reason of each member that does not have its weights in time.
 
         The deadline starts anew with each progress.
@@ -131,11 +172,12 @@ class HeadPrefetch:
         until_s, told = time.monotonic() + self._wait_s, self._num_told
         with self._changed:
             while missing := {name for name in names if (plan_id, name) not in self._answers}:
+                watch()
                 self._changed.wait(_LOOK_UP_S)
-                gone = missing - self._peers.present().keys()
+                gone = missing - self.peers.present().keys()
                 if told != self._num_told:
                     until_s, told = time.monotonic() + self._wait_s, self._num_told
-                if gone or time.monotonic() > until_s or self._peers.closed_within(0):
+                if gone or time.monotonic() > until_s or self.peers.closed_within(0):
                     return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
             answers = {name: self._answers[plan_id, name] for name in names}
         return {name: error for name, error in answers.items() if error}
@@ -143,6 +185,7 @@ class HeadPrefetch:
     def _forget(self, plan_id: int) -> None:
         with self._changed:
             self._over.append(plan_id)
-            del self._watches[plan_id]
+            del self._watches[plan_id], self._tells[plan_id]
             for name in self._asked.pop(plan_id):
                 self._answers.pop((plan_id, name), None)
+            self._changed.notify_all()

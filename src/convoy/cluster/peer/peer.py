@@ -250,8 +250,9 @@ class Peer:
 
     def _handle_plan(self, link: Link, received: Received) -> None:
         said = received.message if isinstance(received, ReceivedMessage) else None
-        if link is self._head and isinstance(said, Plan | Prepare):
-            self._weights.server.note_plan(link, said if isinstance(said, Plan) else said.plan)
+        plan = said.plan if isinstance(said, Prepare) else said
+        if link is self._head and isinstance(plan, Plan):
+            self._weights.server.note_plan(link, plan)
         if link is self._head and isinstance(said, Plan) and said.plan_id > self._plan_id:
             # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
             # skipped.
@@ -332,7 +333,9 @@ class Peer:
                 link.dismiss(f"{type(message).__name__} is for the head that greeted this member to send")
             case Plan() as plan:
                 self._load(link, plan)
-            case Prepare(plan=plan):
+            case Prepare(plan=None):
+                self._preparing.stop()
+            case Prepare(plan=Plan() as plan):
                 self._preparing.begin(link, plan)
             case Unload(why=why):
                 self._unload(why)

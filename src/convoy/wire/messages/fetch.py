@@ -103,18 +103,18 @@ class Held(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """Tell a peer to fetch the weights of its stage of this plan, and load nothing (head to peer).
 
-    It may come while another plan runs.
+    It may come while another plan runs. Without a plan, the peer stops what it fetches for a later one.
     """
 
     frame = FrameRow(FrameType.PREPARE, 1024 * 1024, Sender.HEAD)
 
-    plan: Plan
+    plan: Plan | None = None
 
     def names(self) -> list[str]:
-        return self.plan.names()
+        return [] if self.plan is None else self.plan.names()
 
     def weight(self) -> int:
-        return self.plan.weight()
+        return OBJECT_BYTES if self.plan is None else self.plan.weight()
 
 
 class Unload(Message, frozen=True):

@@ -116,7 +116,7 @@ function Page() {
       ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
       ${notice && html`<p class="notice bad" role="alert">${notice}</p>`}
       ${rights?.scope === "operate" && html`<${Invitations} />`}
-      ${view === "cluster" && status?.models?.length > 0 && html`<${Models} states=${status.models} operates=${rights?.scope === "operate"} />`}
+      ${view === "cluster" && status?.models && html`<${Models} states=${status.models} pull=${status.pull} operates=${rights?.scope === "operate"} />`}
       ${view !== "chat" && (status
         ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
         : !notice && html`<p class="quiet-text">Asking the head …</p>`)}

@@ -35,6 +35,8 @@ export const readInvitations = async () => (await (await ask("/page/invitations"
 export const answerInvitation = ({ id, code }, approves) => send("/page/invitations", { id, code, approves });
 
 export const changeModel = (name, loaded) => send("/page/models", { name, loaded });
+export const pullModel = (name) => send("/page/pull", { name });
+export const stopPull = () => ask("/page/pull", { method: "DELETE" });
 
 // Yield the data of each server-sent event.
 async function* eventsOf(answer) {

@@ -244,6 +244,9 @@ class _Download:
         for folder in {part.place.parent for part in missing} - {self.directory}:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_room(self.directory, missing)
+        # A watcher adds up all files from the beginning.
+        for part in missing:
+            self._tell(part, 0)
         for part in missing:
             self._file(part)
 

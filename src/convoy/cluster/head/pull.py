@@ -1,0 +1,68 @@
+"""Make every member fetch its part of a model that does not run, while another one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from convoy.cluster.head.planning import Planner
+from convoy.cluster.head.prefetch import HeadPrefetch, MemberProgress
+from convoy.cluster.options import MemberOptions
+from convoy.cluster.weights.head_server import HeadWeightServer
+from convoy.errors import LinkClosed, ModelError
+from convoy.model.checkpoints.source import ModelSource
+from convoy.transport.link.link import Link
+from convoy.wire.messages.control import Hello
+from convoy.wire.messages.fetch import SUPERSEDED, Fetch
+
+_AGAIN_S = 1.0
+
+
+class WeightPull:
+    """Pull one model at a time. Receiver threads call `handle_fetch`."""
+
+    def __init__(
+        self,
+        options: MemberOptions,
+        prefetch: HeadPrefetch,
+        planner: Callable[[ModelSource, HeadWeightServer], Planner],
+        hellos: Callable[[ModelSource], Mapping[str, Hello]],
+    ) -> None:
+        """Prepare to pull. ``hellos`` returns the members' offers for a model, and ``planner`` plans it."""
+        self._planner = planner
+        self._hellos = hellos
+        self._options = options
+        self._prefetch = prefetch
+        # Serves the model that is pulled.
+        self._weights: HeadWeightServer | None = None
+
+    def handle_fetch(self, running: HeadWeightServer, link: Link, fetch: Fetch) -> None:
+        """Answer a question for a piece of the model that is pulled, or else of the one that runs."""
+        pulled = self._weights
+        is_pulled = pulled is not None and fetch.manifest == pulled.manifest().digest
+        (pulled if pulled is not None and is_pulled else running).handle_fetch(link, fetch)
+
+    def run(self, source: ModelSource, watch: Callable[[], None], tell: MemberProgress) -> None:
+        """Let each peer fetch what its stage of a first plan of a model needs.
+
+        A plan that is to run comes first. A member that is lost leaves its part to the others. Raises
+        `PlanError` if the model does not fit, ModelError with the words of each member that cannot have its
+        part, and the errors of ``watch``.
+        """
+        weights, peers = HeadWeightServer(source, self._options), self._prefetch.peers
+
+        def hashed(done: int, total: int) -> None:
+            watch()
+            tell(self._prefetch.me, done, total)
+
+        try:
+            weights.manifest(hashed)
+            self._weights, planner = weights, self._planner(source, weights)
+            while errors := self._prefetch.fetch(planner.first(self._hellos(source)).plan, watch, tell):
+                if SUPERSEDED not in errors.values() and errors.keys() <= peers.present().keys():
+                    said = "; ".join(f"{name}: {why}" for name, why in sorted(errors.items()))
+                    raise ModelError(f"not every member has its part of {source.name}: {said}")
+                if peers.closed_within(_AGAIN_S):
+                    raise LinkClosed("the head is shutting down")
+        finally:
+            self._weights = None
+            weights.close()

@@ -1,0 +1,95 @@
+"""Pull a model of a hub onto every member of a running cluster, while the cluster goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from convoy.cluster.head.head import Head
+from convoy.cluster.status import PullStatus
+from convoy.config.settings import Config
+from convoy.errors import ConvoyError, LinkClosed, RequestError
+from convoy.model.checkpoints.source import ModelSource
+from convoy.sdk.models import describe_model, is_on_hub, local_model
+
+_log = logging.getLogger(__name__)
+
+
+class ModelPuller:
+    """Run one pull at a time, on a thread of its own. Any thread may call it."""
+
+    def __init__(self, head: Head, settings: Config) -> None:
+        self._head = head
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._state: PullStatus | None = None
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._ends = threading.Event()
+        self._thread = threading.Thread()
+
+    def report(self) -> PullStatus | None:
+        """Return the state of the last pull; None before the first."""
+        with self._lock:
+            state, progress = self._state, dict(self._progress)
+        return None if state is None else msgspec.structs.replace(state, progress=progress)
+
+    def start(self, name: str) -> None:
+        """Begin to pull a model. Raises `RequestError` for a name that cannot be pulled, and while one is."""
+        if not is_on_hub(name):
+            raise RequestError(f"{name[:200]!r} is no model of a hub, expected org/name[@revision][:QUANT]")
+        if self._settings.model.signed is not None:
+            raise RequestError("this cluster runs one signed model alone, so it pulls no others")
+        with self._lock:
+            if self._thread.is_alive():
+                raise RequestError("another model is being pulled; wait until it is here, or stop it first")
+            self._ends, self._progress = threading.Event(), {}
+            self._state = PullStatus(name, "pulling")
+            self._thread = threading.Thread(
+                target=self._run, args=(name, self._ends), name="pull", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the pull that runs, soon. What came stays, and a later pull goes on from there."""
+        self._ends.set()
+        with self._lock:
+            if self._state is not None and self._state.state == "pulling":
+                self._state = PullStatus(self._state.name, "stopping")
+
+    def _run(self, name: str, ends: threading.Event) -> None:
+        def watch() -> None:
+            if ends.is_set() or self._head.peers.closed_within(0):
+                raise LinkClosed("the pull was stopped")
+
+        end = PullStatus(name, "failed", error="internal error; the head's log has more")
+        try:
+            self._pull(name, watch)
+            end = PullStatus(name, "pulled")
+        except ConvoyError as error:
+            state = "stopped" if ends.is_set() else "failed"
+            end = PullStatus(name, state, error=error.message, hint=error.hint or "")
+        except Exception:  # noqa: BLE001 - logged whole, and the state must not stay as it is
+            _log.exception("%s could not be pulled", name)
+        finally:
+            with self._lock:
+                self._state = end
+            _log.info("pull of model=%s ended: %s %s", name, end.state, end.error)
+
+    def _pull(self, name: str, watch: Callable[[], None]) -> None:
+        head, settings = self._head, self._settings
+        # Say what does not fit before its weights are downloaded.
+        head.check_fit(describe_model(settings, name))
+
+        def on_download(_name: str, done: int, total: int) -> None:
+            watch()
+            self._tell(head.name, done, total)
+
+        source = ModelSource.resolve(local_model(settings, name, on_download))
+        head.pull.run(source, watch, self._tell)
+
+    def _tell(self, member: str, done: int, total: int) -> None:
+        with self._lock:
+            self._progress[member] = done, total
