@@ -88,6 +88,17 @@ class StageConformance:
         tokens = [one.sampled.token_id for one in stage.sample(rows, [GREEDY] * 2).outcomes()]
         assert tokens == expected.argmax(-1).tolist()
 
+    def test_steps_that_were_prepared_ahead_give_the_rows_of_a_run(self, stage: Stage) -> None:
+        begin(stage)
+        stage.run(step(end=16, num_outputs=0), None, tokens_of(0, 16))
+        expected = stage.run(step(2, start=16), None, tokens_of(16))
+        first, second = step(3, sequence=1, end=16, num_outputs=0), step(4, sequence=1, start=16)
+        # Both are known before the inputs of the first are here.
+        stage.prepare(first)
+        stage.prepare(second)
+        stage.run(first, None, tokens_of(0, 16))
+        assert torch.equal(stage.start(second, None, tokens_of(16)).wait().cpu(), expected.cpu())
+
     def test_logits_are_float32_over_the_whole_vocabulary(self, stage: Stage) -> None:
         begin(stage)
         hidden = stage.run(step(), None, tokens_of())

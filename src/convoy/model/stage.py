@@ -135,12 +135,19 @@ class Stage(Protocol):
     def forget(self) -> None:
         """Free the K/V pools. Steps are refused until new pools are made."""
 
+    def prepare(self, step: Step) -> None:
+        """Do what the next step needs beside its inputs, and apply it, before they are here.
+
+        A later `run` or `start` of the same step finds it done. A stage may do nothing. Raises StepError.
+        """
+
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
 
         The owner of the embedding takes ``tokens`` (int64 [T]). Others take ``hidden`` ([T, hidden_size],
         float32 or bfloat16), and ``tokens`` too where layers need them. Raises StepError for invalid
-        input, before anything is changed, and `CollectiveError` where a rank of the stage fails.
+        input, before anything is changed unless the step was prepared, and `CollectiveError` where a rank of
+        the stage fails.
         """
 
     def start(

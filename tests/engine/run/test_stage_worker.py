@@ -26,6 +26,10 @@ class EchoStage:
 
     def __init__(self) -> None:
         self.ran: list[int] = []
+        self.prepared: list[int] = []
+
+    def prepare(self, step: Step) -> None:
+        self.prepared.append(step.number)
 
     def run(self, step: Step, *, hidden: torch.Tensor, tokens: object) -> torch.Tensor:
         self.ran.append(step.number)
@@ -70,6 +74,8 @@ def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
         loop.accept_step(composition(number, 4), 1)
     loop.accept_hidden("alpha", hidden(3, 4))  # what ran made room
     assert stage.ran == [1, 2, 3]
+    # Its hidden state alone came later than the step.
+    assert stage.prepared == [3]
     assert loop.waiting_bytes == 0
 
 

@@ -32,6 +32,9 @@ class CountingStage:
     def __init__(self) -> None:
         self.ran: list[int] = []
 
+    def prepare(self, step: Step) -> None:
+        """Do nothing ahead."""
+
     def run(self, step: Step, hidden: torch.Tensor, tokens: Any) -> torch.Tensor:
         self.ran.append(step.number)
         return hidden

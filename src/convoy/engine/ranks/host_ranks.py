@@ -192,6 +192,9 @@ class RankStages(ABC, Generic[SliceT, SharedT]):
     def apply(self, step: Step) -> None:
         self._all(lambda stage: stage.apply(step))
 
+    def prepare(self, step: Step) -> None:
+        """Do nothing: all ranks take the step at once."""
+
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Run a step as `Stage.run` does. Raises `CollectiveError` if a rank fails or is late."""
         self._check()

@@ -121,6 +121,9 @@ class LeaderStage:
         """
         return self._run(step, hidden, tokens, selects=False)
 
+    def prepare(self, step: Step) -> None:
+        """Do nothing: all ranks take the step at once."""
+
     def start(
         self,
         step: Step,

@@ -195,6 +195,8 @@ class PipelineExecutor:
             self._announce(step, jobs)
         marks.began_s = marks.computed_s = marks.sent_s = time.monotonic()
         if waits:
+            with self._sending(step):
+                self._stage.prepare(step)
             self._queued.append(running)
         elif self._head_first:
             self._start(running)

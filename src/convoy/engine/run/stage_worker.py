@@ -164,6 +164,9 @@ class StageWorker:
         self._arrived_s[step.number] = max(time.monotonic(), self._arrived_s.get(step.number, 0.0))
         self._steps_bytes += weight
         self._run_ready()
+        if self._steps:
+            # It waits for a hidden state, and those ahead of it were prepared when they came.
+            self._stage.prepare(step)
 
     def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
         """Take a hidden state from the predecessor. Raises `HiddenError` if it fits no step."""

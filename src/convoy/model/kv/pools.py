@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from convoy.errors import StepError
 from convoy.wire.messages.control import OPEN_TAG, PREFIX_TAG_BYTES, BlockGrant, Row, Step
@@ -82,6 +82,8 @@ class StagedStep:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     # for each new sequence with a shared prefix, its end in each group
     adopted: dict[int, dict[int, _End]] = field(default_factory=dict)
+    # whether the tables have the changes already
+    is_applied: bool = False
 
 
 class BlockTables:
@@ -112,6 +114,8 @@ class BlockTables:
         self._holders: Counter[_Block] = Counter()
         # the tags at the ends of full blocks, whether or not a table holds the block
         self._full: dict[_Block, bytes] = {}
+        # steps that were applied before their run, by number
+        self._prepared: dict[int, tuple[Step, StagedStep]] = {}
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -121,12 +125,26 @@ class BlockTables:
         """Return how many blocks the tables hold, each counted once."""
         return len(self._holders)
 
+    def prepare(self, step: Step) -> StagedStep:
+        """Check and apply a step before its run, which gets the same result from `stage`. Raises StepError.
+
+        Only the next step may be prepared. Its run needs nothing of the tables that later steps change.
+        """
+        staged = self.stage(step)
+        self.commit(staged)
+        prepared = replace(staged, is_applied=True)
+        self._prepared[step.number] = step, prepared
+        return prepared
+
     def stage(self, step: Step) -> StagedStep:
         """Check releases, then grants, then rows, in that order, and change nothing. Raises StepError.
 
         A full block may be in several tables (shared prefixes), but only once in each. A shared block is
         never written to. A new table with a shared prefix shares it in every group.
         """
+        known, prepared = self._prepared.pop(step.number, (None, None))
+        if prepared is not None and known is step:
+            return prepared
         staged = StagedStep({}, [], Counter(), set())
         tables = staged.tables
         for sequence in step.released:
@@ -158,8 +176,10 @@ class BlockTables:
     def commit(self, staged: StagedStep) -> None:
         """Apply a staged step. A row that starts before the known end overwrites and shortens its sequence.
 
-        Raises nothing: `stage` has checked everything.
+        Raises nothing: `stage` has checked everything. A prepared step was applied already.
         """
+        if staged.is_applied:
+            return
         for sequence, table in staged.tables.items():
             if table is None:
                 self._tables.pop(sequence, None)

@@ -172,6 +172,11 @@ class SeveralStages:
         for part in self.parts:
             part.apply(step)
 
+    def prepare(self, step: Step) -> None:
+        """Prepare the step on all parts."""
+        for part in self.parts:
+            part.prepare(step)
+
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Run a step as `start` does, and wait for its result."""
         return self.start(step, hidden, tokens).wait()

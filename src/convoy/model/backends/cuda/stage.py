@@ -17,7 +17,7 @@ from torch import nn
 
 from convoy.config.table import MAX_STEP_TOKENS
 from convoy.errors import ModelError, PlanError, StepError
-from convoy.model.backends.cuda.batch import CheckedStep, DeviceBatch, describe_rows, on_device
+from convoy.model.backends.cuda.batch import CheckedStep, DeviceBatch, HostBatch, describe_rows, on_device
 from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.device_model import Model
 from convoy.model.backends.cuda.graphs import DecodeGraph, DecodeGraphs, GraphShape
@@ -91,6 +91,8 @@ class CudaStage(CarriesKv):
         self._staging = Staging(self.device)
         self._outputs = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs: DecodeGraphs | None = None
+        # The rows of prepared steps, by number.
+        self._described: dict[int, HostBatch | None] = {}
         self._working_bytes: int | None = None
         self._sums: DeviceSums | None = None
 
@@ -137,6 +139,7 @@ class CudaStage(CarriesKv):
     def forget(self) -> None:
         """Free the K/V pools and the graphs over them. Steps are refused until new pools are made."""
         self._graphs = None
+        self._described.clear()
         self._kv.forget()
 
     def give_up(self) -> None:
@@ -253,6 +256,19 @@ class CudaStage(CarriesKv):
         with torch.inference_mode(), torch.cuda.device(self.device):
             self._kv.commit(staged)
 
+    def prepare(self, step: Step) -> None:
+        """Check and apply the next step, and describe its rows for the kernels, before its inputs are here.
+
+        Raises StepError.
+        """
+        staged = self._kv.tables.prepare(step)
+        self._described[step.number] = self._describe(staged)
+
+    def _describe(self, staged: StagedStep) -> HostBatch | None:
+        if not (self._kv.layers and staged.rows):
+            return None
+        return describe_rows(staged.rows, self._kv.num_groups, self.options.block_size)
+
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
 
@@ -327,8 +343,8 @@ class CudaStage(CarriesKv):
         hidden = None if embeds else check_hidden(hidden, num_tokens, self.hidden_size)
         # Commit only after all checks, so a refused step changes nothing.
         self._commit(staged)
-        runs = self._kv.layers and staged.rows
-        host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size) if runs else None
+        known = self._described.pop(step.number, None)
+        host = known if staged.is_applied else self._describe(staged)
         return CheckedStep(step, host, hidden, ids)
 
     @torch.inference_mode()

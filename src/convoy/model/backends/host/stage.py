@@ -234,6 +234,9 @@ class HostStage:
     def apply(self, step: Step) -> None:
         self._kv.commit(self._kv.tables.stage(step))
 
+    def prepare(self, step: Step) -> None:
+        self._kv.tables.prepare(step)
+
     @torch.inference_mode()
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         # A thread that has not computed yet adopts the process's thread count only when it is asked for the

@@ -178,6 +178,9 @@ class MlxStage:
         tables.commit(staged)
         self._owner.run(self._kv.copy_states, staged.copies)
 
+    def prepare(self, step: Step) -> None:
+        self._kv.tables.prepare(step)
+
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         tables = self._kv.tables
         staged = tables.stage(step)
