@@ -41,9 +41,7 @@ static void round_group(const float *x, int8_t *codes, int8_t *paired, RoundedGr
   memset(codes, 0, ROUNDED_GROUP);
   if (is_finite)
     for (int k = 0; k < ROUNDED_GROUP; k += LANES) i_store_bytes(codes + k, i_rounded(v_mul(v_load(x + k), factor)));
-  for (int k = 0; k < ROUNDED_GROUP; k++) paired[k / 8 * 8 + k % 8 / 2 + k % 2 * 4] = codes[k];
-  group->sums[0] = group->sums[1] = 0;
-  for (int k = 0; k < ROUNDED_GROUP; k++) group->sums[k / 16] += codes[k];
+  i_pair_bytes(codes, paired, group->sums);
   group->scale = is_finite ? top / 127.0f : NAN;
   group->weighted = group->scale * (float)(group->sums[0] + group->sums[1]);
 }
@@ -54,8 +52,8 @@ static void round_share(void *p) {
   convoy_my_part(job->threads, job->rows, &row, &end);
   for (; row < end; row++)
     for (int64_t k = 0; k < job->inputs; k += ROUNDED_GROUP) {
-      int64_t at = row * job->inputs + k;
-      round_group(job->x + row * job->stride + k, job->codes + at, job->paired + at, job->groups + at / ROUNDED_GROUP);
+      int64_t group = k / ROUNDED_GROUP * job->rows + row, at = group * ROUNDED_GROUP;
+      round_group(job->x + row * job->stride + k, job->codes + at, job->paired + at, job->groups + group);
     }
 }
 
@@ -66,7 +64,7 @@ int convoy_round_rows(const float *x, int64_t stride, int64_t inputs, int64_t ro
   int8_t *codes = (int8_t *)memory + bytes;
   RoundJob job = {x, stride, inputs, rows, rows > 4 ? threads : 1, codes, codes + count, (RoundedGroup *)memory};
   convoy_run(round_share, &job, job.threads);
-  *to = (RoundedRows){codes, codes + count, job.groups, inputs, memory};
+  *to = (RoundedRows){codes, codes + count, job.groups, inputs, rows, memory};
   return 1;
 }
 
@@ -84,7 +82,7 @@ INLINE int32_t centre(const int kind) {
   return kind == CENTRED ? -8 : kind == FIVES ? -16 : kind == Q6_K ? -32 : 0;
 }
 
-/* Return the values of the codes of NIBBLES, which are whole numbers, as `i_dot_bytes` takes them. */
+/* Return the values of the codes of NIBBLES, which are whole numbers, as `i_dots_bytes` takes them. */
 INLINE I values_of(const int kind, const StoredRange *of) {
   if (kind != NIBBLES) return i_set(0);
   uint8_t values[16];
@@ -219,6 +217,20 @@ INLINE int32_t sum_of(const RoundedGroup *x, const int steps, const int step) {
   return steps == 2 ? x->sums[step] : x->sums[0] + x->sums[1];
 }
 
+/* Return the greatest code, or the greatest magnitude of signed bytes. */
+INLINE int top_of(const int kind) { return is_signed(kind) ? 128 : has_fifths(kind) ? 31 : kind == Q6_K ? 63 : 15; }
+
+/* Add the products of four codes in each lane, the `number`-th four of a step, and four of a row. Sums are whole after
+   the last one. `parts` hold what is not in them yet. */
+INLINE void add_four(const int kind, const int number, const I *codes, const I x, const int vectors, I *parts, I *sums) {
+  const int most = dots_at_once(top_of(kind)), run = STEPS(kind) == 2 && most > 4 ? 4 : most;
+  UNROLL for (int v = 0; v < vectors; v++) {
+    if (number % run == 0) parts[v] = i_begin_dots(sums[v]);
+    parts[v] = is_signed(kind) ? i_dots_bytes(parts[v], codes[v], x) : i_dots(parts[v], codes[v], x);
+    if (number % run == run - 1) sums[v] = i_end_dots(parts[v], sums[v]);
+  }
+}
+
 /* ---- few rows: codes are unpacked in registers ---- */
 
 /* Compute some rows of the outputs from `lane` on. */
@@ -226,18 +238,18 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
                       const RoundedRows *x, int64_t row, float *total) {
   const int steps = STEPS(kind);
   int64_t count = x->inputs / ROUNDED_GROUP;
-  const int8_t *codes = (is_pairs(kind) ? x->paired : x->codes) + row * x->inputs;
-  const RoundedGroup *groups = x->groups + row * count;
+  const int8_t *codes = (is_pairs(kind) ? x->paired : x->codes) + row * ROUNDED_GROUP;
+  const RoundedGroup *groups = x->groups + row;
   const I values = values_of(kind, of);
-  V sums[DOT_ROWS][FOUR];
+  V sums[FUSED_DOTS][FOUR];
   UNROLL for (int r = 0; r < rows; r++)
     UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_set(0);
-  for (int64_t number = 0; number < count; number++) {
+  for (int64_t number = 0; number < count; number++, groups += x->rows, codes += x->rows * ROUNDED_GROUP) {
     Group g = group_at(kind, of, panel, number, lane, FOUR);
     UNROLL for (int step = 0; step < steps; step++) {
-      I s[DOT_ROWS][FOUR];
+      I s[FUSED_DOTS][FOUR], parts[FUSED_DOTS][FOUR];
       UNROLL for (int r = 0; r < rows; r++) {
-        I start = i_set((uint32_t)(centre(kind) * sum_of(groups + r * count + number, steps, step)));
+        I start = i_set((uint32_t)(centre(kind) * sum_of(groups + r, steps, step)));
         UNROLL for (int v = 0; v < FOUR; v++) s[r][v] = start;
       }
       UNROLL for (int at = 0; at < 4 / steps; at++) {
@@ -245,23 +257,20 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
         I first[FOUR], second[FOUR];
         eight_codes(kind, far_ahead(kind, rows), &g, values, unit, FOUR, first, second);
         UNROLL for (int r = 0; r < rows; r++) {
-          const int8_t *own = codes + r * x->inputs + number * ROUNDED_GROUP + unit * 8;
-          I a = i_set(four_at(own)), b = i_set(four_at(own + 4));
-          UNROLL for (int v = 0; v < FOUR; v++) {
-            s[r][v] = is_signed(kind) ? i_dot_bytes(s[r][v], first[v], a) : i_dot(s[r][v], first[v], a);
-            s[r][v] = is_signed(kind) ? i_dot_bytes(s[r][v], second[v], b) : i_dot(s[r][v], second[v], b);
-          }
+          const int8_t *own = codes + r * ROUNDED_GROUP + unit * 8;
+          add_four(kind, 2 * at, first, i_set(four_at(own)), FOUR, parts[r], s[r]);
+          add_four(kind, 2 * at + 1, second, i_set(four_at(own + 4)), FOUR, parts[r], s[r]);
         }
       }
       UNROLL for (int r = 0; r < rows; r++) {
         if (is_bytes(kind)) i_in_order(s[r]);
-        V scale = v_set(groups[r * count + number].scale);
+        V scale = v_set(groups[r].scale);
         UNROLL for (int v = 0; v < FOUR; v++)
           sums[r][v] = v_fma(v_mul(scale, g.factor[step][v]), v_int(s[r][v]), sums[r][v]);
       }
     }
     if (has_shift(kind)) UNROLL for (int r = 0; r < rows; r++) {
-      V weighted = v_set(groups[r * count + number].weighted);
+      V weighted = v_set(groups[r].weighted);
       UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_fma(weighted, g.shift[v], sums[r][v]);
     }
   }
@@ -300,47 +309,43 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
     }
 }
 
-/* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first row. The
-   `ahead` bytes from `next` on are asked for meanwhile. */
-INLINE void dot_tile(const int rows, const int is_signed_code, const int steps, const int shifts, int32_t from, const Tile *tile,
-                     int64_t count, const int8_t *codes, int64_t inputs, const RoundedGroup *groups, float *total,
-                     const uint8_t *next, int64_t ahead) {
-  const int vectors = DOT_VECTORS;
-  int64_t width = inputs / ROUNDED_GROUP, hop = ahead / (8 * count) * vectors * LANES / PANEL;
+/* Go on with the chains of some rows over the groups of a tile. `codes` and `groups` are those of the first of them, and
+   those of `all` rows lie side by side. The `ahead` bytes from `next` on are asked for meanwhile. */
+INLINE void dot_tile(const int rows, const int kind, const Tile *tile, int64_t count, const int8_t *codes, int64_t all,
+                     const RoundedGroup *groups, float *total, const uint8_t *next, int64_t ahead) {
+  const int vectors = DOT_VECTORS, steps = STEPS(kind);
+  int64_t hop = ahead / count * vectors * LANES / PANEL;
   for (int64_t lane = 0; lane < PANEL; lane += vectors * LANES) {
     V sums[DOT_ROWS][DOT_VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
       UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = v_load(total + r * PANEL + lane + LANES * v);
     const uint8_t *p = tile->codes + 4 * lane;
-    const int8_t *own = codes;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++, next += hop) {
+      for (int64_t b = 0; b < hop; b += LINE) __builtin_prefetch(next + b, 0, 2);
+      const int8_t *own = codes + i * all * ROUNDED_GROUP;
+      const RoundedGroup *group = groups + i * all;
       UNROLL for (int step = 0; step < steps; step++) {
-        I s[DOT_ROWS][DOT_VECTORS];
+        I s[DOT_ROWS][DOT_VECTORS], parts[DOT_ROWS][DOT_VECTORS];
         UNROLL for (int r = 0; r < rows; r++) {
-          I start = i_set((uint32_t)(from * sum_of(groups + r * width + i, steps, step)));
+          I start = i_set((uint32_t)(centre(kind) * sum_of(group + r, steps, step)));
           UNROLL for (int v = 0; v < vectors; v++) s[r][v] = start;
         }
-        UNROLL for (int quad = 0; quad < 8 / steps; quad++, p += 4 * PANEL, own += 4, next += hop) {
-          for (int64_t b = 0; b < hop; b += LINE) __builtin_prefetch(next + b, 0, 2);
+        UNROLL for (int four = 0; four < 8 / steps; four++, p += 4 * PANEL, own += 4) {
           I w[DOT_VECTORS];
           UNROLL for (int v = 0; v < vectors; v++) w[v] = i_load(p + 4 * LANES * v);
-          UNROLL for (int r = 0; r < rows; r++) {
-            I a = i_set(four_at(own + r * inputs));
-            UNROLL for (int v = 0; v < vectors; v++)
-              s[r][v] = is_signed_code ? i_dot_bytes(s[r][v], w[v], a) : i_dot(s[r][v], w[v], a);
-          }
+          UNROLL for (int r = 0; r < rows; r++)
+            add_four(kind, four, w, i_set(four_at(own + r * ROUNDED_GROUP)), vectors, parts[r], s[r]);
         }
         const float *factors = tile->factors + (i * steps + step) * PANEL + lane;
         UNROLL for (int v = 0; v < vectors; v++) {
           V factor = v_load(factors + LANES * v);
           UNROLL for (int r = 0; r < rows; r++)
-            sums[r][v] = v_fma(v_mul(v_set(groups[r * width + i].scale), factor), v_int(s[r][v]), sums[r][v]);
+            sums[r][v] = v_fma(v_mul(v_set(group[r].scale), factor), v_int(s[r][v]), sums[r][v]);
         }
       }
-      UNROLL for (int v = 0; v < vectors && shifts; v++) {
+      if (has_shift(kind)) UNROLL for (int v = 0; v < vectors; v++) {
         V shift = v_load(tile->shifts + i * PANEL + lane + LANES * v);
-        UNROLL for (int r = 0; r < rows; r++)
-          sums[r][v] = v_fma(v_set(groups[r * width + i].weighted), shift, sums[r][v]);
+        UNROLL for (int r = 0; r < rows; r++) sums[r][v] = v_fma(v_set(group[r].weighted), shift, sums[r][v]);
       }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -361,11 +366,10 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
     for (int64_t lane = 0; lane < PANEL; lane += FOUR * LANES)                                                     \
       fuse_dots(ROWS, KIND, of, panel, lane, x, row, total);                                                       \
   }
-#define DOTS(KIND, ROWS)                                                                                          \
-  static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t inputs,          \
+#define DOTS(KIND, ROWS)                                                                                           \
+  static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t all,              \
                                    const RoundedGroup *groups, float *total, const uint8_t *next, int64_t ahead) { \
-    dot_tile(ROWS, is_signed(KIND), STEPS(KIND), has_shift(KIND), centre(KIND), tile, count, codes, inputs, groups, \
-             total, next, ahead);                                                                                 \
+    dot_tile(ROWS, KIND, tile, count, codes, all, groups, total, next, ahead);                                     \
   }
 #define UNPACK(KIND)                                                                                           \
   static void groups_##KIND(const StoredRange *of, const uint8_t *panel, int64_t first, int64_t n, Tile *tile) { \
@@ -378,7 +382,10 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
 #define ALL_FUSE(KIND) FUSE(KIND, 1)
 #define FUSES(KIND) {fuse_##KIND##_1}
 #endif
-#if DOT_ROWS == 3
+#if DOT_ROWS == 4
+#define ALL_DOTS(KIND) DOTS(KIND, 1) DOTS(KIND, 2) DOTS(KIND, 3) DOTS(KIND, 4)
+#define TILES(KIND) {tile_##KIND##_1, tile_##KIND##_2, tile_##KIND##_3, tile_##KIND##_4}
+#elif DOT_ROWS == 3
 #define ALL_DOTS(KIND) DOTS(KIND, 1) DOTS(KIND, 2) DOTS(KIND, 3)
 #define TILES(KIND) {tile_##KIND##_1, tile_##KIND##_2, tile_##KIND##_3}
 #else
@@ -433,9 +440,9 @@ static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64
       int64_t ahead = TILE_GROUPS * of->panel_bytes / count / passes;
       for (int64_t pass = 0; pass < passes; pass++) {
         int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
-        functions[of->kind].tile[some - 1](&tile, n, codes + (first + r) * inputs + g * ROUNDED_GROUP, inputs,
-                                           x->groups + (first + r) * count + g, total + r * PANEL,
-                                           next + pass * ahead, ahead);
+        int64_t at = g * x->rows + first + r;
+        functions[of->kind].tile[some - 1](&tile, n, codes + at * ROUNDED_GROUP, x->rows, x->groups + at,
+                                           total + r * PANEL, next + pass * ahead, ahead);
       }
     }
   }

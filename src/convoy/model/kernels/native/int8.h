@@ -13,12 +13,14 @@ typedef struct {
   int32_t sums[2];
 } RoundedGroup;
 
-/* Rows of whole numbers from -127 to 127, [rows][inputs]. In `paired` the four even inputs of each eight come before the
-   four odd ones: so two codes of 4 bits in each byte of the weights meet theirs. */
+/* Rows of whole numbers from -127 to 127, [groups][rows][ROUNDED_GROUP], and their groups, [groups][rows]. Rows lie side
+   by side because the same inputs of all rows are used together: whole rows would be some pages apart, and take each
+   other's place in the cache. In `paired` the four even inputs of each eight come before the four odd ones: so two
+   codes of 4 bits in each byte of the weights meet theirs. */
 typedef struct {
   const int8_t *codes, *paired;
   const RoundedGroup *groups;
-  int64_t inputs;
+  int64_t inputs, rows;
   void *memory;
 } RoundedRows;
 

@@ -27,6 +27,18 @@ INLINE void e_store(float *p, Eight a) { _mm256_storeu_ps(p, a); }
 INLINE Eight e_zero(void) { return _mm256_setzero_ps(); }
 INLINE Eight e_add(Eight a, Eight b) { return _mm256_add_ps(a, b); }
 INLINE Eight e_mul(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
+
+/* Put the four even bytes of each eight in front of the odd ones, of 32 bytes, and add the bytes of each half. */
+INLINE void i_pair_bytes(const int8_t *from, int8_t *to, int32_t *sums) {
+  const __m128i places = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  UNROLL for (int half = 0; half < 2; half++) {
+    __m128i a = _mm_loadu_si128((const __m128i *)(from + 16 * half));
+    _mm_storeu_si128((__m128i *)(to + 16 * half), _mm_shuffle_epi8(a, places));
+    __m128i fours = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), a), _mm_set1_epi16(1));
+    __m128i eights = _mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0x4e));
+    sums[half] = _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_shuffle_epi32(eights, 0xb1)));
+  }
+}
 #endif
 
 #define VECTORS (PANEL / LANES) /* vectors of a panel */

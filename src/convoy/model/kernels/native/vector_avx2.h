@@ -159,10 +159,10 @@ INLINE V v_scale(V a, V q) {
 
 /* ---- products of whole numbers, for `int8.c` ---- */
 
-#define DOT_ROWS 2   /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
+#define DOT_ROWS 4   /* rows of which sums of products have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 2
 #define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
-#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
+#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dots_bytes` */
 
 INLINE I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 INLINE I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
@@ -171,14 +171,21 @@ INLINE I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 INLINE I i_table(const uint8_t *values) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)values)); }
 INLINE I i_look(I table, I bytes) { return _mm256_shuffle_epi8(table, bytes); }
 
-/* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. Two of
-   them fit 16 bits. */
-INLINE I i_dot(I sum, I codes, I x) {
-  return i_add(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+/* Products of four bytes of each lane: codes from 0 to 127, or any signed bytes of weights, and signed bytes of `x` from
+   -127 to 127. Two of them fit 16 bits. So many fours are added to 16 bits, and then to `sum`, as fit there for codes up
+   to `top`. The compiler regroups sums of whole numbers, and then has no registers for all parts: `i_kept` stops it. */
+INLINE int dots_at_once(const int top) { return top > 63 ? 1 : top > 31 ? 2 : top > 15 ? 4 : 8; }
+INLINE I i_kept(I a) {
+  __asm__("" : "+x"(a));
+  return a;
 }
-
-/* The same for any signed bytes of weights. */
-INLINE I i_dot_bytes(I sum, I bytes, I x) { return i_dot(sum, _mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)); }
+INLINE I i_begin_dots(I sum) {
+  (void)sum;
+  return _mm256_setzero_si256();
+}
+INLINE I i_dots(I part, I codes, I x) { return i_kept(_mm256_add_epi16(part, _mm256_maddubs_epi16(codes, x))); }
+INLINE I i_dots_bytes(I part, I bytes, I x) { return i_dots(part, _mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)); }
+INLINE I i_end_dots(I part, I sum) { return i_kept(i_add(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)))); }
 
 /* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart.
    `i_in_order` puts the outputs in order: once for sums costs less than for codes. */

@@ -150,7 +150,7 @@ INLINE V v_scale(V a, V q) { return _mm512_scalef_ps(a, q); }
 #define DOT_ROWS 3     /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 4
 #define FUSED_DOTS 3   /* rows for which codes are unpacked in registers; for more, a tile at a time */
-#define BYTES_FROM 128 /* added to signed bytes of weights before `i_dot_bytes` */
+#define BYTES_FROM 128 /* added to signed bytes of weights before `i_dots_bytes` */
 
 INLINE I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 INLINE I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
@@ -159,11 +159,13 @@ INLINE I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 INLINE I i_table(const uint8_t *values) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)values)); }
 INLINE I i_look(I table, I bytes) { return _mm512_shuffle_epi8(table, bytes); }
 
-/* Add the products of four bytes of each lane: codes from 0 to 127, and signed ones of `x` from -127 to 127. */
-INLINE I i_dot(I sum, I codes, I x) { return _mm512_dpbusd_epi32(sum, codes, x); }
-
-/* The same for any bytes of weights, with BYTES_FROM added. */
-INLINE I i_dot_bytes(I sum, I bytes, I x) { return _mm512_dpbusd_epi32(sum, bytes, x); }
+/* Products of four bytes of each lane: codes from 0 to 127, or any bytes of weights with BYTES_FROM added, and signed
+   bytes of `x` from -127 to 127. They are added to `sum` at once. */
+INLINE int dots_at_once(const int top) { return (void)top, 8; }
+INLINE I i_begin_dots(I sum) { return sum; }
+INLINE I i_dots(I part, I codes, I x) { return _mm512_dpbusd_epi32(part, codes, x); }
+INLINE I i_dots_bytes(I part, I bytes, I x) { return _mm512_dpbusd_epi32(part, bytes, x); }
+INLINE I i_end_dots(I part, I sum) { return (void)sum, part; }
 
 /* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart.
    `i_in_order` puts the outputs in order: once for sums costs less than for codes. */

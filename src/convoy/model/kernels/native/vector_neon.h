@@ -166,7 +166,7 @@ INLINE Eight e_mul(Eight a, Eight b) { return (Eight){v_mul(a.low, b.low), v_mul
 #define DOT_ROWS 2   /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 4
 #define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
-#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dot_bytes` */
+#define BYTES_FROM 0 /* added to signed bytes of weights before `i_dots_bytes` */
 
 INLINE I i_xor(I a, I b) { return veorq_u32(a, b); }
 INLINE I i_mul(I a, I b) { return vmulq_u32(a, b); }
@@ -177,8 +177,11 @@ INLINE I i_look(I table, I bytes) {
   return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(bytes)));
 }
 
-/* Add the products of four bytes of each lane: signed ones from -127 to 127. */
-INLINE I i_dot_bytes(I sum, I bytes, I x) {
+/* Products of four bytes of each lane: codes from 0 to 127, or any signed bytes of weights, and signed bytes of `x` from
+   -127 to 127. They are added to `sum` at once. */
+INLINE int dots_at_once(const int top) { return (void)top, 8; }
+INLINE I i_begin_dots(I sum) { return sum; }
+INLINE I i_dots_bytes(I sum, I bytes, I x) {
   int8x16_t a = vreinterpretq_s8_u32(bytes), b = vreinterpretq_s8_u32(x);
 #ifdef __ARM_FEATURE_DOTPROD
   return vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sum), a, b));
@@ -189,8 +192,18 @@ INLINE I i_dot_bytes(I sum, I bytes, I x) {
 #endif
 }
 
-/* The same for codes from 0 to 127. */
-INLINE I i_dot(I sum, I codes, I x) { return i_dot_bytes(sum, codes, x); }
+INLINE I i_dots(I sum, I codes, I x) { return i_dots_bytes(sum, codes, x); }
+INLINE I i_end_dots(I part, I sum) { return (void)sum, part; }
+
+/* Put the four even bytes of each eight in front of the odd ones, of 32 bytes, and add the bytes of each half. */
+INLINE void i_pair_bytes(const int8_t *from, int8_t *to, int32_t *sums) {
+  const uint8_t places[] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  UNROLL for (int half = 0; half < 2; half++) {
+    int8x16_t a = vld1q_s8(from + 16 * half);
+    vst1q_s8(to + 16 * half, vqtbl1q_s8(a, vld1q_u8(places)));
+    sums[half] = vaddlvq_s8(a);
+  }
+}
 
 /* Make four vectors with four bytes of each output, from bytes of 4 * LANES outputs in four rows PANEL bytes apart.
    `i_in_order` puts the outputs in order: they are here. */
