@@ -34,9 +34,14 @@ LIMITS = SchedulerLimits(
 )
 
 
-def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS, probe_s: float = 3600.0) -> Engine:
+def make_engine(
+    executor: FakeExecutor,
+    limits: SchedulerLimits = LIMITS,
+    probe_s: float = 3600.0,
+    first_rows: tuple[int, ...] = (1,),
+) -> Engine:
     tokenizer = cast(Tokenizer, FakeTokenizer())
-    return Engine(executor, tokenizer, limits, EngineOptions(max_context=128, probe_s=probe_s))
+    return Engine(executor, tokenizer, limits, EngineOptions(128, first_rows, probe_s))
 
 
 def request(prompt: list[int], max_tokens: int = 12, **changes: Any) -> GenerationRequest:
@@ -204,6 +209,35 @@ def test_texts_that_a_device_feeds_itself_are_those_of_each_alone_also_without_r
     assert answers == {i: expected([i, 9], 12 + 3 * i) for i in range(6)}
     assert any(FED.to_bytes(4, "little") in step.tokens for step in executor.steps)
     engine.close()
+
+
+def test_the_warm_up_has_a_step_for_each_number_of_rows_and_is_not_counted() -> None:
+    executor = FakeExecutor()
+    engine = make_engine(executor, first_rows=(1, 2, 8))
+    engine.start()
+    assert [len(step.rows) for step in executor.steps if step.rows] == [1, 2, 8]
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.running) == (0, 0, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "micro_batches", "expected"),
+    # Nine rows are padded to 16, and so are 15.
+    [
+        (256, 1, (1, 4, 16, 64)),
+        (128, 2, (1, 4, 16, 64)),
+        (30, 2, (1, 4, 15)),
+        (9, 1, (1, 4, 9)),
+        (1, 1, (1,)),
+    ],
+)
+def test_the_warm_up_has_the_sizes_of_the_decodes_that_may_come(
+    max_batch: int, micro_batches: int, expected: tuple[int, ...]
+) -> None:
+    limits = replace(LIMITS, max_batch=max_batch, micro_batches=micro_batches, max_step_tokens=512)
+    limits = replace(limits, max_waiting=256)
+    assert limits.decode_rows((1, 4, 16, 64)) == expected
 
 
 def test_aborting_frees_the_blocks_and_tells_every_stage_within_a_step() -> None:

@@ -16,7 +16,7 @@ from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.status import ClusterStatus, ParallelStatus
 from convoy.cluster.weights.head_weights import HeadWeights
-from convoy.config.kernels import KERNELS, STEADY, kv_form
+from convoy.config.kernels import CAPTURED_ROWS, CUDA_KERNELS, KERNELS, STEADY, kv_form
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sessions.format import SessionModel
@@ -296,12 +296,15 @@ def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: 
         renewals.joined(name)
 
     assert head.executor is not None
+    limits = limits_of(active)
     recovery = StageRecovery(head, options.recover_wait_s, options.load_wait_s, limits_of)
     engine = Engine(
         head.executor,
         tokenizer,
-        limits_of(active),
-        EngineOptions(active.max_context, share_across_keys=options.share_across_keys),
+        limits,
+        EngineOptions(
+            active.max_context, _first_rows(active, limits), share_across_keys=options.share_across_keys
+        ),
         options.drafter(spec, steady=active.plan.kernel in STEADY),
         recovery=recovery,
     )
@@ -315,6 +318,13 @@ def _engine_over(head: Head, active: ActivePlan, tokenizer: Tokenizer, options: 
     # A member may have come while the first plan was loaded.
     renewals.plan_began(())
     return engine
+
+
+def _first_rows(active: ActivePlan, limits: SchedulerLimits) -> tuple[int, ...]:
+    """Return how many rows each step of the warm-up has: as many as each decode that devices capture."""
+    if not all(kernel in CUDA_KERNELS for kernel in active.kernels):
+        return (1,)
+    return limits.decode_rows(CAPTURED_ROWS)
 
 
 def kv_dtype_of(plan: Plan) -> str:

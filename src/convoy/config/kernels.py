@@ -333,6 +333,8 @@ CARD_FORMS: dict[str, float] = {
 }
 # Inputs of a matrix on a CUDA device come in whole units of codes.
 CARD_UNIT = 32
+# On a CUDA device, a decode is padded to the next of these numbers of rows, and captured once for each.
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CUDA_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_cuda)
 MLX_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.on_mlx)
 HOST_KERNELS = tuple(name for name in KERNELS if name not in CUDA_KERNELS + MLX_KERNELS)

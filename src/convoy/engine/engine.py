@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from convoy.config.table import ENGINE
@@ -44,6 +44,9 @@ class EngineOptions:
     """
 
     max_context: int
+    # How many rows each step of the warm-up has. Stages that capture decodes do so then, and not while
+    # clients wait.
+    first_rows: tuple[int, ...] = (1,)
     probe_s: float = 5.0
     ready_s: float = 15.0
     share_across_keys: bool = ENGINE.share_across_keys
@@ -62,13 +65,20 @@ class RequestHandle:
 _REQUEST = GenerationRequest((0,), SamplingParams(temperature=0.0), max_tokens=1, ignore_eos=True)
 
 
-def warm_up(submit: Callable[[GenerationRequest, Callable[[Output], None]], object]) -> None:
-    """Submit a one-token request and wait for its end. Raises the error that ended it."""
+def warm_up(
+    submit: Callable[[GenerationRequest, Callable[[Output], None]], object], num_rows: int = 1
+) -> None:
+    """Submit a one-token request with ``num_rows`` answers, and wait for their end.
+
+    Raises the error that ended it.
+    """
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-    submit(_REQUEST, outputs.put)
-    while not isinstance(output := outputs.get(), FinishOutput):
+    submit(replace(_REQUEST, num_choices=num_rows), outputs.put)
+    while num_rows:
+        output = outputs.get()
         if isinstance(output, ErrorOutput):
             raise output.error
+        num_rows -= isinstance(output, FinishOutput)
 
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
@@ -142,12 +152,17 @@ class Engine:
     # Called from any thread.
 
     def start(self) -> None:
-        """Start the loop and send one real token through every stage.
+        """Start the loop and send real tokens through every stage.
 
-        Raises `StageLost` if it does not come back.
+        Raises `StageLost` if they do not come back.
         """
         self._thread.start()
-        warm_up(self.submit)
+        began_s = time.monotonic()
+        for num_rows in self._options.first_rows:
+            warm_up(self.submit, num_rows)
+            if num_rows > 1:
+                took_s = time.monotonic() - began_s
+                _log.info("decodes of up to %d rows are ready, %.1f s after the first step", num_rows, took_s)
         # Under the lock: the loop may still be counting the warm-up token, which no client asked for.
         with self._changed:
             self._progress.warmed_up()

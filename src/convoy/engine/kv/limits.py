@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.config.table import ENGINE, HOST_BATCH, HOST_CHUNK, MAX_DRAFT, SERVE
@@ -65,6 +66,12 @@ class SchedulerLimits:
     max_drafts: int = MAX_DRAFT
     least_chunk: int = 64
     cost: TokenCost | None = None
+
+    def decode_rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return numbers of rows, one for each of the ascending ``sizes`` that a decode may be padded to."""
+        most = min(-(-self.max_batch // self.micro_batches), self.max_waiting, self.max_step_tokens)
+        smaller = [size for size in sizes if size < most]
+        return tuple(smaller if len(smaller) == len(sizes) else [*smaller, most])
 
     @property
     def shares_prefixes(self) -> bool:

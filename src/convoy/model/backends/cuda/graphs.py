@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from convoy.config.kernels import CAPTURED_ROWS
 from convoy.model.backends.cuda.batch import (
     ROW_FIELDS,
     DeviceBatch,
@@ -28,7 +29,6 @@ from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Ints, 
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.staging import Staging, StagingSlot
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Runs before a capture. They compile the kernels and let the libraries allocate their memory, because neither
 # may happen during a capture.
 _WARM_UPS = 2
@@ -207,4 +207,4 @@ class DecodeGraphs:
 
 
 def _bucket(num_rows: int) -> int | None:
-    return next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
+    return next((bucket for bucket in CAPTURED_ROWS if bucket >= num_rows), None)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from convoy.model.backends.cuda.graphs import BUCKETS
+from convoy.config.kernels import CAPTURED_ROWS
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _measure_graphs(stage: Rehearsing) -> int:
     each graph.
     """
     reserved, free = torch.cuda.memory_reserved(stage.device), torch.cuda.mem_get_info(stage.device)[0]
-    if not stage.capture(BUCKETS[-1]):
+    if not stage.capture(CAPTURED_ROWS[-1]):
         return 0
     torch.cuda.synchronize(stage.device)
     pool = torch.cuda.memory_reserved(stage.device) - reserved
@@ -72,4 +72,4 @@ def _measure_graphs(stage: Rehearsing) -> int:
     # Other processes on the device allocate and free as well. A graph's own memory is therefore taken to be
     # at most its pool or 32 MiB, the larger of both.
     own = min(max(0, taken - pool), max(pool, 1 << 25))
-    return pool + own * len(BUCKETS)
+    return pool + own * len(CAPTURED_ROWS)
