@@ -43,6 +43,39 @@ def scheduled_now(scheduler: Scheduler) -> Scheduled:
     return scheduled
 
 
+def test_chunks_beside_decodes_are_as_long_as_the_measured_rate_allows() -> None:
+    limits = SchedulerLimits(
+        groups=(GroupLimits(1024),), block_size=4, max_step_tokens=2048, prefill_chunk=2048, chunk_s=0.1
+    )
+    scheduler = Scheduler(limits)
+    first = Sequence((1, 2), max_tokens=9)
+    scheduler.add([first])
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    scheduler.collected(scheduled)
+    first.tokens.append(3)
+    sizes = []
+    for begin, measured in ((0, 700), (1000, 10), (2000, None)):
+        scheduler.chunk_beside_decodes = measured
+        prompt = Sequence(tuple(range(begin, begin + 1000)), max_tokens=1)
+        scheduler.add([prompt])
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        sizes.append([row.num_tokens for row in scheduled.step.rows])
+        scheduler.collected(scheduled)
+        first.tokens.append(4)
+        scheduler.finish(prompt)
+    # Whole tiles of 16, at least 256 tokens, and all of the prompt where nothing was measured.
+    assert sizes == [[1, 688], [1, 256], [1, 1000]]
+    scheduler.finish(first)
+    scheduler.chunk_beside_decodes = 256
+    alone = Sequence(tuple(range(3000, 3900)), max_tokens=1)
+    scheduler.add([alone])
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    assert [row.num_tokens for row in scheduled.step.rows] == [900]
+
+
 def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.add([make_sequence(18)])

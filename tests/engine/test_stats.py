@@ -12,7 +12,7 @@ from convoy.engine.outputs import FinishOutput, Output
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import StepResult
 from convoy.engine.scheduler import SchedulerLimits
-from convoy.engine.stats import ChoiceMeter, Histogram, RequestCounts
+from convoy.engine.stats import ChoiceMeter, EngineProgress, Histogram, RequestCounts
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from support.fake_executor import FakeExecutor
@@ -37,6 +37,18 @@ def answer(engine: Engine, asked: GenerationRequest) -> None:
     outputs: list[Output] = []
     engine.submit(asked, outputs.append)
     wait_until(lambda: sum(isinstance(one, FinishOutput) for one in list(outputs)) == asked.num_choices)
+
+
+def test_the_rate_of_chunks_is_that_of_the_last_without_their_wait_behind_another_step() -> None:
+    now_s = 10.0
+    progress = EngineProgress(lambda: now_s)
+    for took_s in (0.125, 0.125, 9.0, 0.125, 0.125):
+        assert progress.tokens_in(0.5) is None
+        submitted_s, now_s = now_s - 1.0, now_s + took_s
+        progress.passed(submitted_s, num_sequences=3, num_tokens=403)
+    assert progress.tokens_in(0.5) == 1612
+    progress.other_stages()
+    assert progress.tokens_in(0.5) is None
 
 
 def test_a_histogram_counts_a_value_under_every_bound_that_it_is_not_over() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from convoy.config.kernels import AUTO, CUDA_KERNELS, KV_FORMS, on_device
 from convoy.config.table import (
+    CHUNK_S,
     CLUSTER,
     DEVICE_BATCH,
     DEVICE_CHUNK,
@@ -129,11 +130,11 @@ class HeadOptions:
     ``level_chunks`` a chunk gets shorter as attention grows.
 
     ``max_batch`` 1 runs one sequence at a time. None: as `for_kernels` says, and no more than K/V has room
-    for. ``on_cuda``: `for_kernels` sets it. ``speculate`` is how many tokens are guessed at once, at
-    most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
-    linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
-    guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar forces are
-    guessed in the same cases, also if ``speculate`` is 0.
+    for. ``on_cuda`` and ``chunk_s`` (`SchedulerLimits`): `for_kernels` sets them. ``speculate`` is how many
+    tokens are guessed at once, at most; 0: none. Guesses change no text if a row's bits are its own, in exact
+    mode and with rounded linears. Under other kernels a row's bits depend on how many rows are beside it, and
+    no token is guessed without ``guess_inexact``. With ``jump_forward``, tokens that a request's grammar
+    forces are guessed in the same cases, also if ``speculate`` is 0.
 
     With ``share_across_keys`` requests share K/V of a common prefix under any API key.
 
@@ -159,6 +160,7 @@ class HeadOptions:
     max_context: int = ENGINE.max_model_len
     max_batch: int | None = ENGINE.max_batch
     on_cuda: bool = False
+    chunk_s: float | None = None
     max_step_tokens: int = ENGINE.max_step_tokens
     prefill_chunk: int = ENGINE.prefill_chunk
     prefill_window: int = ENGINE.prefill_window
@@ -211,8 +213,11 @@ class HeadOptions:
         stay.
         """
         found = tuple(kernels)
-        chunk = self.prefill_chunk or (DEVICE_CHUNK if all(map(on_device, found)) else HOST_CHUNK)
-        return replace(self, prefill_chunk=chunk, on_cuda=all(kernel in CUDA_KERNELS for kernel in found))
+        are_devices = all(map(on_device, found))
+        chunk = self.prefill_chunk or (DEVICE_CHUNK if are_devices else HOST_CHUNK)
+        chunk_s = self.chunk_s if self.prefill_chunk or not are_devices else CHUNK_S
+        on_cuda = all(kernel in CUDA_KERNELS for kernel in found)
+        return replace(self, prefill_chunk=chunk, chunk_s=chunk_s, on_cuda=on_cuda)
 
     @property
     def at_once(self) -> int:
@@ -271,6 +276,7 @@ class HeadOptions:
             max_waiting=self.max_waiting,
             micro_batches=self.num_micro_batches(num_stages),
             cost=TokenCost.of(spec) if self.level_chunks else None,
+            chunk_s=self.chunk_s,
         )
 
     def num_guesses(self, spec: ModelSpec, *, steady: bool) -> int:

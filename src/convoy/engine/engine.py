@@ -494,6 +494,8 @@ class Engine:
             self._progress.passed(
                 done.submitted_s, num_sequences=len(rows), num_tokens=sum(row.num_tokens for row in rows)
             )
+            if (chunk_s := self._scheduler.limits.chunk_s) is not None:
+                self._scheduler.chunk_beside_decodes = self._progress.tokens_in(chunk_s)
             self._progress.generated_tokens += self._live.advance(scheduled, result.outcomes)
             self._changed.notify_all()
 

@@ -13,9 +13,10 @@ Releasing blocks while a step that writes to them is in flight is safe: stages r
 release travels in a later step.
 
 Chunks get shorter as the number of keys that they look back on grows, so that all steps of a prefill take
-about the same time. A prompt that runs alone is cut so that no stage waits for all of it. While any sequence
-decodes, no more steps are in flight than keep the stages busy, because a token waits for all steps ahead of
-it.
+about the same time. A prompt that runs alone is cut so that no stage waits for all of it. On devices, chunks
+beside decodes are no longer than the measured rate allows, because every stream waits for them. While any
+sequence decodes, no more steps are in flight than keep the stages busy, because a token waits for all steps
+ahead of it.
 
 Stages that take their own samples are fed: while a step is in flight, another one follows with the same
 streams, and names no token where only the stages know it. The host thus works while the stages compute. With
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from convoy.config.table import HOST_CHUNK
 from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.kv.prefix import PrefixTags
@@ -63,6 +65,7 @@ class StepBuilder:
     row.
     """
 
+    max_tokens: int
     rows: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     grants: list[BlockGrant] = field(default_factory=list)
@@ -166,6 +169,8 @@ class Scheduler:
         self._turn = 0
         # Whether the stages take their own samples.
         self.feeds = False
+        # The most tokens of all chunks in a step with decodes, as measured; None for no such limit.
+        self.chunk_beside_decodes: int | None = None
         # Each suspect's number of tokens when it was marked.
         self._suspects: dict[Sequence, int] = {}
         self._released: list[int] = []
@@ -246,9 +251,9 @@ class Scheduler:
 
         A step without rows only carries releases.
         """
-        plan = StepBuilder()
         self._wake()
         num_streams = self._num_streams()
+        plan = StepBuilder(max_tokens=self._max_step_tokens(num_streams))
         feeds = self._feeds_now()
         if self._num_in_flight < self._max_in_flight(num_streams, feeds=feeds):
             self._plan_decodes(plan, num_streams, feeds=feeds)
@@ -260,7 +265,7 @@ class Scheduler:
 
     def probe(self) -> Scheduled:
         """Return a step without rows: it passes every stage and comes back."""
-        return self._commit_plan(StepBuilder())
+        return self._commit_plan(StepBuilder(0))
 
     def collected(self, scheduled: Scheduled) -> None:
         """Count a step as back from the stages."""
@@ -318,6 +323,7 @@ class Scheduler:
 
     def _make_pools(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        self.chunk_beside_decodes = None
         self.pools = BlockPools(limits.groups, limits.block_size)
         self._prefixes = PrefixCache(self.pools, limits, self._tags)
         self._can_rewind = all(group.ring is None and group.stride == 1 for group in limits.groups)
@@ -495,7 +501,13 @@ class Scheduler:
         return not (missing or shared) or self.pools.have_room(missing or shared)
 
     def _budget(self, plan: StepBuilder) -> int:
-        return self.limits.max_step_tokens - plan.num_tokens
+        return plan.max_tokens - plan.num_tokens
+
+    def _max_step_tokens(self, num_streams: int) -> int:
+        most, chunk = self.limits.max_step_tokens, self.chunk_beside_decodes
+        if chunk is None or not num_streams:
+            return most
+        return min(most, self._max_rows(num_streams) + max(HOST_CHUNK, chunk // TILE * TILE))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take the blocks from a running sequence, and let it wait for others."""

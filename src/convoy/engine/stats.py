@@ -59,7 +59,8 @@ class Histogram:
 class EngineProgress:
     """Count steps, tokens and recoveries. Not thread-safe: the engine holds a lock. Times are monotonic."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.num_steps = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -72,19 +73,30 @@ class EngineProgress:
         self.ring_s: float | None = None
         self._last_step_s: float | None = None
         self._lone_s: deque[float] = deque(maxlen=_LONE_STEPS)
+        # Tokens a second of the last steps with long chunks.
+        self._chunk_rates: deque[float] = deque(maxlen=_CHUNK_STEPS)
 
     def passed(self, submitted_s: float, *, num_sequences: int, num_tokens: int) -> None:
         """Record a step that came back."""
-        before_s, now_s = self._last_step_s, time.monotonic()
+        before_s, now_s = self._last_step_s, self._clock()
         self._last_step_s = now_s
         self.num_steps += 1
         if not num_sequences:
             self.ring_s = now_s - submitted_s
             return
         self.step_s.observe(now_s - submitted_s)
+        # Where steps overlap, the next one is submitted before the last one is back.
+        took_s = now_s - max(submitted_s, before_s or 0.0)
         if num_sequences == num_tokens == 1:
-            # Where steps overlap, the next one is submitted before the last one is back.
-            self._lone_s.append(now_s - max(submitted_s, before_s or 0.0))
+            self._lone_s.append(took_s)
+        if num_tokens - num_sequences >= _LONG_CHUNK:
+            self._chunk_rates.append(num_tokens / max(took_s, 1e-6))
+
+    def tokens_in(self, seconds: float) -> int | None:
+        """Return how many tokens of a chunk pass in a time, as measured; None before some chunks did."""
+        if len(self._chunk_rates) < _CHUNK_STEPS:
+            return None
+        return int(statistics.median(self._chunk_rates) * seconds)
 
     @property
     def lone_step_s(self) -> float | None:
@@ -102,13 +114,14 @@ class EngineProgress:
         """Forget the last steps: none has passed the new stages yet."""
         self._last_step_s = None
         self._lone_s.clear()
+        self._chunk_rates.clear()
 
     def check_recent(self, limit_s: float) -> None:
         """Raise `NotReady` unless a step passed every stage within the last ``limit_s`` seconds."""
         if self._last_step_s is None:
             text = "no token has passed every stage yet"
             raise NotReady(text, public=text)
-        age_s = time.monotonic() - self._last_step_s
+        age_s = self._clock() - self._last_step_s
         if age_s > limit_s:
             text = f"the last step passed every stage {age_s:.0f} s ago, and {limit_s:g} s is the limit"
             raise NotReady(text, public=text)
@@ -129,6 +142,9 @@ _REQUEST_S = (
 )
 # Steps whose middle time is told.
 _LONE_STEPS = 15
+# Steps whose middle rate limits chunks, and the least tokens of their chunks.
+_CHUNK_STEPS = 5
+_LONG_CHUNK = 256
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0),

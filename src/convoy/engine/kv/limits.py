@@ -46,6 +46,8 @@ class SchedulerLimits:
     2.82 for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of the time of one chunk, 256 take
     0.76.)
 
+    With ``chunk_s``, the chunks in a step beside decodes take about so many seconds at most, as measured.
+
     Without ``prefix_cache`` no sequence shares a block. Neither does any with a ring of unknown window.
 
     ``max_drafts`` bounds the guesses in one step; its decodes share them. It is `MAX_DRAFT`, so that a lone
@@ -66,6 +68,7 @@ class SchedulerLimits:
     max_drafts: int = MAX_DRAFT
     least_chunk: int = 64
     cost: TokenCost | None = None
+    chunk_s: float | None = None
 
     def decode_rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return numbers of rows, one for each of the ascending ``sizes`` that a decode may be padded to."""
