@@ -31,14 +31,16 @@ LAYOUTS: dict[str, Mapping[str, str]] = {
     "reverse of 3": {"alpha": "9:output", "beta": "4:8", "gamma": "0:3"},
     "forward of 3": {"alpha": "0:2", "beta": "3:8", "gamma": "9:output"},
 }
+# steps are fed where nothing is guessed
+FED: dict[str, Any] = {"speculate": 0, "jump_forward": False}
 # how much runs at once: none of it may show
 PACES: tuple[dict[str, Any], ...] = (
     {},
     {"prefill_chunk": 7, "prefill_window": 5},
-    {"prefill_chunk": 32, "micro_batches": 4, "max_step_tokens": 50},
-    {"prefill_chunk": 1, "max_batch": 3},
+    {"prefill_chunk": 32, "micro_batches": 4, "max_step_tokens": 50, **FED},
+    {"prefill_chunk": 1, "max_batch": 3, **FED},
     {"prefill_chunk": 48, "micro_batches": 1, "level_chunks": False},
-    {"prefill_chunk": 16, "prefill_window": 3, "max_batch": 1, "num_blocks": 32},
+    {"prefill_chunk": 16, "prefill_window": 3, "max_batch": 1, "num_blocks": 32, **FED},
 )
 RULES: dict[str, Any] = {
     "min_tokens": 9,

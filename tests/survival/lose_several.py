@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def started_four() -> Iterator[Survival]:
-    with survival(4) as s:
+    with survival(4, fed=True) as s:
         yield s
 
 
@@ -65,7 +65,7 @@ def test_a_link_between_two_peers_that_loses_everything() -> None:
 
 
 def test_the_loss_of_the_peer_that_owns_the_output() -> None:
-    with survival(3, spans=["0:3", "4:7", "8:output"]) as s:
+    with survival(3, spans=["0:3", "4:7", "8:output"], fed=True) as s:
         assert s.cluster.status().stages[-1].output
         told("owner of the output", s.check(lambda: s.kill("gamma")))
         assert s.members() == ["alpha", "beta"]

@@ -186,13 +186,16 @@ def survival(
     standby: tuple[str, ...] = (),
     options: Mapping[str, float] | None = None,
     sharing: Mapping[str, object] | None = None,
+    fed: bool = False,
 ) -> Iterator[Survival]:
     """Bring it up and take it down. ``head_bytes`` is what the head offers, 0 for enough.
 
-    ``sharing``: keys of [plan], how the members share the model.
+    ``sharing``: keys of [plan], how the members share the model. With ``fed``, steps are fed, and nothing is
+    guessed.
     """
+    engine = {**ENGINE, "speculate": 0} if fed else ENGINE
     local_options = LocalOptions(
-        num_members, spans, kernel="exact-f32", num_threads=1, engine=ENGINE, sharing=dict(sharing or {})
+        num_members, spans, kernel="exact-f32", num_threads=1, engine=engine, sharing=dict(sharing or {})
     )
     with LocalCluster(local_options) as local:
         relays = {name: _wire(local, name) for name in wires}
