@@ -449,7 +449,11 @@ static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64
   int64_t width = least(PANEL, of->outputs - panel * PANEL);
   for (int64_t r = 0; r < rows; r++) {
     float *y = job->y + (row + r) * job->y_stride + of->first + panel * PANEL;
-    memcpy(y, total + r * PANEL, 4 * width);
+    /* A copy of some bytes is an instruction that takes long to begin. */
+    if (width == PANEL)
+      UNROLL for (int v = 0; v < VECTORS; v++) v_store(y + LANES * v, v_load(total + r * PANEL + LANES * v));
+    else
+      memcpy(y, total + r * PANEL, 4 * width);
     for (int64_t j = 0; j < width && of->bias; j++) y[j] += of->bias[panel * PANEL + j];
   }
 }
