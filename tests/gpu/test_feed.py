@@ -19,10 +19,11 @@ from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.sampling import feed
 from convoy.model.backends.registry import load_stage
 from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.output_rows import GREEDY
 from convoy.model.sampling.params import SamplingParams
-from convoy.model.stage import StageOptions
+from convoy.model.stage import FeedingStage, StageOptions
 from convoy.model.text.tokens import Tokenizer
-from convoy.wire.messages.control import StageAssignment
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ((5, 6, 7), tuple(range(9, 40)), (3,) * 15)
@@ -73,3 +74,30 @@ def test_a_fed_text_is_the_one_that_waits_for_the_host(block_size: int) -> None:
     # Of 9 texts of 48 tokens, each token but the first few can be fed.
     assert num_fed[0] > 9 * 24
     assert num_fed[1] == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_prepared_step_takes_the_samples_of_two_steps_ahead_on_the_device() -> None:
+    source = ModelSource.resolve("demo-mini")
+    whole = StageAssignment("alpha", 0, source.spec.num_layers, embed=True, output=True)
+    stage = load_stage(source, whole, StageOptions(kernel=KERNEL, device="cuda", require_tags=False))
+    assert isinstance(stage, FeedingStage)
+    prompts = (torch.tensor([5, 6, 7]), torch.tensor([9, 8, 7]))
+    found = []
+    for feeds in (True, False):
+        stage.make_pools(8)
+        samples = []
+        for number, prompt in enumerate(prompts):
+            grants = [BlockGrant.append(number, 0, [1 + number])]
+            step = Step(number, [], grants, [Row(number, 0, 3, 1)], b"")
+            samples.append(stage.sample(stage.start(step, None, prompt, selects=True).wait(), [GREEDY]))
+        step = Step(2, [], [], [Row(1, 3, 1, 1), Row(0, 3, 1, 1)], b"")
+        if feeds:
+            stage.prepare(step)
+            rows = stage.start_fed(step, torch.tensor([-2, -1]), samples, selects=True).wait()
+        else:
+            known = [one.outcomes()[0].sampled.token_id for one in reversed(samples)]
+            rows = stage.start(step, None, torch.tensor(known), selects=True).wait()
+        found.append(rows.float().cpu())
+    assert torch.equal(*found)
+    stage.give_up()
