@@ -36,6 +36,7 @@ ROOMS = ("api.app", "api.chat", "api.ollama", "cluster", "engine", "evaluate", "
 USED = {
     "api.chat.resume",
     "cluster.attestation.claims",
+    "cluster.status",
     "cluster.metrics.families",
     "engine.stats",
     "model.kernels.release_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ Open = Callable[..., "Page"]
 # How long a page may take for anything. It only bounds a wait: a browser on a busy machine is slow.
 MOST_MS = 120_000
 WIDE: ViewportSize = {"width": 1280, "height": 860}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,3 +75,21 @@ def open_page(browser: Browser) -> Iterator[Open]:
         context.close()
     assert not failed
     assert not asked, "the page asked another host"
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def serious(page: Page) -> list[str]:
+    """Return axe-core's findings that are serious or critical, each with its first element."""
+    import axe_playwright_python
+
+    page.evaluate((Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text())
+    found = page.evaluate("axe.run()")["violations"]
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:200]} {one['nodes'][0].get('failureSummary')}"
+        for one in found
+        if one["impact"] in {"serious", "critical"}
+    ]

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from convoy.api.listen.options import ServeOptions
+from convoy.api.listen.options import PageOptions, ServeOptions
+from convoy.api.page.tokens import OpenTokens
 from convoy.api.server import HttpServer, Stop, bind, url_of
 from convoy.crypto.identity import Identity
 from convoy.fleet.books.directory import Directory
@@ -157,6 +158,7 @@ class FleetUnderTest:
         self.identity = Identity.generate()
         self.tls, self.public_certificate = tls, public_certificate
         self.options = options
+        self.tokens = OpenTokens(folder / "open")
         self.database_url = database_url or f"sqlite:///{folder}/fleet.db"
         store = self.store = Store(self.database_url)
         self.ledger = Ledger(store, "test")
@@ -182,7 +184,11 @@ class FleetUnderTest:
 
         stop = self.stop = Stop()
         public = ServeOptions(
-            port=port, allow_unauthenticated=True, drain_s=5.0, heartbeat_s=self.heartbeat_s
+            port=port,
+            allow_unauthenticated=True,
+            drain_s=5.0,
+            heartbeat_s=self.heartbeat_s,
+            page=PageOptions(tokens=self.tokens.folder),
         )
         store = Store(self.database_url)
 

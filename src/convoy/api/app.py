@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from functools import partial
 
 import anyio.to_thread
@@ -12,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from convoy.api.anthropic.answer import MessageAnswer
 from convoy.api.anthropic.bodies import decode_messages
@@ -41,9 +40,9 @@ from convoy.api.openai.embeddings import EmbeddingAnswer, decode_embeddings, rea
 from convoy.api.openai.parsed_request import read_chat, read_completion
 from convoy.api.openai.tokenize import detokenize, tokenize
 from convoy.api.page.endpoints import PageEndpoints
-from convoy.api.page.files import PageFiles
 from convoy.api.page.rights import PageRights
-from convoy.api.page.status_stream import StatusFeed, wants_events
+from convoy.api.page.session_endpoints import SessionEndpoints
+from convoy.api.page.status_stream import StatusFeed, StreamedStatus, wants_events
 from convoy.api.problem import Problem
 from convoy.api.responses.answer import ResponsesAnswer
 from convoy.api.responses.bodies import decode_responses
@@ -114,14 +113,9 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
 
 
 def _page_routes(rights: PageRights, options: ServeOptions, service: Service) -> list[Route]:
-    files, page = PageFiles(rights), PageEndpoints(rights, options, service)
+    page = PageEndpoints(options, service)
     return [
-        Route("/", files.root),
-        Route("/page/static/{name:path}", files.static),
-        Route("/page/session", page.about),
-        Route("/page/session", page.begin, methods=["POST"]),
-        Route("/page/session", page.end, methods=["DELETE"]),
-        Route("/page/sessions", page.end_all, methods=["DELETE"]),
+        *SessionEndpoints(rights, "head", needs_key=options.keys is not None).routes(),
         Route("/page/invitations", page.invitations),
         Route("/page/invitations", page.answer_invitation, methods=["POST"]),
         Route("/page/models", page.change_model, methods=["POST"]),
@@ -179,21 +173,8 @@ class _About:
 
     async def status(self, request: Request) -> Response:
         if wants_events(request.headers.get("accept", "")):
-            return _Streamed(self._feed, partial(self._rights.is_valid, request.scope))
+            return StreamedStatus(self._feed, partial(self._rights.is_valid, request.scope))
         return _json(await anyio.to_thread.run_sync(self._service.status))
-
-
-class _Streamed(Response):
-    """Answer with the events of a feed."""
-
-    def __init__(self, feed: StatusFeed, is_allowed: Callable[[], bool]) -> None:
-        super().__init__()
-        self._feed = feed
-        self._is_allowed = is_allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        # The exchange bounds how long a page may leave its events unread.
-        await self._feed.answer(scope["convoy.exchange"], self._is_allowed)
 
 
 def _card(model: ServedModel) -> ModelCard:

@@ -1,4 +1,4 @@
-"""``convoy open``: sign a browser in to the page of a head that the same user runs on this machine.
+"""``convoy open``: sign a browser in to the page of a head or coordinator of the same user on this machine.
 
 It starts no browser: the address would stand on that program's command line, where other users see it.
 """
@@ -25,7 +25,10 @@ def open_page(
     ca: CaFlag = None,
     view: Annotated[bool, typer.Option("--view", help="Sign in to look only, not to operate.")] = False,
 ) -> None:
-    """Show an address that signs a browser in to the head's page. It works once, for 5 minutes."""
+    """Show an address that signs a browser in to the page.
+
+    The page is that of a head, or of a coordinator at --url. The address works once, for 5 minutes.
+    """
     endpoint = Endpoint.of(url, None, ca)
     token = make_token(endpoint, "view" if view else "operate")
     what = "look" if view else "look and operate"
@@ -36,7 +39,7 @@ def open_page(
 
 
 def make_token(endpoint: Endpoint, scope: Scope) -> str:
-    """Return a new token for the head at ``endpoint``, which must answer there."""
+    """Return a new token for the server at ``endpoint``, which must answer there."""
     from convoy.api.listen.options import is_loopback
     from convoy.api.page.tokens import OpenTokens
 

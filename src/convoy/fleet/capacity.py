@@ -83,3 +83,19 @@ class Load:
             raise ProviderError(f"a provider says decode_rate {self.decode_rate}, expected 0 or more")
         if not 0 <= self.streams <= MAX_SLOTS:
             raise ProviderError(f"a provider says {self.streams} streams, expected 0 to {MAX_SLOTS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Hold a provider's room for one model.
+
+    Others than this coordinator take ``taken_elsewhere`` of its ``slots``. ``tokens_per_s`` is the rate of a
+    request alone: offered, and corrected by the answers seen here. A provider ``on_trial`` has failed. It
+    gets nothing for a while, and then one request at a time until one ends well.
+    """
+
+    slots: int
+    taken_elsewhere: int
+    tokens_per_s: float
+    max_context: int
+    on_trial: bool

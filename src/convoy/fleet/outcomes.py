@@ -31,6 +31,13 @@ class LabelSums:
         """Return the sum of these labels."""
         return self._sums.get(values, 0)
 
+    def totals(self, label: str) -> dict[str, int]:
+        """Return the sums by one label."""
+        place, found = self._labels.index(label), Counter[str]()
+        for values, amount in self._sums.items():
+            found[values[place]] += amount
+        return dict(found)
+
     def family(self, name: str, text: str) -> Metric:
         sums = sorted(self._sums.items())
         return counter(name, text, [(dict(zip(self._labels, key, strict=True)), n) for key, n in sums])

@@ -175,9 +175,18 @@ def cluster_status(endpoint: Endpoint) -> ClusterStatus:
 
 
 def status_of(endpoint: Endpoint, answer: object) -> ClusterStatus:
-    """Return a body or an event of `GET /status`. Raises `Incompatible` if it has another shape."""
+    """Return a body or an event of `GET /status`.
+
+    Raises `UsageError` for that of a coordinator, and `Incompatible` if it has another shape.
+    """
     from convoy.cluster.status import ClusterStatus
 
+    if isinstance(answer, dict) and "offered" in answer:
+        raise UsageError(
+            f"{endpoint.url} is a coordinator, and this command shows the members of a head",
+            hint="`convoy coordinator status` on its machine, or its page: `convoy open --url "
+            f"{endpoint.url}`",
+        )
     try:
         # The server may be of another version, or no Convoy at all.
         return msgspec.convert(answer, resolved(ClusterStatus))

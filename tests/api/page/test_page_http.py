@@ -81,7 +81,7 @@ def test_a_token_begins_one_session_in_a_strict_cookie(page: Page) -> None:
     token = page.tokens.make(page.port, "operate")
     with page.client() as http:
         answer = http.post("/page/session", json={"token": token})
-        assert answer.json() == {"scope": "operate", "needs_key": True}
+        assert answer.json() == {"scope": "operate", "needs_key": True, "server": "head"}
         cookie = answer.headers["set-cookie"]
         assert cookie.startswith(f"convoy-{page.port}=")
         assert cookie.endswith("; Path=/; HttpOnly; SameSite=Strict")

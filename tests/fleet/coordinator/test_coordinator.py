@@ -322,7 +322,8 @@ def test_administrators_have_a_listener_and_keys_of_their_own(served: FleetUnder
         status = admin.get("/status").json()
         assert status["providers"][0]["name"] == "one"
         assert status["models"] == [{"model": MODEL, "providers": 1, "free_slots": 4, "waiting": 0}]
-        assert client.get("/status").status_code == 404
+        assert client.get("/status").json()["record"] is None
+        assert client.get("/keys").status_code == 404
         consumer = {"authorization": f"Bearer {served.key}"}
         assert admin.get("/status", headers=consumer).status_code == 403
         made = admin.post("/keys", json={"scope": "consumer", "account": "ann"}).json()

@@ -41,13 +41,15 @@ class PageOptions:
     """Hold the options of the page. ``tokens`` is the folder in which ``convoy open`` leaves its tokens.
 
     ``invitations`` is the folder in which ``convoy invite`` asks whether a machine may come in. The page has
-    the questions of the cluster with ``operator_key``, in hex. ``clock`` measures the life of sessions, and
-    ``now`` is the time of files, both in seconds.
+    the questions of the cluster with ``operator_key``, in hex. ``behind_tls_proxy`` says that browsers speak
+    TLS with a proxy in front. ``clock`` measures the life of sessions, and ``now`` is the time of files, both
+    in seconds.
     """
 
     tokens: Path | None = None
     invitations: Path | None = None
     operator_key: str = ""
+    behind_tls_proxy: bool = False
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 

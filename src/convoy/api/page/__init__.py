@@ -1,8 +1,9 @@
-"""Serve the page at ``/``, and the sessions of persons who operate the head.
+"""Serve the page at ``/`` of a head and of a coordinator, and the sessions of persons.
 
 `tokens` holds the tokens that ``convoy open`` leaves on disk, `sessions` the sessions that they begin, and
 `rights` decides which paths a session may use. `invitations` passes the questions of ``convoy invite`` to
-persons. `files` sends the static files, and `status_stream` the state of the cluster to every open page.
-`endpoints` has the paths below ``/page``. The folder ``static`` has the page itself: plain modules without a
-build step, and libraries in ``static/vendor``. Open `rights` first.
+persons. `files` sends the static files, and `status_stream` the server's state to every open page.
+`session_endpoints` has the paths of both servers, and `endpoints` those of a head alone. The folder
+``static`` has the page itself: plain modules without a build step, and libraries in ``static/vendor``. Open
+`rights` first.
 """

@@ -1,4 +1,7 @@
-"""Send the page's static files. They need no key and hold nothing of a cluster."""
+"""Send the page's static files.
+
+It is apart from the sessions because files need no key, and hold nothing of a cluster or a fleet.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class PageRights:
 
     def __init__(self, options: ServeOptions) -> None:
         page = options.page
-        self.tls = options.tls is not None
+        self.tls = options.tls is not None or (page is not None and page.behind_tls_proxy)
         self.why_not: str | None = None
         if page is None:
             self.why_not = "this server has no page"
@@ -86,5 +86,5 @@ def demand_operate(session: PageSession | None) -> None:
     if session is None or session.scope != "operate":
         raise Forbidden(
             "this needs a session that may operate; an api key or a session to view is not enough",
-            hint="run `convoy open` on the head's machine",
+            hint="run `convoy open` on the server's machine",
         )

@@ -1,4 +1,4 @@
-"""Send the cluster's status to every open page: asked for once, encoded once, and sent when it changes.
+"""Send a server's status to every open page: asked for once, encoded once, and sent when it changes.
 
 New measurements of links and steps alone are sent every two seconds, so that pages of an idle cluster cost
 next to nothing.
@@ -14,6 +14,8 @@ from typing import Any
 
 import anyio.to_thread
 import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from convoy.api.exchange import Exchange
 from convoy.api.lifecycle import Lifecycle
@@ -154,3 +156,16 @@ class StatusFeed:
             self._changes = StatusChanges()
             data = json.dumps({"failed": type(error).__name__}).encode()
         return b"data: " + data + b"\n\n"
+
+
+class StreamedStatus(Response):
+    """Answer with the events of a feed."""
+
+    def __init__(self, feed: StatusFeed, is_allowed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._feed = feed
+        self._is_allowed = is_allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        # The exchange bounds how long a page may leave its events unread.
+        await self._feed.answer(scope["convoy.exchange"], self._is_allowed)

@@ -22,7 +22,8 @@ from convoy.cli.show.output import (
     print_json_line,
     print_note,
 )
-from convoy.config.files import replace_file
+from convoy.cli.show.ready import page_line
+from convoy.config.files import replace_file, token_folder
 from convoy.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -113,13 +114,16 @@ class ListenFlags:
 
     def listen_options(self) -> ListenOptions:
         """Return the two listeners. Raises `ConfigError` for one that would be open in clear text."""
-        from convoy.api.listen.options import ServeOptions
+        from convoy.api.listen.options import PageOptions, ServeOptions
         from convoy.fleet.coordinator.server import ListenOptions
 
         tls = None if self.tls_certificate is None else (str(self.tls_certificate), str(self.tls_key))
         names = tuple(filter(None, (urlsplit(f"//{one}").hostname for one in self.authorities)))
         hosts = (*names, *self._certificate_names())
-        public = ServeOptions(host=self.host, port=self.port, allow_unauthenticated=True, allowed_hosts=hosts)
+        page = PageOptions(tokens=token_folder(), behind_tls_proxy=self.behind_tls_proxy)
+        public = ServeOptions(
+            *(self.host, self.port), allow_unauthenticated=True, allowed_hosts=hosts, page=page
+        )
         admin = ServeOptions(port=self.admin_port, allow_unauthenticated=True)
         made = ListenOptions(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
         made.check()
@@ -158,6 +162,8 @@ def run_here(
                 return
             facts.pop("released")
             print_fields(facts.items())
+            if not listen.public.in_clear:
+                print_note(page_line(url))
             if released:
                 print_note(f"gave back the reserved money of {counted(released, 'request')} of the last run")
 

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from convoy.cluster.active_plan import ActivePlan
 
 
+def page_line(url: str, usual_url: str = "") -> str:
+    """Return the line on the page at ``url``, with the command that signs in."""
+    words = ["convoy", "open"]
+    if url != usual_url:
+        words += ["--url", url]
+    return f"page: {url}/ (`{shlex.join(words)}` on this machine signs in to operate)"
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyServer:
     """Hold the facts about a server that its user needs. ``room_tokens`` is None without a limit.
@@ -48,12 +56,7 @@ class ReadyServer:
 
     def _page(self) -> list[str]:
         """Return the line on the page; none if the server has no page, because it has no TLS."""
-        if not self.has_page:
-            return []
-        words = ["convoy", "open"]
-        if self.url != self.usual_url:
-            words += ["--url", self.url]
-        return [f"page: {self.url}/ (`{shlex.join(words)}` on this machine signs in to operate)"]
+        return [page_line(self.url, self.usual_url)] if self.has_page else []
 
     def command(self) -> str:
         """Return a command that talks to the server, with its key and its certificate."""

@@ -1,12 +1,15 @@
-"""Answer the questions about a coordinator itself: its models, its health, and that it stores nothing.
+"""Answer the questions about a coordinator itself: its models, health and status, and that it stores nothing.
 
 It is apart from the server because it runs nothing: each answer is read from the coordinator's state.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
+import anyio.from_thread
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -14,27 +17,60 @@ from starlette.responses import Response
 
 from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.anthropic.shapes import ModelInfo, page_of
+from convoy.api.keys.keys import key_of
 from convoy.api.lifecycle import Lifecycle
-from convoy.api.refusals import UnknownResponse
+from convoy.api.page.rights import SESSION, PageRights
+from convoy.api.page.session_endpoints import page_json
+from convoy.api.page.status_stream import StatusFeed, StreamedStatus, wants_events
+from convoy.api.refusals import Forbidden, Unauthenticated, UnknownResponse
+from convoy.fleet.books.keys import Grant
+from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.consumer_request import ModelOptions
+from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.requests.consume import check_known
 from convoy.fleet.coordinator.requests.routed_request import account_of
+from convoy.fleet.coordinator.status import FleetStatus, key_status, whole_status
 
 # No provider tells when its model was made.
 _CREATED = "1970-01-01T00:00:00Z"
+# Pages that one key may have open.
+_MAX_READERS = 8
 
 
 class CoordinatorAbout:
-    """Hold the endpoints. All but `root` and `health` need a consumer's key."""
+    """Hold the endpoints. All but `health` need a consumer's key, or for the status a session."""
 
-    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle) -> None:
+    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle, rights: PageRights) -> None:
         self._coordinator = coordinator
         self._lifecycle = lifecycle
+        self._rights = rights
+        # A feed asks on a thread, and the coordinator's state is the loop's.
+        whole = partial(anyio.from_thread.run_sync, whole_status, coordinator)
+        self._whole = StatusFeed(whole, lifecycle)
+        # The feeds that are read, by the hash of their key.
+        self._watches: WeakValueDictionary[bytes, _KeyWatch] = WeakValueDictionary()
 
-    async def root(self, request: Request) -> Response:  # noqa: ARG002
-        """Answer HEAD /, by which Anthropic's clients see whether a server is there."""
-        return Response()
+    async def check_key(self, request: Request) -> None:
+        """Raise `Unauthenticated` or `Forbidden` unless the request has a consumer's key."""
+        await account_of(self._coordinator, Headers(scope=request.scope))
+
+    async def status(self, request: Request) -> Response:
+        """Answer GET /status: the whole picture to a session, and to a consumer's key its own part of it."""
+        streams = wants_events(request.headers.get("accept", ""))
+        if request.scope[SESSION] is not None:
+            if streams:
+                return StreamedStatus(self._whole, partial(self._rights.is_valid, request.scope))
+            return page_json(whole_status(self._coordinator))
+        headers = Headers(scope=request.scope)
+        grant = await caller_of(self._coordinator.directory, headers, KeyScope.CONSUMER)
+        if not streams:
+            return page_json(key_status(self._coordinator, grant))
+        watch = self._watches.get(grant.key_hash)
+        if watch is None:
+            watch = _KeyWatch(self._coordinator, self._lifecycle, key_of(headers))
+            self._watches[grant.key_hash] = watch
+        return StreamedStatus(watch.feed, watch.is_good)
 
     async def models(self, request: Request) -> Response:
         """List the models."""
@@ -81,6 +117,28 @@ class CoordinatorAbout:
     def _info(self, name: str) -> ModelInfo:
         room = self._coordinator.max_context(name)
         return ModelInfo(name, name, _CREATED, room, room)
+
+
+class _KeyWatch:
+    """Feed the pages of one key, and notice when the key is revoked or expires."""
+
+    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle, key: str) -> None:
+        self._coordinator = coordinator
+        self._key = key
+        self._is_good = True
+        self.feed = StatusFeed(self._status, lifecycle, max_readers=_MAX_READERS)
+
+    def is_good(self) -> bool:
+        """Return whether the key was still good when the status was asked for last."""
+        return self._is_good
+
+    def _status(self) -> FleetStatus:
+        try:
+            grant: Grant = self._coordinator.directory.grant(self._key, KeyScope.CONSUMER)
+        except (Unauthenticated, Forbidden):
+            self._is_good = False
+            raise
+        return anyio.from_thread.run_sync(key_status, self._coordinator, grant)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -7,6 +7,7 @@ that wait.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 import time
@@ -34,12 +35,14 @@ from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
+from convoy.fleet.capacity import Places
 from convoy.fleet.coordinator.callers import KeyUses
 from convoy.fleet.coordinator.metrics import FleetCounts, ModelState, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.approvals import Approvals
 from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
+from convoy.fleet.coordinator.providers.record import ProviderRecord
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.fleet.provider_verifier import ProviderVerifier
@@ -72,6 +75,15 @@ class ConnectedProvider:
     template_tokens: dict[str, int]
     # Tokens that it reported beyond the bytes sent or seen. They were not billed.
     unbilled_tokens: int
+    # When it came, in Unix time.
+    since_unix_s: float
+    # Its room, by model.
+    places: dict[str, Places]
+    # Requests that it answered, and those that it refused, failed or left, while this process runs.
+    answers: int
+    failures: int
+    # Challenges that it did not answer rightly.
+    failed_proofs: int
 
 
 class Coordinator:
@@ -90,6 +102,7 @@ class Coordinator:
         self.proof = proof
         self.lifecycle = Lifecycle()
         self.counts = FleetCounts()
+        self.record = ProviderRecord()
         self.approvals = Approvals(options, self.directory.provider_name)
         self._verifier = ProviderVerifier(options.trust)
         self._dispatcher = Dispatcher(options.queue)
@@ -192,6 +205,15 @@ class Coordinator:
         providers = self._dispatcher.providers(model)
         return 0 if providers is None else providers.free_slots()
 
+    def load(self, account: str | None = None) -> tuple[int, int]:
+        """Return how many requests are with a provider and how many wait, of all accounts or of one."""
+        return self._dispatcher.load(account)
+
+    @property
+    def num_connected(self) -> int:
+        """Return the number of connected providers."""
+        return len(self._sockets)
+
     def num_providers(self, model: str) -> int:
         """Return the number of connected providers that serve ``model``."""
         providers = self._dispatcher.providers(model)
@@ -275,6 +297,8 @@ class Coordinator:
     def _join(self, registration: Registration, socket: ProviderSocket) -> None:
         name, level = registration.name, socket.verdict.level
         socket.on_failed_proof = lambda: self.counts.challenge_failed(name)
+        socket.on_tokens = self.counts.generated
+        self.record.joined(name)
         _log.info("provider joined name=%s models=%d level=%s", name, len(registration.offers), level.text)
         owner = Owner(registration.identity, registration.operator)
         now_s = time.monotonic()
@@ -284,6 +308,7 @@ class Coordinator:
         reason = error.message if isinstance(error, ConvoyError) else "no registration came in time"
         _log.info("provider refused: %s", reason)
         self.counts.registration_refused()
+        self.record.refused(reason)
         try:
             unapproved = isinstance(error, Unapproved)
             await socket.send(Refused(reason[:500], not isinstance(error, FrameError), unapproved))
@@ -313,6 +338,9 @@ class Coordinator:
 
     def _leave(self, name: str, socket: ProviderSocket, reason: str) -> None:
         del self._sockets[name]
+        assert socket.registration is not None, "it registered"
+        facts = name, socket.registration.identity, socket.verdict.level.text, reason
+        self.record.left(*facts, lost=name not in self._drained)
         self._drained.discard(name)
         # The dispatcher forgets the provider before its answers fail: a reader that hears of a failure asks
         # for another provider at once, and must not get this one's slots.
@@ -343,10 +371,11 @@ class Coordinator:
         self._close_soon(socket, _POLICY_VIOLATION)
         return True
 
-    def providers(self) -> list[ConnectedProvider]:
-        """Return the connected providers, by name."""
-        found = []
-        for name, socket in sorted(self._sockets.items()):
+    def providers(self, most: int | None = None) -> list[ConnectedProvider]:
+        """Return the connected providers, by name, and at most the first ``most`` of them."""
+        found, counts = [], self.counts
+        for name in heapq.nsmallest(len(self._sockets) if most is None else most, self._sockets):
+            socket = self._sockets[name]
             registration = socket.registration
             assert registration is not None, "it registered"
             running, verdict = {}, socket.verdict
@@ -360,7 +389,9 @@ class Coordinator:
                     *({one.member: one.level.text for one in verdict.members}, verdict.absent),
                     *(running, name in self._drained),
                     {model: offer.template_tokens for model, offer in registration.offers.items()},
-                    self.counts.unbilled(name),
+                    *(counts.unbilled(name), self.record.since(name)),
+                    self._dispatcher.places(name),
+                    *(counts.answers(name), counts.failures(name), counts.failed_challenges(name)),
                 )
             )
         return found

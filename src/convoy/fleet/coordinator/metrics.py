@@ -29,19 +29,42 @@ class FleetCounts:
         self._requests = LabelSums("model", "outcome")
         self._tokens = LabelSums("model", "kind")
         self._charged = LabelSums("model")
+        self._answers = LabelSums("provider")
         self._failures = LabelSums("provider")
         self._unproved = LabelSums("provider")
         self._unbilled = LabelSums("provider", "kind")
         self._refused = 0
+        # Tokens of answers so far, as providers report them. Those of answers that run count too.
+        self.generated_tokens = 0
+        self.retries = 0
+        # Requests that came sealed.
+        self.sealed = 0
 
-    def request(self, model: str, outcome: str, timing: Timing) -> None:
+    def request(self, model: str, outcome: str, timing: Timing, *, tries: int, is_sealed: bool) -> None:
         """Count a request that is over. Every segment is counted, with 0 where it did not apply."""
         self._requests.add(model, word_of(outcome))
+        self.retries += max(0, tries - 1)
+        self.sealed += is_sealed
         for name, seconds in timing.seconds().items():
             self._segments[name].observe(seconds)
 
-    def billed(self, model: str, *, prompt_tokens: int, completion_tokens: int, cost_micro: int) -> None:
-        """Count the tokens and the cost of a request that was settled."""
+    def outcomes(self) -> dict[str, int]:
+        """Return how many requests are over, by how they ended."""
+        return self._requests.totals("outcome")
+
+    def generated(self, tokens: int) -> None:
+        """Count tokens that a provider has sent."""
+        self.generated_tokens += tokens
+
+    def prompt_tokens(self) -> int:
+        """Return the prompt tokens that were settled for."""
+        return self._tokens.totals("kind").get("prompt", 0)
+
+    def billed(
+        self, model: str, provider: str, *, prompt_tokens: int, completion_tokens: int, cost_micro: int
+    ) -> None:
+        """Count the answer, the tokens and the cost of a request that was settled."""
+        self._answers.add(provider)
         self._tokens.add(model, "prompt", amount=prompt_tokens)
         self._tokens.add(model, "completion", amount=completion_tokens)
         self._charged.add(model, amount=cost_micro)
@@ -56,6 +79,18 @@ class FleetCounts:
     def unbilled(self, provider: str) -> int:
         """Return how many tokens a provider has reported beyond its bounds since this process started."""
         return sum(self._unbilled.get(provider, kind) for kind in ("prompt", "completion"))
+
+    def answers(self, provider: str) -> int:
+        """Return how many of its answers were settled since this process started."""
+        return self._answers.get(provider)
+
+    def failures(self, provider: str) -> int:
+        """Return how many requests it has refused, failed or left since this process started."""
+        return self._failures.get(provider)
+
+    def failed_challenges(self, provider: str) -> int:
+        """Return how many challenges it has not answered rightly since this process started."""
+        return self._unproved.get(provider)
 
     def provider_failed(self, provider: str) -> None:
         """Count a provider that refused a request, failed it or fell silent."""
@@ -77,6 +112,7 @@ class FleetCounts:
         yield histogram("convoy_fleet_segment_seconds", "Each part of a request's way.", segments)
         yield self._tokens.family("convoy_fleet_billed_tokens", "Tokens that were settled for.")
         yield self._charged.family("convoy_fleet_charged_micro", "Millionths of a unit that were charged.")
+        yield self._answers.family("convoy_fleet_provider_answers", "Its answers that were settled.")
         yield self._failures.family("convoy_fleet_provider_failures", "Requests that it failed.")
         text = "Tokens that a provider reported beyond the bytes sent or seen, and that were not billed."
         yield self._unbilled.family("convoy_fleet_unbilled_tokens", text)

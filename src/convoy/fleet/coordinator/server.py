@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.api.listen.options import ServeOptions, is_loopback
 from convoy.api.listen.tls import check_certificate
+from convoy.api.page.rights import PageRights
+from convoy.api.page.session_endpoints import SessionEndpoints
 from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.cluster.metrics.families import Metric
@@ -96,7 +98,9 @@ def make_public_app(
 
     ``counts`` counts requests, and ``failed`` wrong keys.
     """
-    about = CoordinatorAbout(coordinator, lifecycle)
+    rights = PageRights(options)
+    about = CoordinatorAbout(coordinator, lifecycle, rights)
+    page = SessionEndpoints(rights, "coordinator", needs_key=True, check_key=about.check_key)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
     leases = Leases(coordinator)
     routes = [
@@ -105,13 +109,14 @@ def make_public_app(
         Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
         *(Route(api.path, Consume(*shared, kind), methods=["POST"]) for kind, api in APIS.items()),
         Route("/v1/responses/{id}", about.stored, methods=["GET", "DELETE"]),
-        Route("/", about.root, methods=["HEAD"]),
+        *page.routes(),
+        Route("/status", about.status),
         Route("/v1/models", about.models),
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),
     ]
     consumers = counts.around(
-        Guard(Router(routes, redirect_slashes=False), options, failed, problem_for), routes
+        Guard(Router(routes, redirect_slashes=False), options, failed, problem_for, rights), routes
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,8 +190,9 @@ async def _serve(
     on_drain: Callable[[int, float], None],
 ) -> int:
     lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(), FailedKeys()
+    options = replace(listen.public, tls=listen.tls)
     public = HttpServer(
-        make_public_app(coordinator, listen.public, lifecycle, counts, failed),
+        make_public_app(coordinator, options, lifecycle, counts, failed),
         max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
         tls=listen.tls,
         limits=listen.public.limits,

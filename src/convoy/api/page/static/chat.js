@@ -53,7 +53,7 @@ function Settings({ settings, set, keeps, onKeep }) {
   </div></details>`;
 }
 
-export function Chat({ apiKey, needsKey, onKey, models, states }) {
+export function Chat({ apiKey, needsKey, onKey, ofCoordinator, models, states }) {
   const [turns, setTurns] = useState(readTurns);
   const [keeps, setKeeps] = useState(keepsNow);
   const [unkept, setUnkept] = useState("");
@@ -78,7 +78,7 @@ export function Chat({ apiKey, needsKey, onKey, models, states }) {
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
     const body = { model: chosen, messages: [...system, ...sent(asked)], ...numbers };
     try {
-      for await (const chunk of streamChat(apiKey, body, stopping.signal)) {
+      for await (const chunk of streamChat(apiKey, body, stopping.signal, !ofCoordinator)) {
         const delta = chunk.choices[0]?.delta;
         const progress = chunk.prompt_progress;
         if (progress) reply.prefilled = Math.floor((100 * progress.processed) / progress.total);
@@ -112,13 +112,14 @@ export function Chat({ apiKey, needsKey, onKey, models, states }) {
 
   if (needsKey && !apiKey) {
     return html`<h1>Chat</h1><form class="card" onSubmit=${(e) => { e.preventDefault(); onKey(key.trim()); }}>
-      <p>This head asks for an API key, which stays in this page's memory.</p>
+      <p>This server asks for an API key, which stays in this page's memory.</p>
       <label>API key for chat <input type="password" autocomplete="off" value=${key} onInput=${(e) => setKey(e.target.value)} /></label> <button disabled=${!key.trim()}>Use it</button></form>`;
   }
   return html`<div class="chat">
     <div class="row"><h1>Chat</h1><${ModelPicker} chosen=${chosen} set=${(model) => setSettings({ ...settings, model })} models=${models} states=${states} />
       ${turns.length > 0 && !aborting && html`<button class="quiet" onClick=${forget}>New conversation</button>`}</div>
     ${turns.length === 0 && html`<p class="quiet-text">${keeps ? "The conversation is kept in this browser alone, until you begin a new one." : "The conversation is in this page's memory alone, and ends with it."}</p>`}
+    ${turns.length === 0 && ofCoordinator && html`<p class="quiet-text">The coordinator and the provider that answers can read this chat. A tool behind <code>convoy proxy</code> keeps the coordinator out.</p>`}
     ${unkept && html`<p class="notice bad" role="alert">${unkept}</p>`}
     <ol class="turns" aria-label="Conversation">${turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} running=${Boolean(aborting) && index === turns.length - 1} />`)}</ol>
     <div ref=${end}></div>

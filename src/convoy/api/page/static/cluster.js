@@ -2,9 +2,7 @@
 import { html } from "./vendor/preact-htm.js";
 import { Forecast } from "./forecast.js";
 import { Step } from "./step.js";
-import { age, bytes, count, pairs, seconds } from "./words.js";
-
-const LEVELS = { none: "no evidence", self_signed: "self-signed evidence", hardware: "hardware evidence" };
+import { LEVELS, age, bytes, count, pairs, seconds } from "./words.js";
 
 function layersOf(stage) {
   const parts = [];

@@ -2,6 +2,7 @@
 import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
 import { RETRY_MS, about, beginSession, endAllSessions, endSession, readModels, watchStatus } from "./server.js";
 import { Cluster } from "./cluster.js";
+import { Fleet } from "./fleet.js";
 import { Requests, History } from "./requests.js";
 import { Invitations } from "./invitations.js";
 import { Models } from "./models.js";
@@ -9,6 +10,7 @@ import { Connect } from "./connect.js";
 import { Chat } from "./chat.js";
 
 const VIEWS = { cluster: ["Cluster", Cluster], requests: ["Requests", Requests], chat: ["Chat", Chat], connect: ["Connect", Connect] };
+const OF_COORDINATOR = { ...VIEWS, cluster: ["Fleet", Fleet] };
 const history = new History();
 
 function viewOf(hash) {
@@ -35,7 +37,7 @@ function SignIn({ problem, onKey }) {
   return html`<main class="signin card">
     <h1>Sign in</h1>
     ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
-    <p>On the machine of the head, run</p>
+    <p>On the server's own machine, as its user, run</p>
     <pre><code>convoy open${location.port === "8000" && location.protocol === "http:" ? "" : ` --url ${location.origin}`}</code></pre>
     <p>and open the address that it prints. Or look with an API key, which stays in this page's memory:</p>
     <form onSubmit=${submit}>
@@ -79,7 +81,7 @@ function Page() {
       setLost("");
     } catch (error) {
       setRights(null);
-      if (error.status !== 401) {
+      if (error.status !== 401 && error.status !== 403) {
         setUnreached(error.message);
         setTimeout(() => start(key), RETRY_MS);
         return;
@@ -97,30 +99,38 @@ function Page() {
   useEffect(() => {
     if (!rights) return undefined;
     readModels(apiKey).then(setModels, () => setModels([]));
-    return watchStatus(apiKey, (told) => { history.add(told); setStatus(told); setLost(""); }, setLost, () => { setRights(null); setStatus(null); });
+    let live = false;
+    const show = (told) => { live = true; history.add(told); setStatus(told); setLost(""); };
+    const stop = watchStatus(apiKey, show, (why) => { live = false; setLost(why); }, () => { setRights(null); setStatus(null); });
+    const resting = setInterval(() => { if (live) { history.rest(); setStatus((now) => now && { ...now }); } }, 1000);
+    return () => { clearInterval(resting); stop(); };
   }, [rights, apiKey]);
 
   const notice = rights ? lost : unreached;
   if (!rights && !notice) return html`<${SignIn} problem=${problem} onKey=${start} />`;
   const end = (how) => how().then(() => { setStatus(null); return start(apiKey); }, (error) => setProblem(error.message));
-  const Shown = VIEWS[view][1];
+  const ofCoordinator = rights?.server === "coordinator";
+  const views = ofCoordinator ? OF_COORDINATOR : VIEWS;
+  const Shown = views[view][1];
+  // A session has no key to ask for the list, but a coordinator's status has the models.
+  const known = models.length ? models : status?.offered ?? [];
   return html`
     <a class="skip" href="#main" onClick=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header>
       <a class="brand" href="#cluster"><img src="/page/static/icon.svg" alt="" width="26" height="26" />Convoy</a>
-      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, [label]]) =>
+      <nav aria-label="Views">${Object.entries(views).map(([name, [label]]) =>
         html`<a key=${name} href=${`#${name}`} aria-current=${name === view ? "page" : null}>${label}</a>`)}</nav>
       ${rights && html`<${Rights} rights=${rights} onEnd=${end} />`}
     </header>
     <main id="main" tabindex="-1">
       ${problem && html`<p class="notice bad" role="alert">${problem}</p>`}
       ${notice && html`<p class="notice bad" role="alert">${notice}</p>`}
-      ${rights?.scope === "operate" && html`<${Invitations} />`}
+      ${rights?.scope === "operate" && !ofCoordinator && html`<${Invitations} />`}
       ${view === "cluster" && status?.models && html`<${Models} states=${status.models} pull=${status.pull} operates=${rights?.scope === "operate"} />`}
       ${view !== "chat" && (status
-        ? html`<${Shown} status=${status} history=${history} models=${models} rights=${rights} />`
-        : !notice && html`<p class="quiet-text">Asking the head …</p>`)}
-      <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} models=${models} states=${status?.models ?? []} /></div>
+        ? html`<${Shown} status=${status} history=${history} models=${known} rights=${rights} />`
+        : !notice && html`<p class="quiet-text">Asking the server …</p>`)}
+      <div hidden=${view !== "chat"}><${Chat} apiKey=${apiKey} needsKey=${rights?.needs_key} onKey=${setApiKey} ofCoordinator=${ofCoordinator} models=${known} states=${status?.models ?? []} /></div>
     </main>`;
 }
 

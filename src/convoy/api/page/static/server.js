@@ -1,4 +1,4 @@
-// All requests to the head. An API key is held by the caller, in memory, and goes into one header.
+// All requests to the head or the coordinator. An API key is held by the caller, in memory, and goes into one header.
 
 const headersOf = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
@@ -15,10 +15,10 @@ async function ask(path, options = {}) {
     answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The head does not answer. Is it running? This page tries again by itself.", 0);
+    throw new Refused("The server does not answer. Is it running? This page tries again by itself.", 0);
   }
   if (answer.ok) return answer;
-  let message = `The head answered ${answer.status}.`;
+  let message = `The server answered ${answer.status}.`;
   try {
     message = (await answer.json()).error.message;
   } catch { /* The body explains nothing, so the status is all there is to say. */ }
@@ -74,7 +74,7 @@ export function watchStatus(key, told, lost, refused) {
         for await (const data of eventsOf(answer)) {
           restart();
           const status = JSON.parse(data);
-          if (status.failed) lost(`The head cannot say its status now (${status.failed}).`);
+          if (status.failed) lost(`The server cannot say its status now (${status.failed}).`);
           else told(status);
         }
       } catch (error) {
@@ -83,7 +83,7 @@ export function watchStatus(key, told, lost, refused) {
         clearTimeout(silent);
       }
       if (ended) return undefined;
-      lost("The connection to the head is lost. This page tries again by itself; nothing here is newer than that.");
+      lost("The connection to the server is lost. This page tries again by itself; nothing here is newer than that.");
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
     return undefined;
@@ -93,9 +93,9 @@ export function watchStatus(key, told, lost, refused) {
 }
 
 // Yield the chunks of a chat's answer. An error inside the stream is thrown in the server's words.
-export async function* streamChat(key, body, signal) {
+export async function* streamChat(key, body, signal, tellsProgress) {
   const headers = { ...headersOf(key), "content-type": "application/json" };
-  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, include_progress: true } });
+  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, ...(tellsProgress && { include_progress: true }) } });
   const answer = await ask("/v1/chat/completions", { method: "POST", headers, body: sent, signal });
   for await (const data of eventsOf(answer)) {
     if (data === "[DONE]") return;

@@ -22,5 +22,6 @@ export function age(unix) {
 }
 
 export const perSecond = (rate) => `${rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(2)} tokens/s`;
+export const LEVELS = { none: "no evidence", self_signed: "self-signed evidence", hardware: "hardware evidence" };
 export const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 export const pairs = (hex) => hex.slice(0, 16).match(/.{4}/g)?.join(" ") ?? "";

@@ -32,6 +32,10 @@ class Approvals:
         """Return whether a provider with that key dialled before it was approved, as far as is remembered."""
         return identity in self._called
 
+    def waiting(self) -> list[str]:
+        """Return the keys that wait on their sockets, in hex."""
+        return [identity.hex() for identity in self._waiting]
+
     def approve(self, identity: bytes) -> None:
         """Wake the provider that waits with that key."""
         if (event := self._waiting.get(identity)) is not None:

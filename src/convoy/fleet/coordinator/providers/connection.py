@@ -133,6 +133,8 @@ class ProviderSocket:
         self._failed_proofs = 0
         self._name_of: Callable[[bytes], str | None] = lambda _: None
         self.on_failed_proof: Callable[[], None] = lambda: None
+        # It gets the number of tokens that came with a message.
+        self.on_tokens: Callable[[int], None] = lambda _: None
         self.registration: Registration | None = None
         # The newest sufficient evidence, as it came.
         self.evidence = b""
@@ -284,7 +286,9 @@ class ProviderSocket:
         if answer is None:
             # The request was given up, and its last messages were still in flight.
             return
+        before = answer.tokens
         answer.put(message)
+        self.on_tokens(answer.tokens - before)
         if answer.is_over:
             del self._answers[message.request_id]
 

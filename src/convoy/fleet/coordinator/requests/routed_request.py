@@ -278,6 +278,7 @@ class RoutedRequest:
             cost_micro = await self.coordinator.clerk.settle(self.id, bill)
             self.coordinator.counts.billed(
                 self.wanted.model,
+                bill.provider,
                 prompt_tokens=bill.prompt_tokens,
                 completion_tokens=bill.completion_tokens,
                 cost_micro=cost_micro,
@@ -287,7 +288,10 @@ class RoutedRequest:
         """Log one line per request: counts and times, no text."""
         self.timing.reach("total_e2e")
         _log.info(_REPORT, self.id, outcome, self.provider or "-", *self.timing.us().values())
-        self.coordinator.counts.request(self.wanted.model, outcome, self.timing)
+        is_sealed = self.sealed == "end-to-end"
+        self.coordinator.counts.request(
+            self.wanted.model, outcome, self.timing, tries=self.tries, is_sealed=is_sealed
+        )
         if self.coordinator.options.traces.is_on:
             self._end_span(outcome)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from convoy.config.table import QUEUE_PER_ACCOUNT, QUEUE_WAIT_S, QUEUE_WAITING
 from convoy.errors import NotReady, QueueFull
-from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.capacity import Capacity, Load, Places
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.trust.evidence.level import Level
@@ -272,6 +272,20 @@ class Dispatcher:
     def running(self, model: str) -> int:
         """Return how many requests for the model are with a provider."""
         return sum(one.ask.model == model for one in self._running.values())
+
+    def load(self, account: str | None) -> tuple[int, int]:
+        """Return how many requests are with a provider and how many wait, of one account, or of all."""
+        if account is None:
+            return len(self._running), sum(len(model.queue) for model in self._models.values())
+        running = sum(one.ask.account == account for one in self._running.values())
+        return running, sum(model.queue.waiting(account) for model in self._models.values())
+
+    def places(self, provider: str) -> dict[str, Places]:
+        """Return a provider's room, by model."""
+        models = self._models.items()
+        return {
+            name: model.providers.places(provider) for name, model in models if provider in model.providers
+        }
 
     def wait_s(self, ask: RouteRequest) -> float:
         """Return how long ``ask`` would wait if it were queued now.

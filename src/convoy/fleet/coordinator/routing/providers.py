@@ -12,7 +12,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.capacity import Capacity, Load, Places
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
@@ -188,6 +188,19 @@ class ProviderTable:
     def running(self, name: str) -> int:
         """Return how many requests of this coordinator run at the provider."""
         return int(self._columns["running"][self._index[name]])
+
+    def places(self, name: str) -> Places:
+        """Return the provider's room."""
+        row, columns = self._index[name], self._columns
+        scale = max(columns["decode_scale"][row], columns["said_scale"][row]) or 1.0
+        return Places(
+            slots=int(columns["slots"][row]),
+            taken_elsewhere=int(columns["foreign"][row]),
+            # A heartbeat changes the last digits every few seconds.
+            tokens_per_s=float(f"{1 / (columns['alone_s'][row] * scale):.3g}"),
+            max_context=int(columns["max_context"][row]),
+            on_trial=bool(columns["penalty_s"][row] > 0),
+        )
 
     def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
         """Return the seconds in which each provider would finish ``output_tokens`` for ``ask``, if free."""
