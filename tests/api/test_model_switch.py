@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from convoy.api.body.keep_alive import read_keep_alive
 from convoy.api.model_switch import ModelSwitch, SwitchOptions
+from convoy.api.openai.parsed_request import keep_alive_s
 from convoy.api.problem import answer_for, headers_for
 from convoy.api.refusals import ModelNotLoaded
 from convoy.errors import CapacityError, Draining, PeerLeft, RequestError
@@ -352,6 +352,43 @@ def test_a_request_that_comes_during_a_load_waits_for_it() -> None:
     run(test)
 
 
+def test_every_change_is_told_in_one_line() -> None:
+    async def test() -> None:
+        told: list[tuple[str | None, str]] = []
+        scene = Scene(on_change=lambda loaded, line: told.append((loaded, line.partition(" after ")[0])))
+        await scene.switch.load("b")
+        await scene.switch.unload("b")
+        await scene.switch.load("a")
+        scene.loader.failure = PeerLeft("beta left")
+        with pytest.raises(PeerLeft):
+            await scene.switch.load("b")
+        assert told == [
+            ("b", "b is loaded in place of a"),
+            (None, "b is unloaded; the next request loads its model"),
+            ("a", "a is loaded"),
+            (None, "b could not be loaded; the next request tries again"),
+        ]
+
+    run(test)
+
+
+def test_the_time_until_an_unload_begins_with_the_end_of_a_request() -> None:
+    async def test() -> None:
+        scene = Scene(keep_alive_s=300.0)
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        assert scene.switch.expires_in_s == 300.0
+        end.set()
+        await task
+        left_s = scene.switch.expires_in_s
+        assert left_s is not None
+        assert 200 < left_s < 300
+        await scene.ask(-1.0)
+        assert scene.switch.expires_in_s is None
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
@@ -364,15 +401,20 @@ def test_a_request_that_comes_during_a_load_waits_for_it() -> None:
         ("-1s", -1),
         (-5, -1),
         ("1.5s", 1.5),
+        ("never", -1),
+        ("-1", -1),
+        ("1h", 3600),
+        ("90s", 90),
+        ("0.5", 0.5),
     ],
 )
 def test_keep_alive_is_read_as_seconds_or_a_duration(
     given: float | str | None, seconds: float | None
 ) -> None:
-    assert read_keep_alive(given) == seconds
+    assert keep_alive_s(given) == seconds
 
 
 @pytest.mark.parametrize("given", ["soon", "5 m", "", "m", float("nan"), "1" * 400])
 def test_another_keep_alive_is_refused(given: float | str) -> None:
     with pytest.raises(RequestError, match="keep_alive"):
-        read_keep_alive(given)
+        keep_alive_s(given)

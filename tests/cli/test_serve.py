@@ -302,6 +302,19 @@ def test_a_further_model_without_a_name_or_a_model_is_refused(tmp_path: Path, al
     assert f"error: also is {also!r}, expected MODEL or NAME=MODEL" in done.stderr.splitlines()
 
 
+@pytest.mark.parametrize("more", [["--also", "small=demo"], ["--keep-alive", "5m"]])
+def test_one_prompt_and_several_models_do_not_go_together(tmp_path: Path, more: list[str]) -> None:
+    done = run_here(["run", "demo-mini", "--prompt", "2+2", *more], tmp_path)
+    assert done.returncode == 2
+    assert "error: --prompt came with --also or --keep-alive" in done.stderr
+
+
+def test_a_keep_alive_that_is_no_duration_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = run_here(["serve", "demo-mini", "--keep-alive", "soon"], tmp_path)
+    assert done.returncode == 2
+    assert "error: --keep-alive is 'soon', expected seconds, a duration such as 5m" in done.stderr
+
+
 @pytest.mark.parametrize("verb", ["serve", "run"])
 def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
     tmp_path: Path, verb: str

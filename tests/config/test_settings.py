@@ -219,3 +219,20 @@ def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:
 def test_prompts_are_shared_across_keys_only_where_the_file_says_so(file: Path) -> None:
     assert not head_options(load(file, WHOLE)).share_across_keys
     assert head_options(load(file, "[engine]\nshare_across_keys = true")).share_across_keys
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [('"5m"', 300), ("90", 90), ('"1h"', 3600), ('"never"', None), ("-1", None), ("0", 0), ('"0"', 0)],
+)
+def test_keep_alive_takes_every_form_of_a_duration(text: str, seconds: float | None, tmp_path: Path) -> None:
+    file = tmp_path / "convoy.toml"
+    file.write_text(f"[serve]\nkeep_alive = {text}\n")
+    assert load_config(file).serve.keep_alive_s == seconds
+
+
+def test_a_keep_alive_that_is_no_duration_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "convoy.toml"
+    file.write_text('[serve]\nkeep_alive = "soon"\n')
+    with pytest.raises(ConfigError, match="keep_alive is 'soon', expected seconds, a duration such as 5m"):
+        load_config(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import queue
 
 import pytest
 
@@ -38,3 +39,14 @@ def test_an_error_keeps_its_cause_while_every_member_lives() -> None:
         with pytest.raises(ConfigError) as raised:
             local.reraise(error)
         assert exit_code(raised.value) == EXIT_RETRY
+
+
+def test_a_member_that_is_killed_is_told_of_and_those_that_the_cluster_ends_are_not() -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with LocalCluster(LocalOptions(3, num_threads=1, memory_gb=1.0)) as local:
+        local.start_peers("demo-mini")
+        local.tell_ends(told.put)
+        local.processes["beta"].kill()
+        said = "beta was killed by signal 9; it does not come back before this command is started again"
+        assert told.get(timeout=60) == said
+    assert told.empty()

@@ -136,6 +136,7 @@ def _ollama_routes(shared: _Shared, dropped: DroppedHistory) -> list[Route]:
         Route("/api/chat", chat, methods=["POST"]),
         Route("/api/generate", prompt, methods=["POST"]),
         Route("/api/tags", models.tags),
+        Route("/api/ps", models.running),
         Route("/api/show", models.show, methods=["POST"]),
         Route("/api/version", models.version),
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from convoy.config.table import SERVE
 from convoy.errors import ConvoyError, StageLost
 
 _log = logging.getLogger(__name__)
+
+
+OnChange = Callable[[str | None, str], None]
 
 
 class Loader(Protocol):
@@ -45,7 +49,8 @@ class SwitchOptions:
 
     ``keep_alive_s`` None keeps it. Requests say how long their model stays only if the operator chose to
     unload models: with ``keep_alive_s``, or with ``knows_several`` models. ``later`` calls a function after
-    some seconds, as `loop.call_later` does; None takes that of the running loop.
+    some seconds, as `loop.call_later` does; None takes that of the running loop. ``on_change`` is told of
+    each change: the loaded model, or None, and a line for the operator.
     """
 
     max_waiting: int = SERVE.max_waiting
@@ -53,6 +58,7 @@ class SwitchOptions:
     keep_alive_s: float | None = SERVE.keep_alive_s
     knows_several: bool = False
     later: Callable[[float, Callable[[], None]], Any] | None = None
+    on_change: OnChange = lambda _loaded, _line: None
 
 
 class _Waiter:
@@ -93,6 +99,26 @@ class ModelSwitch:
         self._changing: asyncio.Task[None] | None = None
         # Counts uses of the model, so that a timer of an earlier idle time does nothing.
         self._use = 0
+        # Monotonic time of the last request's end.
+        self._idle_from_s = time.monotonic()
+
+    @property
+    def loaded(self) -> str | None:
+        """Return the name of the loaded model."""
+        return self._loader.loaded
+
+    @property
+    def takes_wishes(self) -> bool:
+        """Return whether requests say how long their model stays."""
+        return self._options.keep_alive_s is not None or self._options.knows_several
+
+    @property
+    def expires_in_s(self) -> float | None:
+        """Return the seconds until the loaded model is unloaded if no request comes; None for never."""
+        if self._keep_s is None or self._keep_s < 0:
+            return None
+        idle_s = 0.0 if self._num_running else time.monotonic() - self._idle_from_s
+        return max(0.0, self._keep_s - idle_s)
 
     @property
     def num_waiting(self) -> int:
@@ -128,6 +154,7 @@ class ModelSwitch:
             yield
         finally:
             self._num_running -= 1
+            self._idle_from_s = time.monotonic()
             self._keep_s = self._kept_s(keep_alive_s, may_shorten=may_shorten)
             self._advance()
 
@@ -147,7 +174,7 @@ class ModelSwitch:
     def _kept_s(self, asked_s: float | None, *, may_shorten: bool) -> float | None:
         """Return how long the model stays after a request that asked for that time."""
         own_s = self._options.keep_alive_s
-        if asked_s is None or (own_s is None and not self._options.knows_several):
+        if asked_s is None or not self.takes_wishes:
             return own_s
         is_shorter = asked_s >= 0 and (own_s is None or asked_s < own_s)
         return own_s if is_shorter and not may_shorten else asked_s
@@ -220,13 +247,18 @@ class ModelSwitch:
 
     async def _run_change(self, name: str | None) -> None:
         error: ConvoyError | None = None
+        before, began_s = self._loader.loaded, time.monotonic()
+        line = f"{name} could not be loaded; the next request tries again"
         try:
             if name is not None:
-                _log.info("loading model=%s in place of=%s", name, self._loader.loaded)
+                _log.info("loading model=%s in place of=%s", name, before)
                 await anyio.to_thread.run_sync(self._loader.load, name, abandon_on_cancel=True)
-            elif self._loader.loaded is not None:
-                _log.info("unloading model=%s", self._loader.loaded)
+                old = f" in place of {before}" if before else ""
+                line = f"{name} is loaded{old} after {time.monotonic() - began_s:.1f} s"
+            elif before is not None:
+                _log.info("unloading model=%s", before)
                 await anyio.to_thread.run_sync(self._loader.unload, abandon_on_cancel=True)
+                line = f"{before} is unloaded; the next request loads its model"
         except ConvoyError as failed:
             _log.warning("%s could not be loaded: %s", name, failed.message)
             error = failed
@@ -236,6 +268,7 @@ class ModelSwitch:
             error = StageLost(text, public=text)
         finally:
             self._changing = None
+        self._options.on_change(self._loader.loaded, line)
         if error is not None:
             for waiter in [one for one in self._waiting if one.wanted == name]:
                 self._waiting.remove(waiter)

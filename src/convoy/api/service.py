@@ -156,6 +156,10 @@ class Service:
             return nullcontext()
         return self.switch.hold(model.name, keep_alive_s, may_shorten=may_shorten)
 
+    def is_loaded(self, model: ServedModel) -> bool:
+        """Return whether a model is loaded."""
+        return self.switch is None or self.switch.loaded == model.name
+
     def model(self, name: str | None) -> ServedModel:
         """Return the model with that name, or the only model for None. Raises `UnknownModel`."""
         if name is None and len(self.models) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,7 +67,7 @@ def run(
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     http = ServeConfig(**listens)
-    served = _check_early(members, kernel, http if prompt is None else None)
+    served = _check_early(members, kernel, http, serves=prompt is None)
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
     options = LocalOptions(
@@ -84,17 +85,23 @@ def run(
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = override(local.config(local.head), serve=http)
-        _serve_or_answer(local, settings, model, asked, Shown(as_json=as_json, verbose=verbose, verb="run"))
+        show = Shown(as_json, verbose, verb="run", on_ready=partial(local.tell_ends, print_note))
+        _serve_or_answer(local, settings, model, asked, show)
 
 
-def _check_early(num_members: int, kernel: str, http: ServeConfig | None) -> ServeOptions | None:
-    """Return the options of the server, or None for no ``http``.
+def _check_early(num_members: int, kernel: str, http: ServeConfig, *, serves: bool) -> ServeOptions | None:
+    """Return the options of the server, or None if it does not serve.
 
     Raises the errors of flags before a download, and before PyTorch is loaded.
     """
     local_names(num_members)
     check_choice("model", "kernel", kernel)
-    if http is None:
+    if not serves and (http.also or http.keep_alive is not None):
+        raise UsageError(
+            "--prompt came with --also or --keep-alive, and answers once with one model",
+            hint="leave --prompt out to serve, or the others to answer",
+        )
+    if not serves:
         return None
     options = serve_options(Config(serve=http))
     options.check()

@@ -217,7 +217,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 class Shown:
     """Hold how a start is shown. ``note`` is a line about the cluster for ``verbose``.
 
-    ``verb`` and ``folder`` stand in the list of `convoy ps`.
+    ``verb`` and ``folder`` stand in the list of `convoy ps`. ``on_ready`` is called once the head serves.
     """
 
     as_json: bool = False
@@ -225,6 +225,7 @@ class Shown:
     note: str | None = None
     verb: str = "serve"
     folder: Path = Path()
+    on_ready: Callable[[], None] = lambda: None
 
 
 def serve_cluster(
@@ -268,8 +269,15 @@ def serve_cluster(
                 keep_waiting=watch is None,
             )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
-            run = server_of(*(front, cluster, replace(options, traces=on), settings), opened.known())
-            _serve(cluster, run, replace(options, traces=on), settings, show, providing, here, front)
+
+            def on_change(loaded: str | None, line: str) -> None:
+                here.say(f"serves {loaded or 'no model now'} at {here.url}/v1")
+                if not show.as_json:
+                    print_note(line)
+
+            traced = replace(options, traces=on)
+            run = server_of(front, cluster, traced, settings, opened.known(), on_change)
+            _serve(cluster, run, traced, settings, show, providing, here, front)
 
 
 def check_port(options: ServeOptions) -> None:
@@ -316,6 +324,7 @@ def _serve(
             settle_memory()
             _say_ready(cluster, url, settings, show)
             here.ready(f"serves {cluster.status().model} at {url}/v1", url)
+            show.on_ready()
             if providing is not None:
                 key = own_key(front, options, "provider")
                 beside.append(providing.begin(url, cluster.head, options, key, quiet=show.as_json))

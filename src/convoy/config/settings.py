@@ -97,6 +97,8 @@ def load_config(path: Path | None) -> Config:
             )
         read[name] = _read_table(kind, name, table, path)
     config = Config(**read, path=path)
+    # Raises for a text that is no duration.
+    config.serve.keep_alive_s  # noqa: B018
     if config.model.name is not None and config.model.path is not None:
         raise ConfigError(
             f"{path}: [model] has both name and path, expected one of them",

@@ -4,8 +4,7 @@ The field is the only place of a default. The file's parser reads these classes.
 take their defaults from `CLUSTER`, `SERVE`, `MODEL`, `ENGINE` and `PLAN`. `cli.flags.table` makes the flags,
 and `scripts/settings.py` makes the tables of docs/configuration.md.
 
-Every table and key is optional here. A verb asks for a key that it needs with a ``require_`` method of
-`config.settings.Config`.
+Every table and key is optional. A verb asks for those that it needs with methods of `config.settings.Config`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from convoy.config.durations import kept_s
 from convoy.config.kernels import AUTO, RequestedCompute, RequestedKernel, RequestedKvDtype, computing_kernel
 
 DEFAULT_PEER_PORT = 7777
@@ -245,18 +245,13 @@ class ServeConfig(msgspec.Struct, frozen=True):
             "; `max_waiting` bounds how many wait",
         ),
     ] = 300.0
-    keep_alive_s: Annotated[
-        Seconds | None,
+    keep_alive: Annotated[
+        float | str | None,
         Setting(
-            "seconds without a request after which the model is unloaded; the next request loads it again",
-            ". A request's `keep_alive` replaces it until the next request",
+            "time without a request after which the model is unloaded: seconds, 5m, 1h, never",
+            ". The next request loads it again. A request's `keep_alive` replaces it until the next request",
             shown="never",
-            flag=Flag(
-                "Seconds without a request after which the model is unloaded.",
-                ("--keep-alive",),
-                least=0,
-                shown="never",
-            ),
+            flag=Flag("Time without a request before the model is unloaded: 300, 5m, 1h.", shown="never"),
         ),
     ] = None
     http_process: Annotated[
@@ -271,6 +266,11 @@ class ServeConfig(msgspec.Struct, frozen=True):
             ),
         ),
     ] = None
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Return the seconds of `keep_alive`; None keeps the model. Raises ConfigError for no duration."""
+        return None if self.keep_alive is None else kept_s(self.keep_alive)
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

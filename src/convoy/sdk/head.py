@@ -18,6 +18,7 @@ from convoy.errors import ConfigError, ConvoyError
 from convoy.sdk.options import Note
 
 if TYPE_CHECKING:
+    from convoy.api.model_switch import OnChange
     from convoy.api.service import Service
     from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
@@ -102,12 +103,13 @@ def service_of(
     *,
     keeps_model: bool = False,
     puller: ModelPuller | None = None,
+    on_change: OnChange = lambda _loaded, _line: None,
 ) -> Service:
     """Return the service of a cluster's model over HTTP, with the cluster's health, status and metrics.
 
     ``serve`` may name the model in every API. ``also`` are further models that requests may name. With
     ``keeps_model`` nothing unloads the model, and the status lists no models to load and unload. ``puller``
-    pulls models for operators.
+    pulls models for operators. ``on_change``: see `SwitchOptions`.
     """
     from convoy.api.model_switch import ModelSwitch, SwitchOptions
     from convoy.api.service import ServedModel, Service
@@ -128,7 +130,10 @@ def service_of(
         pull = None if puller is None else puller.report()
         return msgspec.structs.replace(of_cluster(measures=measures), pull=pull)
 
-    options = SwitchOptions(serve.max_waiting, serve.model_wait_s, serve.keep_alive_s, bool(also))
+    kept_s = serve.keep_alive_s
+    options = SwitchOptions(
+        serve.max_waiting, serve.model_wait_s, kept_s, knows_several=bool(also), on_change=on_change
+    )
     return Service(
         served,
         cluster.health,

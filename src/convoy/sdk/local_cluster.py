@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,7 @@ class LocalCluster(Started):
         self.names = options.names
         self._options = options
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_ending = False
         self.directory = self._stack.enter_context(temporary_folder())
         self._stack.callback(self._stop_all)
 
@@ -177,6 +179,17 @@ class LocalCluster(Started):
                     f"{name} ended with exit status {process.returncode}: {self._last_error(name)}"
                 )
 
+    def tell_ends(self, note: Note) -> None:
+        """Tell ``note`` of each member that ends before the cluster does. None is started again."""
+        for name, process in self._processes.items():
+            threading.Thread(target=self._tell_end, args=(name, process, note), daemon=True).start()
+
+    def _tell_end(self, name: str, process: subprocess.Popen[bytes], note: Note) -> None:
+        code = process.wait()
+        if not self._is_ending:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended: {self._last_error(name)}"
+            note(f"{name} {how}; it does not come back before this command is started again")
+
     def reraise(self, error: ConvoyError) -> NoReturn:
         """Raise the error of a member that ended, if one did, in place of its consequence ``error``.
 
@@ -195,6 +208,7 @@ class LocalCluster(Started):
         return (errors or lines or ["no output"])[-1]
 
     def _stop_all(self) -> None:
+        self._is_ending = True
         for process in self._processes.values():
             # Close every pipe first, so that all peers end at the same time.
             if process.stdin is not None:

@@ -213,8 +213,6 @@ def test_an_answer_has_the_form_that_is_asked_for(ollama: Client, server: Runnin
 @pytest.mark.parametrize(
     ("path", "body", "text"),
     [
-        ("/api/chat", {"messages": []}, "messages is empty"),
-        ("/api/chat", {}, "messages"),
         ("/api/chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, "no message made"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}] * 5000}, "has 5000 messages"),
@@ -229,7 +227,6 @@ def test_an_answer_has_the_form_that_is_asked_for(ollama: Client, server: Runnin
         ("/api/chat", {"messages": ASK, "format": {"type": "string", "pattern": "("}}, "format is not a"),
         ("/api/chat", {"messages": ASK, "think": "very"}, "think is 'very', expected one of"),
         ("/api/chat", {"messages": ASK, "logprobs": True}, "logprobs"),
-        ("/api/generate", {}, "prompt"),
         ("/api/generate", {"prompt": "a", "raw": True}, "raw"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/api/generate", {"prompt": "a" * (MAX_CONTEXT + 1)}, "4096"),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -29,6 +29,7 @@ from convoy.api.listen.options import ServeOptions
 from convoy.api.service import Service
 from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, TraceSpan
 from convoy.engine.outputs import ErrorOutput, FinishOutput
+from convoy.engine.requests.admission import check_for_model
 from convoy.errors import ConvoyError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -131,6 +132,9 @@ class Generate(Generic[Body, Asked]):
                 # A holder of a key unloads no model that the operator keeps for all.
                 may_shorten = self.options.keys is None
                 held = self.service.hold(asked.model, asked.keep_alive_s, may_shorten=may_shorten)
+                if not asked.requests and asked.keep_alive_s == 0 and not self.service.is_loaded(asked.model):
+                    # It is unloaded, as it shall be.
+                    held = nullcontext()
                 async with held, generation:
                     use.used(asked.num_prompt_tokens, 0, 0)
                     await send(generation, answer)
@@ -146,7 +150,14 @@ class Generate(Generic[Body, Asked]):
                 _end_span(span, sink, answer, work.began_s, work.read_s)
 
     def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
-        return self.translate(self.decode(data), self.service, self.options, salt)
+        asked = self.translate(self.decode(data), self.service, self.options, salt)
+        model = asked.model
+        if not self.service.is_loaded(model):
+            # The engine would refuse it after the load.
+            check = partial(check_for_model, vocab_size=model.tokenizer.vocab_size)
+            for request in asked.requests:
+                check(request, eos_ids=model.tokenizer.eos_ids, max_context=model.max_context)
+        return asked
 
     async def _whole(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:
         async for batch in generation.batches(self.options.heartbeat_s):
@@ -180,6 +191,9 @@ class Generate(Generic[Body, Asked]):
             await sink.send_events(answer.failure(error))
             await sink.end_events()
             return
+        if not sink.status:
+            # The model was only loaded.
+            await sink.start_events()
         await sink.send_events(answer.closing(), answer.end)
         await sink.end_events()
 

@@ -145,8 +145,11 @@ class OllamaAnswer:
         return OllamaLine(model=self.counter.asked.model.name, created_at=created, **fields)
 
     def _last(self, part: OllamaReply) -> OllamaLine:
-        assert self._ended is not None, "the answer is complete"
         counter, end_s = self.counter, time.monotonic()
+        if not counter.asked.requests:
+            why = "unload" if counter.asked.keep_alive_s == 0 else "load"
+            return self._line(part, done=True, done_reason=why)
+        assert self._ended is not None, "the answer is complete"
         first_s = end_s if counter.first_token_s is None else counter.first_token_s
         return self._line(
             part,

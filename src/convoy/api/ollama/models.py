@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -29,6 +29,9 @@ _DETAILS: dict[str, Any] = {
     "quantization_level": "",
 }
 _MAX_SHOW_BYTES = 64 * 1024
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+# Ollama, too, names a year that no reader sees.
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)
 
 
 class Lines:
@@ -51,7 +54,7 @@ class ShowBody(msgspec.Struct, frozen=True):
 
 
 class OllamaModels:
-    """Answer GET /api/tags, POST /api/show and GET /api/version."""
+    """Answer GET /api/tags, GET /api/ps, POST /api/show and GET /api/version."""
 
     def __init__(self, service: Service, options: ServeOptions) -> None:
         self._service = service
@@ -76,6 +79,16 @@ class OllamaModels:
             }
         )
 
+    async def running(self, request: Request) -> Response:  # noqa: ARG002
+        """Answer GET /api/ps: the loaded model, and when it is unloaded if no request comes."""
+        switch = self._service.switch
+        models = [model for model in self._service.models if switch is None or switch.loaded == model.name]
+        left_s = None if switch is None else switch.expires_in_s
+        expires = _NEVER if left_s is None else datetime.now(UTC) + timedelta(seconds=left_s)
+        shown = {"expires_at": f"{expires:{_TIME}}", "size_vram": 0}
+        contexts = [{"context_length": model.max_context} for model in models]
+        return _json({"models": [_tag(m) | shown | c for m, c in zip(models, contexts, strict=True)]})
+
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         return _json({"version": __version__})
 
@@ -86,7 +99,7 @@ def _tag(model: ServedModel) -> dict[str, Any]:
 
 
 def _time(model: ServedModel) -> str:
-    return datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{datetime.fromtimestamp(model.created, UTC):{_TIME}}"
 
 
 def _json(body: object) -> Response:

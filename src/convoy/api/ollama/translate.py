@@ -12,7 +12,8 @@ from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.listen.options import ServeOptions
 from convoy.api.ollama.problem import OPTIONS
 from convoy.api.openai.bodies import ChatBody, convert_object, decode_object
-from convoy.api.openai.parsed_request import read_chat
+from convoy.api.openai.parsed_request import keep_alive_s, read_chat
+from convoy.api.refusals import Forbidden
 from convoy.api.service import Service
 from convoy.api.telemetry.dropped import DroppedHistory
 from convoy.errors import RequestError
@@ -78,14 +79,14 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
     """Hold the body of POST /api/chat."""
 
-    messages: list[OllamaMessage]
+    messages: list[OllamaMessage] = []
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaPromptBody(OllamaBody, frozen=True, kw_only=True):
     """Hold the body of POST /api/generate."""
 
-    prompt: str
+    prompt: str = ""
     system: str | None = None
 
 
@@ -109,8 +110,11 @@ def read_ollama(
 ) -> ParsedRequest:
     """Return the engine's request. ``salt`` is that of the caller's key; ``dropped`` counts left-out calls.
 
-    Raises `RequestError` or `UnknownModel`.
+    Without a prompt or messages there is none to run, and the model is only loaded. Raises `RequestError` or
+    `UnknownModel`.
     """
+    if not (body.prompt if isinstance(body, OllamaPromptBody) else body.messages):
+        return _read_wish(body, service, options)
     chat: dict[str, Any] = {
         "model": served_name(body.model, service),
         "stream": body.stream is not False,
@@ -126,6 +130,25 @@ def read_ollama(
         chat["messages"] = _messages(body.messages, options.max_messages)
         chat["tools"] = body.tools
     return read_chat(convert_object(chat, ChatBody), service, options, salt, dropped=dropped)
+
+
+def _read_wish(body: OllamaBody, service: Service, options: ServeOptions) -> ParsedRequest:
+    """Return a request that loads its model, or with `keep_alive` 0 unloads it, and runs nothing."""
+    model, kept_s = service.model(served_name(body.model, service)), keep_alive_s(body.keep_alive)
+    if kept_s == 0 and options.keys is not None:
+        raise Forbidden("an api key unloads no model", hint="`convoy open` signs in to operate")
+    if kept_s == 0 and (service.switch is None or not service.switch.takes_wishes):
+        raise RequestError(
+            "this head keeps its model loaded",
+            param="keep_alive",
+            hint="start it with --keep-alive or --also to unload models",
+        )
+    return ParsedRequest(
+        *(model, (), 0, body.stream is not False),
+        include_usage=False,
+        continuous_usage=False,
+        keep_alive_s=kept_s,
+    )
 
 
 def served_name(given: str, service: Service) -> str:

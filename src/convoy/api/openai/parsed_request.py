@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from convoy.api.body.keep_alive import read_keep_alive
 from convoy.api.chat.parsed import ParsedRequest
 from convoy.api.chat.request import ChatRequest, cache_salt_of, check_room, find_room, parse_chat
 from convoy.api.listen.options import ServeOptions
@@ -20,6 +19,7 @@ from convoy.api.openai.bodies import ChatBody, CompletionBody, GenerationBody, S
 from convoy.api.openai.conversation import read_conversation
 from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.api.telemetry.dropped import DroppedHistory
+from convoy.config.durations import DURATION_FORMS, duration_s
 from convoy.engine.requests.request import AnswerGrammar, GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
@@ -82,7 +82,7 @@ def read_chat(
         include_usage=asked.include_usage,
         continuous_usage=asked.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
-        keep_alive_s=read_keep_alive(body.keep_alive),
+        keep_alive_s=keep_alive_s(body.keep_alive),
     )
 
 
@@ -139,8 +139,22 @@ def _read(
         prompt_texts=texts,
         scoring=scoring and not body.ignore_eos,
         prompt_logprobs=body.prompt_logprobs,
-        keep_alive_s=read_keep_alive(body.keep_alive),
+        keep_alive_s=keep_alive_s(body.keep_alive),
     )
+
+
+def keep_alive_s(given: float | str | None) -> float | None:
+    """Return the seconds of the field: -1 for ever, None if it is not given. Raises `RequestError`."""
+    if given is None:
+        return None
+    seconds = duration_s(given)
+    if seconds is None:
+        raise RequestError(
+            f"keep_alive is {str(given)[:40]!r}, expected {DURATION_FORMS}",
+            param="keep_alive",
+            hint="0 unloads the model after the answer, and -1 keeps it",
+        )
+    return seconds
 
 
 def _shared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -32,6 +33,6 @@ def flag(table: str, key: str) -> Any:
     kind = row(table, key).kind
     if get_origin(kind) is tuple:
         kind = list[str]
-    elif row(table, key).choices:
+    elif row(table, key).choices or isinstance(kind, UnionType):
         kind = str
     return Annotated[kind | None, option(table, key)]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from convoy.api.front.supervisor import FrontServer
     from convoy.api.listen.options import ServeOptions
+    from convoy.api.model_switch import OnChange
     from convoy.api.traces import Traces
     from convoy.cluster.model_loader import KnownModel
     from convoy.cluster.running import RunningCluster
@@ -91,12 +92,18 @@ def server_of(
     options: ServeOptions,
     settings: Config,
     also: Sequence[KnownModel] = (),
+    on_change: OnChange = lambda _loaded, _line: None,
 ) -> RunServer:
     """Return the function that serves a cluster: in the front process, or in this one for None."""
     from convoy.sdk.pull import ModelPuller
 
     puller = ModelPuller(cluster.head, settings)
-    service = service_of(cluster, settings.serve, also, keeps_model=front is not None, puller=puller)
+    service = service_of(
+        *(cluster, settings.serve, also),
+        keeps_model=front is not None,
+        puller=puller,
+        on_change=on_change,
+    )
     if front is not None:
         return partial(front.run, service, cluster.tokenizer.describe())
     from convoy.api.server import run_server

@@ -61,6 +61,11 @@ class AnnouncedProcess:
         self._socket = notify_socket
         self._write()
 
+    @property
+    def url(self) -> str | None:
+        """Return the HTTP address of a head that serves."""
+        return self._record.url
+
     def say(self, state: str) -> None:
         """Change the text of the state."""
         self._change(state, self._record.url)

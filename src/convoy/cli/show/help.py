@@ -32,7 +32,7 @@ _OPTIONS = {
     "HTTP server": (
         *("host", "serve.port", "run.port", "api_key_file", "tls_certificate", "tls_key"),
         *("allowed_host", "allowed_origin", "store_responses", "served_model_name"),
-        *("also", "keep_alive_s", "http_process"),
+        *("also", "keep_alive", "http_process"),
     ),
     "Invitation": ("invite", "auto_approve", "name", "address", "join.port", "invite_port"),
     "Provider": ("provide", "coordinator_key", "certificate"),

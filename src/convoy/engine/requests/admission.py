@@ -23,6 +23,22 @@ def check_request(
 ) -> None:
     """Raise `RequestError` for a request that can never run; it names the parameter and both numbers."""
     # Checked before admission: on the engine's thread, the error would end all requests.
+    check_for_model(request, vocab_size=vocab_size, eos_ids=eos_ids, max_context=max_context)
+    num_prompt = len(request.prompt_ids)
+    if num_prompt + request.max_tokens > pools.max_tokens:
+        raise RequestError(
+            f"the request needs {sum(pools.needed(num_prompt + request.max_tokens))} K/V blocks of "
+            f"{pools.block_size} tokens, but the whole pool has {pools.num_blocks}",
+            param="max_tokens",
+            code="context_length_exceeded",
+            hint="lower max_tokens, or give the members more memory",
+        )
+
+
+def check_for_model(
+    request: GenerationRequest, *, vocab_size: int, eos_ids: SetOf[int], max_context: int
+) -> None:
+    """Raise `RequestError` for a request that a model can never run, however much memory there is."""
     check_ids(request, eos_ids, vocab_size)
     num_prompt = len(request.prompt_ids)
     if num_prompt + request.max_tokens > max_context:
@@ -32,14 +48,6 @@ def check_request(
             param="max_tokens" if num_prompt < max_context else "prompt",
             code="context_length_exceeded",
             hint="shorten the prompt or lower max_tokens",
-        )
-    if num_prompt + request.max_tokens > pools.max_tokens:
-        raise RequestError(
-            f"the request needs {sum(pools.needed(num_prompt + request.max_tokens))} K/V blocks of "
-            f"{pools.block_size} tokens, but the whole pool has {pools.num_blocks}",
-            param="max_tokens",
-            code="context_length_exceeded",
-            hint="lower max_tokens, or give the members more memory",
         )
 
 

@@ -1,0 +1,102 @@
+"""Ollama's endpoints of several models: the loaded one, and requests that only load, or load nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import pytest
+from ollama import Client
+
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.options import ServeOptions
+from convoy.api.model_switch import ModelSwitch, SwitchOptions
+from convoy.api.service import ServedModel, Service
+from support.fake_loader import FakeLoader
+from support.fake_service import MAX_CONTEXT, ByteTokenizer, FakeEngine, serving_of
+from support.waiting import wait_until
+
+KEY = "sk-test-0123456789"
+
+
+@pytest.fixture
+def loader() -> FakeLoader:
+    return FakeLoader()
+
+
+def served(loader: FakeLoader, keys: KeyRing | None = None) -> Any:
+    engine = FakeEngine()
+    models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
+    switch = ModelSwitch(loader, SwitchOptions(knows_several=True, keep_alive_s=600.0))
+    service = Service(models, lambda: (True, ""), dict, switch=switch)
+    return serving_of(service, ServeOptions(port=0, keys=keys), on_stop=engine.close)
+
+
+@pytest.fixture
+def url(loader: FakeLoader) -> Iterator[str]:
+    with served(loader) as (found, _):
+        yield found
+
+
+def test_a_request_without_a_prompt_only_loads_its_model(url: str, loader: FakeLoader) -> None:
+    client = Client(url)
+    loaded = client.generate("b")
+    assert (loaded.done, loaded.done_reason, loaded.response) == (True, "load", "")
+    assert loader.done == ["b"]
+    chat = client.chat("a", messages=[])
+    assert (chat.done_reason, chat.message.content) == ("load", "")
+    (line,) = client.generate("a", stream=True)
+    assert line.done_reason == "load"
+    assert loader.done == ["b", "a"]
+
+
+def test_the_same_with_keep_alive_0_unloads_it_and_loads_nothing(url: str, loader: FakeLoader) -> None:
+    client = Client(url)
+    assert client.generate("b", keep_alive=0).done_reason == "unload"
+    assert (loader.done, loader.loaded) == ([], "a")
+    assert client.generate("a", keep_alive=0).done_reason == "unload"
+    wait_until(lambda: loader.done == [None])
+    assert client.ps().models == []
+
+
+def test_the_loaded_model_is_listed_with_its_end(url: str) -> None:
+    client = Client(url)
+    client.generate("b", "x", keep_alive="5m")
+    (listed,) = client.ps().models
+    assert listed.model == "b"
+    assert listed.expires_at is not None
+    assert 0 < (listed.expires_at - datetime.now(UTC)).total_seconds() <= 300
+    client.generate("b", "x", keep_alive="never")
+    assert client.ps().models[0].expires_at.year > 2300  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status"),
+    [
+        ("/v1/completions", {"prompt": "x" * (MAX_CONTEXT + 1)}, KEY, 400),
+        ("/v1/completions", {"prompt": "x", "max_tokens": MAX_CONTEXT}, KEY, 400),
+        ("/v1/completions", {"prompt": 5}, KEY, 400),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, KEY, 400),
+        ("/v1/completions", {"prompt": "x", "keep_alive": "soon"}, KEY, 400),
+        ("/v1/completions", {"prompt": "x"}, "sk-wrong", 401),
+        ("/v1/chat/completions", {"messages": []}, KEY, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, KEY, 400),
+        ("/v1/responses", {"input": 5}, KEY, 400),
+        ("/v1/messages", {"messages": [], "max_tokens": 4}, KEY, 400),
+        ("/v1/embeddings", {"input": []}, KEY, 400),
+        ("/api/chat", {"messages": [], "keep_alive": "soon"}, KEY, 400),
+        ("/api/chat", {"messages": []}, "sk-wrong", 401),
+        ("/api/generate", {"keep_alive": 0}, KEY, 403),
+        ("/page/models", {"name": "b", "loaded": True}, KEY, 403),
+    ],
+)
+def test_a_request_that_is_refused_loads_no_model(
+    path: str, body: dict[str, Any], key: str, status: int, loader: FakeLoader
+) -> None:
+    with served(loader, KeyRing.of(KEY)) as (url, _):
+        sent = body if path.startswith("/page/") else {"model": "b", **body}
+        answer = httpx.post(f"{url}{path}", json=sent, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert loader.done == []
