@@ -1,14 +1,15 @@
-"""A sealed route of hosts and MLX: 16 requests at once, while a member of each kind is lost in turn."""
+"""A sealed route of hosts, MLX and CUDA: 16 requests at once, while a member of each kind is lost in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from convoy.cluster.running import RunningCluster
-from convoy.config.kernels import MLX_KERNELS
+from convoy.config.kernels import CUDA_KERNELS, HOST_KERNELS, MLX_KERNELS
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.mlx_device import why_no_mlx
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
@@ -20,18 +21,23 @@ if why_no_mlx():
 
 NUM_REQUESTS = 16
 MODEL = "demo"
+HOSTS = "cpu,mlx,cpu,mlx"
+WITH_CUDA = "cpu,mlx,cuda:0,mlx"
 
 
 @pytest.fixture
 def route(request: pytest.FixtureRequest) -> Iterator[Survival]:
-    """Run a head and gamma on hosts, beta and delta on MLX."""
+    """Run four members with the kernel and the devices of the parameter."""
+    kernel, devices = request.param
+    if devices == WITH_CUDA and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     options = LocalOptions(
         4,
         ["0:2,output", "3:5", "6:8", "9:11"],
-        kernel=request.param,
+        kernel=kernel,
         num_threads=1,
         engine={"num_blocks": 512},
-        device="cpu,mlx",
+        device=devices,
     )
     with LocalCluster(options) as local:
         for name in local.names[1:]:
@@ -69,7 +75,7 @@ def finish(streams: list[Stream]) -> list[list[int]]:
     return [stream.tokens for stream in streams]
 
 
-def kinds_of(route: Survival) -> dict[str, str]:
+def kernels_of(route: Survival) -> dict[str, str]:
     active = route.cluster.head.active_plan
     assert active is not None
     plan = active.plan
@@ -77,11 +83,21 @@ def kinds_of(route: Survival) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("route", "sleeps"), [("plain-f32", True), ("auto", False)], indirect=["route"], ids=["sleeps", "dies"]
+    ("route", "third", "sleeps"),
+    [
+        (("plain-f32", HOSTS), HOST_KERNELS, True),
+        (("auto", HOSTS), HOST_KERNELS, False),
+        (("auto", WITH_CUDA), CUDA_KERNELS, False),
+    ],
+    indirect=["route"],
+    ids=["sleeps", "dies", "dies-with-cuda"],
 )
-def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_lost(route: Survival, *, sleeps: bool) -> None:
-    kinds = kinds_of(route)
-    assert [kind in MLX_KERNELS for kind in kinds.values()] == [False, True, False, True]
+def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_lost(
+    route: Survival, third: Sequence[str], *, sleeps: bool
+) -> None:
+    kernels = kernels_of(route)
+    expected_kinds = (HOST_KERNELS, MLX_KERNELS, third, MLX_KERNELS)
+    assert all(one in kind for one, kind in zip(kernels.values(), expected_kinds, strict=True)), kernels
     expected = finish(start(route, b"whole"))
     streams = start(route, b"lost")
     wait_for(lambda: all(len(stream.tokens) >= 10 for stream in streams))
@@ -93,10 +109,10 @@ def test_sixteen_texts_go_on_when_a_member_of_each_kind_is_lost(route: Survival,
     found = finish(streams)
     stats = route.cluster.engine.stats()
     assert stats.recoveries == 2
-    assert kinds_of(route) == {name: kinds[name] for name in ("alpha", "delta")}
+    assert kernels_of(route) == {name: kernels[name] for name in ("alpha", "delta")}
     if sleeps:
         route.go_on("beta")
-        wait_for(lambda: kinds_of(route) == {name: kinds[name] for name in ("alpha", "beta", "delta")})
+        wait_for(lambda: kernels_of(route) == {name: kernels[name] for name in ("alpha", "beta", "delta")})
         assert route.run(salt=b"awake")["greedy"].tokens
     # Rows of another step may round in another way. Only greedy texts, the even ones, tell of near ties.
     changed = sum(one != other for one, other in zip(found[::2], expected[::2], strict=True))
