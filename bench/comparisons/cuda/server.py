@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ MODEL = os.environ.get("CONVOY_BENCH_MODEL", "synthetic:llama-3-8b")
 CONTEXT, ANSWER = 512, 256
 STREAMS = (1, 16, 64, 256)
 SETTINGS: dict[str, dict[str, float]] = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
+ARRIVING = 2048
 _VOCAB = 100_000
 _STREAMS_OF_A_CLIENT = 32
 _START_S = 300.0
@@ -58,8 +60,49 @@ async def _client(port: int, bodies: Sequence[dict[str, Any]]) -> list[list[floa
 
 def _as_client() -> None:
     """Run the client's process: a line with the port and the bodies comes, and a line with the times goes."""
-    port, bodies = json.loads(sys.stdin.readline())
+    port, bodies, *every_s = json.loads(sys.stdin.readline())
+    if every_s:
+        asyncio.run(_arrive(port, every_s[0], bodies[0]))
     sys.stdout.write(json.dumps(asyncio.run(_client(port, bodies))) + "\n")
+
+
+async def _arrive(port: int, every_s: float, body: dict[str, Any]) -> None:
+    """Send a request every ``every_s`` seconds until the process ends, and print a line for each answer."""
+
+    async def ask() -> None:
+        times = await _stream(port, body)
+        sys.stdout.write(f"{times[-1] - times[0]:.4f}\n")
+        sys.stdout.flush()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in itertools.count():
+            # The first id is another one, so that no prefix is found.
+            body = {**body, "prompt": [number, *body["prompt"][1:]]}
+            tasks.create_task(ask())
+            await asyncio.sleep(every_s)
+
+
+@contextmanager
+def _arriving(port: int, every_s: float, seed: int, vocab: int) -> Iterator[list[float]]:
+    """Let prompts of `ARRIVING` tokens arrive. The list gets the seconds of each answer in the end."""
+    if not every_s:
+        yield []
+        return
+    drawn = random.Random(-seed)  # noqa: S311 - not a secret
+    prompt = [drawn.randrange(vocab) for _ in range(ARRIVING)]
+    body = {"prompt": prompt, "max_tokens": 1, "stream": True, "temperature": 0.0}
+    command = [sys.executable, "-m", "comparisons.cuda.server", "--client"]
+    answers: list[float] = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(json.dumps([port, [body], every_s]) + "\n")
+        client.stdin.close()
+        try:
+            yield answers
+        finally:
+            client.terminate()
+            answers += map(float, client.stdout)
 
 
 def measure(
@@ -71,10 +114,12 @@ def measure(
     *,
     context: int = CONTEXT,
     vocab: int = _VOCAB,
+    every_s: float = 0.0,
 ) -> dict[str, object]:
     """Return the rate of ``streams`` at once while all of them run, and the times between their tokens.
 
-    Prompts have ``context`` random tokens below ``vocab``.
+    Prompts have ``context`` random tokens below ``vocab``. With ``every_s``, a prompt of `ARRIVING` tokens
+    comes that often meanwhile.
     """
     drawn = random.Random(seed)  # noqa: S311 - not a secret
     bodies = [
@@ -88,7 +133,8 @@ def measure(
         }
         for number in range(streams)
     ]
-    times = _ask(port, bodies)
+    with _arriving(port, every_s, seed, vocab) as arrived:
+        times = _ask(port, bodies)
     first = sorted(one[1] - one[0] for one in times)
     begin, end = max(one[1] for one in times), min(one[-1] for one in times)
     num_tokens = sum(begin < at <= end for one in times for at in one)
@@ -96,6 +142,8 @@ def measure(
     return {
         "streams": streams,
         "setting": setting,
+        "arrivals_every_s": every_s,
+        "arrivals": len(arrived),
         "tokens_per_s": round(num_tokens / (end - begin), 1),
         "window_s": round(end - begin, 2),
         "p50_ms": round(1000 * statistics.median(gaps), 2),
@@ -162,6 +210,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=ANSWER)
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt")
     parser.add_argument("--vocab", type=int, default=_VOCAB, help="token ids of prompts are below this")
+    parser.add_argument(
+        "--arrivals", type=float, default=0.0, help=f"seconds between {ARRIVING}-token prompts"
+    )
     parser.add_argument("--port", type=int, default=8771)
     parser.add_argument("--flags", action="append", help="flags of `convoy run`, in one word; repeatable")
     chosen = parser.parse_args()
@@ -189,9 +240,12 @@ def _measure_all(chosen: argparse.Namespace, number: int) -> Iterator[dict[str, 
     sizes = [int(size) for size in chosen.streams.split(",")]
     for size in sizes:
         measure(chosen.port, size, "t1", 1000 + size, chosen.answer, **prompts)
-    for size in sizes:
-        for setting in chosen.settings.split(","):
-            yield measure(chosen.port, size, setting, 10 * size + number, chosen.answer, **prompts)
+    for size, setting in itertools.product(sizes, chosen.settings.split(",")):
+        seed = 10 * size + number
+        yield measure(chosen.port, size, setting, seed, chosen.answer, **prompts)
+        if chosen.arrivals:
+            seed += 5
+            yield measure(chosen.port, size, setting, seed, chosen.answer, **prompts, every_s=chosen.arrivals)
 
 
 if __name__ == "__main__":
