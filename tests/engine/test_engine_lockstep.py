@@ -87,7 +87,7 @@ class World:
         self.first, self.last = tables_of(self.limits), tables_of(self.limits)
 
     def lose_every_stage(self) -> None:
-        self.limits = replace(self.limits, groups=(GroupLimits(self.random.choice([30, 40, 64])),))
+        self.limits = replace(self.limits, groups=(GroupLimits(self.random.choice([20, 30, 64])),))
         self.in_flight.clear()
         self.scheduler.reset(self.limits)
         self._begin()
@@ -138,7 +138,7 @@ def take(tables: BlockTables, step: Step) -> None:
 
 
 shapes = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 12), st.booleans(), st.integers(0, 2)),
+    st.tuples(st.integers(1, 50), st.integers(1, 28), st.booleans(), st.integers(0, 2)),
     min_size=1,
     max_size=12,
 )
@@ -149,7 +149,7 @@ shapes = st.lists(
     shapes,
     st.integers(1, 3),
     st.integers(0, 5),
-    st.sampled_from([30, 40, 64]),
+    st.sampled_from([20, 30, 64]),
     st.sampled_from([None, STEEP]),
     st.booleans(),
     st.integers(0, 2**32 - 1),

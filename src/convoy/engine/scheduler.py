@@ -429,6 +429,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.state = SequenceState.RUNNING
+            sequence.fed_step = -1
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
             self.num_cached_tokens += hit.num_tokens
@@ -515,8 +516,8 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.WAITING
+        # A fed step in flight stays known, so that it is void if it ran on another token.
         sequence.num_scheduled = 0
-        sequence.fed_step = -1
         self.waiting.appendleft(sequence)
 
     def _drop_idle(self) -> bool:
