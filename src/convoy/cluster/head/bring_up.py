@@ -50,6 +50,7 @@ def begin(
             if name in peers.missing():
                 _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
         while True:
+            seen = peers.num_changes
             try:
                 return install(proposal)
             except (PeerError, LinkClosed, SelfCheckError, TooLittleMemory) as error:
@@ -59,7 +60,7 @@ def begin(
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
                 try:
-                    proposal = _next(peers, planner, hellos, proposal, error, fell=fell)
+                    proposal = _next(peers, planner, hellos, proposal, error, fell=fell, seen=seen)
                 except ConvoyError:
                     if watch is None or proposal.members <= hellos().keys():
                         raise
@@ -103,17 +104,19 @@ def _next(
     error: ConvoyError,
     *,
     fell: bool,
+    seen: int,
 ) -> PlannedStages:
     """Return the next plan after ``before`` failed, over the members that are left, as after a loss.
 
-    If all are left but their ranks could not join, and the operator did not demand ranks, the plan has
-    whole layers. Raises ``error`` if neither is the reason, or if no plan fits.
+    A member may be lost and back already: then the members have changed since ``seen``. If all are left but
+    their ranks could not join, and the operator did not demand ranks, the plan has whole layers. Raises
+    ``error`` if none of these is the reason, or if no plan fits.
     """
     others = before.members - {next(iter(hellos()))}
     for name in peers.silent(others, _PING_S) if fell else ():
         peers.give_up(name, "it answers no ping")
     gone = others - peers.present().keys()
-    if not gone and not (fell and planner.has_failed(hellos())):
+    if not gone and peers.num_changes == seen and not (fell and planner.has_failed(hellos())):
         raise error
     try:
         proposal = planner.again(hellos(), None)
