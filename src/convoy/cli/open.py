@@ -5,6 +5,8 @@ It starts no browser: the address would stand on that program's command line, wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -51,5 +53,26 @@ def make_token(endpoint: Endpoint, scope: Scope) -> str:
         )
     # A page without its server would keep a token without a use.
     endpoint.get("/health", accept=frozenset({200, 503}))
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return OpenTokens(token_folder()).make(port, scope)
+    return OpenTokens(token_folder()).make(_port(endpoint), scope)
+
+
+@contextmanager
+def operating(endpoint: Endpoint) -> Iterator[Endpoint]:
+    """Yield the endpoint in a session that may operate.
+
+    Its token is over once the server has answered, so a server that is no head cannot keep it for later.
+    """
+    from convoy.api.page.tokens import OpenTokens
+
+    token = make_token(endpoint, "operate")
+    with ExitStack() as stack:
+        try:
+            head = stack.enter_context(endpoint.session(token))
+        finally:
+            OpenTokens(token_folder()).use(token, _port(endpoint))
+        yield head
+
+
+def _port(endpoint: Endpoint) -> int:
+    parts = urlsplit(endpoint.url)
+    return parts.port or (443 if parts.scheme == "https" else 80)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ from cli.running.test_front import STATUS
 from convoy.api.listen.options import PageOptions, ServeOptions
 from convoy.api.service import ServedModel, Service
 from convoy.cli.main import run
+from convoy.cli.running.process import announced
 from convoy.cluster.status import ClusterStatus, PullStatus
 from convoy.config.files import token_folder
 from support.fake_service import ByteTokenizer, FakeEngine, serving_of
@@ -82,3 +85,61 @@ def test_an_interrupt_stops_the_head_too(
     assert run(["pull", NAME, "--url", url]) == 130
     assert puller.done == [NAME, None]
     assert f"`convoy pull {NAME}` goes on where it was" in capsys.readouterr().err
+
+
+def test_only_a_head_that_this_user_recorded_gets_a_token_unasked(
+    url: str, puller: Puller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled_here: list[str] = []
+
+    def pull_here(_settings: object, name: str, *, quiet: bool) -> str:
+        pulled_here.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("convoy.cli.model_files.pull.local_model", pull_here)
+    monkeypatch.setattr("convoy.cli.model_files.pull.DEFAULT_URL", url)
+    puller.states = [PullStatus(NAME, "pulled")]
+    assert run(["pull", NAME]) == 0
+    assert (puller.done, pulled_here) == ([], [NAME])
+    assert not token_folder().exists()
+    with announced("serve", "alpha", tmp_path) as head:
+        head.ready("serves demo", url)
+        assert run(["pull", NAME]) == 0
+    assert (puller.done, pulled_here) == ([NAME], [NAME])
+
+
+def test_of_several_heads_one_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with announced("serve", "alpha", tmp_path) as one, announced("serve", "beta", tmp_path) as other:
+        one.ready("serves demo", "http://127.0.0.1:1")
+        other.ready("serves demo", "http://127.0.0.1:2")
+        assert run(["pull", NAME]) == 2
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_a_server_that_keeps_its_token_cannot_use_it_later(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    class Taker(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200)
+
+        def do_POST(self) -> None:
+            self._answer(status if self.path == "/page/session" else 500)
+
+        def _answer(self, found: int) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(found)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Taker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert run(["pull", NAME, "--url", f"http://127.0.0.1:{server.server_port}"]) == 1
+        server.shutdown()
+    assert not list(token_folder().iterdir())

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import typer
 
 from convoy.cli.model_files.models import CacheFlag, ConfigFlag
-from convoy.cli.open import make_token
+from convoy.cli.open import operating
 from convoy.cli.running.endpoint import CaFlag
 from convoy.cli.running.hub import local_model
+from convoy.cli.running.process import running_processes
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
 from convoy.cli.show.progress import loading_bars
 from convoy.config.settings import load_config, override
 from convoy.errors import ConvoyError, UsageError
 from convoy.sdk.client import cluster_status
-from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, head_answers
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 if TYPE_CHECKING:
     from convoy.cluster.status import PullStatus
@@ -36,7 +36,7 @@ def pull(
     ],
     url: Annotated[
         str | None,
-        typer.Option("--url", help="The head's HTTP address.  [default: one that runs here]"),
+        typer.Option("--url", help="The head's HTTP address.  [default: one of yours that runs here]"),
     ] = None,
     ca: CaFlag = None,
     cache: CacheFlag = None,
@@ -63,8 +63,7 @@ def pull(
             "--url came with --cache or --config", hint="the head has its own cache: leave one out"
         )
     if url is None and not is_here_alone:
-        default = urlsplit(DEFAULT_URL)
-        url = DEFAULT_URL if head_answers(default.hostname or "", default.port or 0) else None
+        url = _own_head()
     if url is not None:
         _pull_everywhere(Endpoint.of(url, None, ca), names, as_json=as_json)
         return
@@ -79,8 +78,24 @@ def pull(
     print_note(f"serve it: convoy serve {names[0]}")
 
 
+def _own_head() -> str | None:
+    """Return the address that a running head of this user recorded; None without one.
+
+    Another program may listen at the default address, and must get no token. Raises `UsageError` if
+    several heads run and none is at the default address.
+    """
+    urls = sorted({record.url for record in running_processes() if record.url is not None})
+    if DEFAULT_URL in urls:
+        return DEFAULT_URL
+    if len(urls) > 1:
+        raise UsageError(
+            f"{len(urls)} heads of yours run here: {', '.join(urls)}", hint="name one with --url"
+        )
+    return urls[0] if urls else None
+
+
 def _pull_everywhere(endpoint: Endpoint, names: list[str], *, as_json: bool) -> None:
-    with endpoint.session(make_token(endpoint, "operate")) as head:
+    with operating(endpoint) as head:
         ends = {name: _pull_one(head, name, quiet=as_json) for name in names}
     if as_json:
         print_json(ends)
