@@ -95,7 +95,7 @@ class RunningCluster:
         active = head.bring_up(on_load)
         running = cls(head, active, tokenizer, source, options)
         try:
-            running.engine.start()
+            running._start_engine()
         except BaseException:
             running.close()
             raise
@@ -117,6 +117,11 @@ class RunningCluster:
         )
         self._end_engine()
         self.head.unload(why)
+
+    def _start_engine(self) -> None:
+        self.engine.start()
+        if self.engine.captures:
+            self.head.clock.forget()
 
     def _end_engine(self) -> None:
         """Close the engine and wait for its thread, because a recovery on it may still load stages."""
@@ -142,7 +147,7 @@ class RunningCluster:
         active = self.head.load(source, own, on_load)
         self._take(active, tokenizer, source)
         try:
-            self.engine.start()
+            self._start_engine()
         except BaseException:
             self._end_engine()
             self.head.unload("the model could not be loaded")

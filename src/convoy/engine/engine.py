@@ -151,6 +151,11 @@ class Engine:
 
     # Called from any thread.
 
+    @property
+    def captures(self) -> bool:
+        """Return whether the warm-up runs steps of several sizes, so that stages capture them."""
+        return len(self._options.first_rows) > 1
+
     def start(self) -> None:
         """Start the loop and send real tokens through every stage.
 

@@ -102,6 +102,15 @@ def test_steps_in_flight_before_it_give_a_step_more_time(hand: Hand) -> None:
     assert clock.allowed_s() > 8 * 0.3 * 2
 
 
+def test_times_of_a_warm_up_do_not_count(hand: Hand) -> None:
+    clock = StepClock(60.0, hand)
+    pass_steps(clock, hand, 2.0)
+    clock.forget()
+    pass_steps(clock, hand, 0.1)
+    clock.sent(step())
+    assert clock.allowed_s() == 1.0
+
+
 def test_the_same_tokens_far_into_a_sequence_are_a_larger_step(hand: Hand) -> None:
     clock = StepClock(60.0, hand)
     pass_steps(clock, hand, 1.0, num_tokens=64)

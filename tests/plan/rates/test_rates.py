@@ -160,7 +160,9 @@ def test_a_card_that_the_engine_does_not_feed_takes_its_time_and_its_hosts() -> 
     without_host, load = replace(slow, step_s=0, row_s=0), StepLoad(3, 0)
     ranks = msgspec.structs.replace(WHOLE, ranks=["box", "far"])
     windows = spec_of(model_type="mistral", sliding_window=32, num_key_value_heads=4)
-    cases = [*((stage, SPEC) for stage in [*two().stages, ranks]), (WHOLE, windows)]
+    states = spec_of(model_type="qwen3_5_text")
+    whole = msgspec.structs.replace(WHOLE, end=states.num_layers)
+    cases = [*((stage, SPEC) for stage in [*two().stages, ranks]), (WHOLE, windows), (whole, states)]
     for stage, spec in cases:
         computing = card_s(load, without_host, stage, spec)
         assert card_s(load, slow, stage, spec) == pytest.approx(computing + 2e-3 + 2 * 1e-4)

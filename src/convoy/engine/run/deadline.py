@@ -108,6 +108,10 @@ class StepClock:
         allowed_s = self.allowed_s()
         oldest.extension *= max(2.0, 2.0 * since / allowed_s)
 
+    def forget(self) -> None:
+        """Drop all times: those of the warm-up have the capture of each size, which comes once."""
+        self._sizes.clear()
+
     def settle(self) -> None:
         """Forget the steps in flight, because other stages run from now on."""
         self._sent.clear()

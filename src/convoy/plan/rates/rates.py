@@ -292,7 +292,9 @@ def _feeds(spec: ModelSpec, stage: StageAssignment) -> bool:
     The card holds the whole model, and its K/V can be taken back: no windows and no states.
     """
     is_whole = stage.embed and stage.output and stage.end - stage.start == spec.num_layers
-    rewinds = all(group.window is None and group.stride == 1 for group in spec.cache_groups)
+    rewinds = all(
+        group.window is None and group.stride == 1 and not group.is_state for group in spec.cache_groups
+    )
     return is_whole and stage.world_size == 1 and rewinds
 
 
