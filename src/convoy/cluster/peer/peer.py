@@ -250,9 +250,10 @@ class Peer:
 
     def _handle_plan(self, link: Link, received: Received) -> None:
         said = received.message if isinstance(received, ReceivedMessage) else None
-        plan = said.plan if isinstance(said, Prepare) else said
-        if link is self._head and isinstance(plan, Plan):
-            self._weights.server.note_plan(link, plan)
+        if link is self._head and isinstance(said, Prepare) and said.plan is not None:
+            self._weights.server.note_prepared(link, said.plan)
+        if link is self._head and isinstance(said, Plan):
+            self._weights.server.note_plan(link, said)
         if link is self._head and isinstance(said, Plan) and said.plan_id > self._plan_id:
             # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
             # skipped.

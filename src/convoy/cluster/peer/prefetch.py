@@ -51,7 +51,7 @@ class PeerPrefetch:
             mine = next((stage for stage in plan.stages if self._me in stage.holders), None)
             if mine is None:
                 raise StepError(f"the plan has no stage for {self._me}")
-            asker = Asker(plan, link, watch)
+            asker = Asker(plan, link, watch, loads=False)
             found = self._weights.find(asker)
             check_plan(plan, found.source.spec.num_layers, found.source.spec.max_context)
             self._weights.make_ready(asker, found, mine)

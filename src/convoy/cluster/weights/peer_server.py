@@ -1,7 +1,7 @@
 """The weight server of a peer: it serves its tensors to its head, for members that lack them.
 
-It serves tensors alone, by digest, of the model of the plan that this head sent last, and of no other. The
-receiving member compares them with the manifest.
+It serves tensors alone, by digest, of the models of two plans of this head: the last one to run, and the
+last one to prepare. The receiving member compares them with the manifest.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ class PeerWeightServer:
         self.look = look
         self.answers = RequestQueue(self._begin)
         self._lock = threading.Lock()
-        self._plans: dict[Link, Plan] = {}
+        # The last plan to run and the last one to prepare, by link.
+        self._plans: dict[Link, tuple[Plan | None, Plan | None]] = {}
 
     def handle_question(self, link: Link, question: Fetch | Holding) -> None:
         """Queue a question for tensors."""
         self.answers.ask(link, question)
 
     def note_plan(self, link: Link, plan: Plan) -> None:
-        """Note a head's newest plan, running or later: the head may ask for that model alone."""
+        """Note a head's newest plan to run. The head may ask for its model while another is prepared."""
         with self._lock:
-            self._plans[link] = plan
+            self._plans[link] = plan, self._plans.get(link, (None, None))[1]
+
+    def note_prepared(self, link: Link, plan: Plan) -> None:
+        """Note a head's newest plan to prepare. The head may ask for its model, too."""
+        with self._lock:
+            self._plans[link] = self._plans.get(link, (None, None))[0], plan
 
     def ended(self, link: Link) -> None:
         with self._lock:
@@ -51,17 +57,19 @@ class PeerWeightServer:
         self.answers.close()
 
     def _begin(self, link: Link) -> Answer:
-        # The result of the last look.
-        known: list[tuple[Manifest, dict[str, PartLocation]]] = []
+        # The result of the last look at each model.
+        known: dict[str, tuple[Manifest, dict[str, PartLocation]]] = {}
 
         def find(manifest: str, *, anew: bool) -> tuple[Manifest, dict[str, PartLocation]]:
             with self._lock:
-                plan = self._plans.get(link)
-            if plan is None or not manifest or plan.manifest != manifest:
+                plans = {plan.manifest: plan for plan in self._plans.get(link, ()) if plan is not None}
+            if not manifest or manifest not in plans:
                 raise ModelError(f"the model with the manifest {manifest[:12]} is not that of the plan here")
-            if anew or not known or known[0][0].digest != manifest:
-                known[:] = [self.look(link, plan)]
-            return known[0]
+            for old in known.keys() - plans.keys():
+                del known[old]
+            if anew or manifest not in known:
+                known[manifest] = self.look(link, plans[manifest])
+            return known[manifest]
 
         def answer(question: Message) -> Message:
             match question:

@@ -49,11 +49,15 @@ _MAX_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Describe one need for weights: the plan, and its head's link. An error of ``watch`` ends the work."""
+    """Describe one need for weights: the plan, and its head's link. An error of ``watch`` ends the work.
+
+    ``loads`` is False if the plan is only prepared.
+    """
 
     plan: Plan
     link: Link
     watch: Callable[[], None]
+    loads: bool = True
 
     def check(self) -> None:
         """Raise the errors of ``watch``, and `LinkBroken` once the head's link is over."""
@@ -278,7 +282,9 @@ class PeerWeights:
         alone.
         """
         with received.open(asker.check):
-            self._hold(received.folder)
+            # The mark stays on the model that runs. A later one that comes is locked for writing.
+            if asker.loads:
+                self._hold(received.folder)
             missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
             if missing:
                 received.require_room(missing)

@@ -48,28 +48,37 @@ class RequestQueue:
             asked.put(link, question, _WEIGHT_BYTES)
 
     def close(self) -> None:
+        """Answer the questions that wait, and take no others: a member that gets no answer waits for long."""
         with self._lock:
             self._closed = True
             asked = list(self._asked.values())
         for one in asked:
-            one.close(None)
+            one.put_last(None, None)
 
     def _serve(self, link: Link, asked: Inbox[Message | None]) -> None:
         """Answer the questions of one link until it ends."""
-        answer = self.begin(link)
+        answer, ends = self.begin(link), False
         try:
             while not link.is_over:
                 try:
-                    question = asked.get(_LOOK_UP_S)
+                    question = asked.get(0 if ends else _LOOK_UP_S)
                 except queue.Empty:
+                    if ends:
+                        return
                     continue
                 if question is None:
-                    return
-                link.send(answer(question))
+                    # A receiver thread may have put one more behind it.
+                    ends = True
+                    self._forget(link)
+                else:
+                    link.send(answer(question))
         # The link is over, and its end is reported separately.
         except ConvoyError as error:
             _log.debug("%s gets no more of the model: %s", link.peer, error.message)
         finally:
-            with self._lock:
-                self._asked.pop(link, None)
+            self._forget(link)
             asked.close()
+
+    def _forget(self, link: Link) -> None:
+        with self._lock:
+            self._asked.pop(link, None)
