@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +19,12 @@ from convoy.config.settings import Config, override
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import RequestError
+from convoy.model.checkpoints.hub.cache import list_cache
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.sdk.pull import ModelPuller
 from convoy.testing.network import MemoryNetwork
+from convoy.wire.messages.fetch import Held, Holding
 from support.cluster import MEMBER, PeerThread
 from support.fake_hub import REPO, FakeHub
 from support.members import make_local_members, membership_of
@@ -32,9 +35,9 @@ REQUEST = GenerationRequest((3, 9, 20, 7), SamplingParams(temperature=0.0), max_
 
 
 class Pulled:
-    """Run demo-mini over alpha and beta, with a hub that has another model."""
+    """Run a model over alpha and beta, with a hub that has another model."""
 
-    def __init__(self, folder: Path, hub: FakeHub) -> None:
+    def __init__(self, folder: Path, hub: FakeHub, model: str = "demo-mini") -> None:
         self.caches = {name: folder / name for name in ("alpha", "beta")}
         members, network = make_local_members(("alpha", "beta")), MemoryNetwork()
         options = {
@@ -44,7 +47,7 @@ class Pulled:
         self.peer = PeerThread(members[1], PeerOptions(options["beta"]), network)
         self.cluster = RunningCluster.start(
             membership_of(members[0]),
-            ModelSource.resolve("demo-mini"),
+            ModelSource.resolve(model),
             HeadOptions(options["alpha"], wait_s=30, num_blocks=64),
             network=network,
         )
@@ -160,6 +163,74 @@ def test_a_model_that_is_loaded_meanwhile_comes_first_and_the_pull_goes_on(
     before.load(before.source, before.tokenizer)
     assert pulled.end().state == "pulled"
     assert pulled.answer()
+
+
+def test_the_model_that_runs_is_served_and_kept_while_another_is_pulled(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled = Pulled(tmp_path, hub, str(make_odd_llama(tmp_path / "other", initializer_range=0.5)))
+    weights: Any = pulled.peer.peer.weights
+    make_ready, later, releases = weights.make_ready, list[str](), threading.Event()
+
+    def held(asker: Any, *more: Any) -> None:
+        later.append(asker.plan.manifest)
+        assert releases.wait(30)
+        make_ready(asker, *more)
+
+    monkeypatch.setattr(weights, "make_ready", held)
+    active, link = pulled.cluster.head.active_plan, pulled.peer.peer.head
+    assert active is not None
+    assert link is not None
+    pulled.puller.start(REPO)
+    wait_until(lambda: bool(later))
+    answer = weights.server.answers.begin(link)
+    for manifest in (active.plan.manifest, *later):
+        said = answer(Holding(manifest))
+        assert isinstance(said, Held)
+        assert said.error == ""
+    releases.set()
+    assert pulled.end().state == "pulled"
+    in_use = {cached.name for cached in list_cache(pulled.caches["beta"]) if cached.in_use}
+    assert in_use == {active.plan.manifest}
+    pulled.cluster.close()
+    pulled.peer.stop()
+
+
+def test_the_next_pull_may_begin_as_soon_as_the_state_says_that_one_ended(
+    pulled: Pulled, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Next(logging.Handler):
+        """Begin a second pull while the thread of the first one still runs."""
+
+        ends = 0
+
+        def emit(self, _record: logging.LogRecord) -> None:
+            self.ends += 1
+            if self.ends == 1:
+                pulled.puller.start(REPO)
+
+    log, following = logging.getLogger("convoy.sdk.pull"), Next()
+    caplog.set_level(logging.INFO, log.name)
+    log.addHandler(following)
+    pulled.puller.start(REPO)
+    wait_until(lambda: following.ends == 2)
+    log.removeHandler(following)
+    assert pulled.end().state == "pulled"
+
+
+def test_a_member_that_was_lost_is_not_named_at_the_end(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull: Any = pulled.cluster.head.pull
+    run = pull.run
+
+    def after_a_loss(source: ModelSource, watch: Any, tell: Any) -> set[str]:
+        tell("gamma", 0, 0)
+        return set(run(source, watch, tell))
+
+    monkeypatch.setattr(pull, "run", after_a_loss)
+    pulled.puller.start(REPO)
+    assert pulled.end().progress.keys() == {"alpha", "beta"}
 
 
 def test_what_cannot_be_pulled_is_said_with_the_reason(pulled: Pulled, hub: FakeHub) -> None:

@@ -28,7 +28,6 @@ class ModelPuller:
         self._state: PullStatus | None = None
         self._progress: dict[str, tuple[int, int]] = {}
         self._ends = threading.Event()
-        self._thread = threading.Thread()
 
     def report(self) -> PullStatus | None:
         """Return the state of the last pull; None before the first."""
@@ -43,14 +42,11 @@ class ModelPuller:
         if self._settings.model.signed is not None:
             raise RequestError("this cluster runs one signed model alone, so it pulls no others")
         with self._lock:
-            if self._thread.is_alive():
+            if self._state is not None and self._state.state in {"pulling", "stopping"}:
                 raise RequestError("another model is being pulled; wait until it is here, or stop it first")
             self._ends, self._progress = threading.Event(), {}
             self._state = PullStatus(name, "pulling")
-            self._thread = threading.Thread(
-                target=self._run, args=(name, self._ends), name="pull", daemon=True
-            )
-            self._thread.start()
+            threading.Thread(target=self._run, args=(name, self._ends), name="pull", daemon=True).start()
 
     def stop(self) -> None:
         """End the pull that runs, soon. What came stays, and a later pull goes on from there."""
@@ -66,7 +62,10 @@ class ModelPuller:
 
         end = PullStatus(name, "failed", error="internal error; the head's log has more")
         try:
-            self._pull(name, watch)
+            members = {self._head.name} | self._pull(name, watch)
+            # A member that was lost meanwhile has its part no more.
+            with self._lock:
+                self._progress = {one: self._progress.get(one, (0, 0)) for one in members}
             end = PullStatus(name, "pulled")
         except ConvoyError as error:
             state = "stopped" if ends.is_set() else "failed"
@@ -78,7 +77,7 @@ class ModelPuller:
                 self._state = end
             _log.info("pull of model=%s ended: %s %s", name, end.state, end.error)
 
-    def _pull(self, name: str, watch: Callable[[], None]) -> None:
+    def _pull(self, name: str, watch: Callable[[], None]) -> set[str]:
         head, settings = self._head, self._settings
         # Say what does not fit before its weights are downloaded.
         head.check_fit(describe_model(settings, name))
@@ -88,7 +87,7 @@ class ModelPuller:
             self._tell(head.name, done, total)
 
         source = ModelSource.resolve(local_model(settings, name, on_download))
-        head.pull.run(source, watch, self._tell)
+        return head.pull.run(source, watch, self._tell)
 
     def _tell(self, member: str, done: int, total: int) -> None:
         with self._lock:

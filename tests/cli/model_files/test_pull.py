@@ -75,6 +75,15 @@ def test_a_pull_that_failed_ends_in_the_heads_words(
     assert f"error: {NAME} was not pulled: beta: the disk is full\nhint: make room" in said
 
 
+def test_a_pull_that_the_page_stops_ends_with_the_reason(
+    url: str, puller: Puller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    puller.states.append(PullStatus(NAME, "stopping"))
+    puller.states.append(PullStatus(NAME, "stopped", error="the pull was stopped"))
+    assert run(["pull", NAME, "--url", url]) == 1
+    assert f"error: {NAME} was not pulled: the pull was stopped" in capsys.readouterr().err
+
+
 def test_an_interrupt_stops_the_head_too(
     url: str, puller: Puller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

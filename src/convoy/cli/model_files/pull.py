@@ -110,7 +110,7 @@ def _pull_one(head: Endpoint, name: str, *, quiet: bool) -> PullStatus:
     head.post("/page/pull", {"name": name})
     try:
         with loading_bars(quiet=quiet, action="pulling") as on_load:
-            while (now := _state(head, name)).state == "pulling":
+            while (now := _state(head, name)).state in {"pulling", "stopping"}:
                 for member, (done, total) in now.progress.items():
                     if on_load is not None:
                         on_load(member, done, total)

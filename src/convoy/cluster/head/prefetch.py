@@ -48,6 +48,7 @@ class HeadPrefetch:
         self._answers: dict[tuple[int, str], str] = {}
         # Their progress, by plan id.
         self._watches: dict[int, ProgressWatch] = {}
+        # The listeners of pulls, by plan id. The other preparations have none.
         self._tells: dict[int, MemberProgress] = {}
         # Ended preparations, for which late answers may still come.
         self._over: deque[int] = deque(maxlen=_MAX_OVER)
@@ -104,21 +105,31 @@ class HeadPrefetch:
             return None
         return proposal.plan if name in proposal.members else None
 
-    def fetch(self, plan: Plan, watch: Callable[[], None], tell: MemberProgress) -> dict[str, str]:
+    def fetch(
+        self, make_plan: Callable[[], Plan], watch: Callable[[], None], tell: MemberProgress
+    ) -> dict[str, str]:
         """Let the peers of a plan fetch its weights once no other plan is prepared.
 
-        Return the reason of each member that does not have them. An error of ``watch`` stops the peers.
-        ``tell`` hears of the bytes of each member.
+        ``make_plan`` is called then, for the members of that moment. Return the reason of each member that
+        does not have them. An error of ``watch`` stops the peers. ``tell`` hears of the bytes of each member.
         """
-        with self._changed:
-            while self._asked:
-                watch()
-                self._changed.wait(_LOOK_UP_S)
-        names = self._names(plan)
-        for name in names:
-            tell(name, 0, 0)
+        while True:
+            with self._changed:
+                while self._asked:
+                    watch()
+                    self._changed.wait(_LOOK_UP_S)
+            plan = make_plan()
+            names = self.names(plan)
+            with self._changed:
+                # A preparation that began meanwhile comes first.
+                if not self._asked:
+                    self._note(plan, names)
+                    self._tells[plan.plan_id] = tell
+                    break
         try:
-            return self._fetch(plan, names, watch, tell)
+            for name in names:
+                tell(name, 0, 0)
+            return self._ask(plan, names, watch)
         except BaseException:
             for name, (link, _) in self.peers.present().items():
                 if name in names:
@@ -127,15 +138,16 @@ class HeadPrefetch:
                         link.send(Prepare())
             raise
 
-    def _names(self, plan: Plan) -> set[str]:
+    def names(self, plan: Plan) -> set[str]:
+        """Return the peers of a plan."""
         return {name for stage in plan.stages for name in stage.holders} - {self.me}
 
-    def _fetch(
-        self, plan: Plan, names: set[str], watch: Callable[[], None], tell: MemberProgress
-    ) -> dict[str, str]:
-        with self._changed:
-            self._asked[plan.plan_id], self._watches[plan.plan_id] = names, ProgressWatch()
-            self._tells[plan.plan_id] = tell
+    def _note(self, plan: Plan, names: set[str]) -> None:
+        """Note who is asked to prepare a plan. The caller holds the lock."""
+        self._asked[plan.plan_id], self._watches[plan.plan_id] = names, ProgressWatch()
+
+    def _ask(self, plan: Plan, names: set[str], watch: Callable[[], None]) -> dict[str, str]:
+        """Ask for a plan that was noted, and forget it."""
         try:
             for link in self.peers.require(sorted(names)).values():
                 link.send(Prepare(plan))
@@ -145,16 +157,21 @@ class HeadPrefetch:
 
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         try:
-            errors = self._fetch(plan, self._names(plan), lambda: None, lambda *_far: None)
+            names = self.names(plan)
+            with self._changed:
+                self._note(plan, names)
+            errors = self._ask(plan, names, lambda: None)
         except ConvoyError as error:
             errors = {name: error.message}
         if not errors:
             then()
             return
         if SUPERSEDED in errors.values() and not self.peers.closed_within(_AGAIN_S):
-            # The preparations of two newcomers must not overtake each other for ever.
+            # The preparations of two newcomers must not overtake each other for ever. A pull waits for them.
             with self._changed:
-                is_with_others = any(name in asked for asked in self._asked.values())
+                is_with_others = any(
+                    name in asked for plan_id, asked in self._asked.items() if plan_id not in self._tells
+                )
             if not is_with_others:
                 self.joined(name, then, failed)
             return
@@ -185,7 +202,8 @@ class HeadPrefetch:
     def _forget(self, plan_id: int) -> None:
         with self._changed:
             self._over.append(plan_id)
-            del self._watches[plan_id], self._tells[plan_id]
+            del self._watches[plan_id]
+            self._tells.pop(plan_id, None)
             for name in self._asked.pop(plan_id):
                 self._answers.pop((plan_id, name), None)
             self._changed.notify_all()

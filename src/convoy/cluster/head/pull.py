@@ -8,10 +8,10 @@ from convoy.cluster.head.planning import Planner
 from convoy.cluster.head.prefetch import HeadPrefetch, MemberProgress
 from convoy.cluster.options import MemberOptions
 from convoy.cluster.weights.head_server import HeadWeightServer
-from convoy.errors import LinkClosed, ModelError
+from convoy.errors import LinkClosed, ModelError, PeerError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.link.link import Link
-from convoy.wire.messages.control import Hello
+from convoy.wire.messages.control import Hello, Plan
 from convoy.wire.messages.fetch import SUPERSEDED, Fetch
 
 _AGAIN_S = 1.0
@@ -41,14 +41,14 @@ class WeightPull:
         is_pulled = pulled is not None and fetch.manifest == pulled.manifest().digest
         (pulled if pulled is not None and is_pulled else running).handle_fetch(link, fetch)
 
-    def run(self, source: ModelSource, watch: Callable[[], None], tell: MemberProgress) -> None:
-        """Let each peer fetch what its stage of a first plan of a model needs.
+    def run(self, source: ModelSource, watch: Callable[[], None], tell: MemberProgress) -> set[str]:
+        """Let each peer fetch what its stage of a first plan of a model needs. Return those that have it.
 
         A plan that is to run comes first. A member that is lost leaves its part to the others. Raises
         `PlanError` if the model does not fit, ModelError with the words of each member that cannot have its
         part, and the errors of ``watch``.
         """
-        weights, peers = HeadWeightServer(source, self._options), self._prefetch.peers
+        weights = HeadWeightServer(source, self._options)
 
         def hashed(done: int, total: int) -> None:
             watch()
@@ -57,12 +57,34 @@ class WeightPull:
         try:
             weights.manifest(hashed)
             self._weights, planner = weights, self._planner(source, weights)
-            while errors := self._prefetch.fetch(planner.first(self._hellos(source)).plan, watch, tell):
-                if SUPERSEDED not in errors.values() and errors.keys() <= peers.present().keys():
-                    said = "; ".join(f"{name}: {why}" for name, why in sorted(errors.items()))
-                    raise ModelError(f"not every member has its part of {source.name}: {said}")
-                if peers.closed_within(_AGAIN_S):
-                    raise LinkClosed("the head is shutting down")
+            return self._fetch(source, planner, watch, tell)
         finally:
             self._weights = None
             weights.close()
+
+    def _fetch(
+        self, source: ModelSource, planner: Planner, watch: Callable[[], None], tell: MemberProgress
+    ) -> set[str]:
+        prefetch, peers, names = self._prefetch, self._prefetch.peers, set[str]()
+
+        def plan() -> Plan:
+            found = planner.first(self._hellos(source)).plan
+            names.clear()
+            names.update(prefetch.names(found))
+            return found
+
+        while True:
+            try:
+                errors = prefetch.fetch(plan, watch, tell)
+            except PeerError:
+                # Another plan leaves out a member that went before it was asked.
+                if names <= peers.present().keys():
+                    raise
+            else:
+                if not errors:
+                    return names
+                if SUPERSEDED not in errors.values() and errors.keys() <= peers.present().keys():
+                    said = "; ".join(f"{name}: {why}" for name, why in sorted(errors.items()))
+                    raise ModelError(f"not every member has its part of {source.name}: {said}")
+            if peers.closed_within(_AGAIN_S):
+                raise LinkClosed("the head is shutting down")
