@@ -233,7 +233,9 @@ def test_a_member_that_was_lost_is_not_named_at_the_end(
     assert pulled.end().progress.keys() == {"alpha", "beta"}
 
 
-def test_what_cannot_be_pulled_is_said_with_the_reason(pulled: Pulled, hub: FakeHub) -> None:
+def test_what_cannot_be_pulled_is_said_and_only_the_log_has_words_that_may_hold_paths(
+    pulled: Pulled, hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(RequestError, match="no model of a hub"):
         pulled.puller.start("demo")
     pulled.puller.start("nobody/none")
@@ -242,7 +244,8 @@ def test_what_cannot_be_pulled_is_said_with_the_reason(pulled: Pulled, hub: Fake
     assert "the hub has no nobody/none" in end.error
     hub.lies = "model.safetensors"
     pulled.puller.start(REPO)
-    assert "came with the digest" in pulled.end().error
+    assert pulled.end().error == "the head's log has the reason"
+    assert "came with the digest" in caplog.text
     assert pulled.tensors() == 0
 
 

@@ -11,7 +11,7 @@ import msgspec
 from convoy.cluster.head.head import Head
 from convoy.cluster.status import PullStatus
 from convoy.config.settings import Config
-from convoy.errors import ConvoyError, LinkClosed, RequestError
+from convoy.errors import ConvoyError, LinkClosed, PlanError, RequestError
 from convoy.model.checkpoints.source import ModelSource
 from convoy.sdk.models import describe_model, is_on_hub, local_model
 
@@ -68,8 +68,8 @@ class ModelPuller:
                 self._progress = {one: self._progress.get(one, (0, 0)) for one in members}
             end = PullStatus(name, "pulled")
         except ConvoyError as error:
-            state = "stopped" if ends.is_set() else "failed"
-            end = PullStatus(name, state, error=error.message, hint=error.hint or "")
+            end = _end_of(name, error, is_stopped=ends.is_set())
+            _log.warning("pull of model=%s: %s", name, error.message)
         except Exception:  # noqa: BLE001 - logged whole, and the state must not stay as it is
             _log.exception("%s could not be pulled", name)
         finally:
@@ -92,3 +92,14 @@ class ModelPuller:
     def _tell(self, member: str, done: int, total: int) -> None:
         with self._lock:
             self._progress[member] = done, total
+
+
+def _end_of(name: str, error: ConvoyError, *, is_stopped: bool) -> PullStatus:
+    """Return the state after an error, in words that every reader of the status may see."""
+    if is_stopped:
+        return PullStatus(name, "stopped", error="the pull was stopped")
+    # A plan knows layers, sizes and names of members alone.
+    said = error.message if isinstance(error, PlanError | RequestError) else error.public
+    if said is None:
+        return PullStatus(name, "failed", error="the head's log has the reason")
+    return PullStatus(name, "failed", error=said, hint=error.hint or "")

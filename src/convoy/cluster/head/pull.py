@@ -85,6 +85,10 @@ class WeightPull:
                     return names
                 if SUPERSEDED not in errors.values() and errors.keys() <= peers.present().keys():
                     said = "; ".join(f"{name}: {why}" for name, why in sorted(errors.items()))
-                    raise ModelError(f"not every member has its part of {source.name}: {said}")
+                    public = f"not every member has its part of {source.name}: {', '.join(sorted(errors))}"
+                    raise ModelError(
+                        f"not every member has its part of {source.name}: {said}",
+                        public=f"{public}; the head's log has the reason",
+                    )
             if peers.closed_within(_AGAIN_S):
                 raise LinkClosed("the head is shutting down")

@@ -175,8 +175,10 @@ def _refused(what: str, error: Any) -> ModelError:
         from huggingface_hub.errors import GatedRepoError
 
         gated = isinstance(error, GatedRepoError)
+        said = f"the hub has no {what} for you (HTTP {status})" + (": the model is gated" if gated else "")
         return ModelError(
-            f"the hub has no {what} for you (HTTP {status})" + (": the model is gated" if gated else ""),
+            said,
+            public=said,
             hint="accept its terms on its page, then `hf auth login`"
             if gated
             else "check the name; for a private or gated model `hf auth login` first",
