@@ -13,7 +13,12 @@ from convoy.plan.speed import Speed
 
 
 def measured(
-    rates: Iterator[float], folder: Path | None, *, each_s: float = 0.5, busy: float = 0.0
+    rates: Iterator[float],
+    folder: Path | None,
+    *,
+    each_s: float = 0.5,
+    busy: float = 0.0,
+    rough: bool = False,
 ) -> OwnSpeed:
     """Measure with a clock that moves by ``each_s`` for each measurement."""
     clock = [100.0]
@@ -22,7 +27,16 @@ def measured(
         clock[0] += each_s
         return Speed(next(rates), 5e9, layer_s=1e-4)
 
-    return own_speed("exact-f32", 2, "cpu", folder, measure=measure, busy=lambda: busy, now=lambda: clock[0])
+    return own_speed(
+        "exact-f32",
+        2,
+        "cpu",
+        folder,
+        rough=rough,
+        measure=measure,
+        busy=lambda: busy,
+        now=lambda: clock[0],
+    )
 
 
 def test_the_best_of_several_measurements_counts() -> None:
@@ -50,6 +64,14 @@ def test_a_busy_day_does_not_replace_earlier_days(tmp_path: Path) -> None:
     assert later.speed == Speed(12e9, 5e9, layer_s=1e-4)
     assert later.warning is not None
     assert "90% of this machine's cores: the figures are the middle of earlier" in later.warning
+
+
+@pytest.mark.parametrize(("busy", "rough"), [(0.9, False), (0.0, True)])
+def test_nothing_is_measured_where_figures_of_earlier_days_are_enough(
+    tmp_path: Path, busy: float, *, rough: bool
+) -> None:
+    assert measured(iter([5e9]), tmp_path, each_s=9.0, rough=rough).speed.read_bytes_per_s == 5e9
+    assert measured(iter([]), tmp_path, busy=busy, rough=rough).speed.read_bytes_per_s == 5e9
 
 
 def test_one_reading_that_is_far_too_high_does_not_count_on_later_days(tmp_path: Path) -> None:

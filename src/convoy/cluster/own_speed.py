@@ -65,32 +65,37 @@ def own_speed(
     folder: Path | None,
     *,
     form: str = "",
+    rough: bool = False,
     measure: Measure = measure_speed,
     busy: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
     now: Callable[[], float] = time.monotonic,
 ) -> OwnSpeed:
     """Return the middle of the last few idle measurements in ``folder``, the best of now included.
 
-    Those of now take at most 3 s, and one is always made. On a busy machine the result is the middle of
-    the kept ones, else of those of now. ``form`` is that of the model's files, as `measure_speed` takes it.
-    Raises its errors. With an unusable folder, it only keeps none.
+    Those of now take at most 3 s, and one is made at least. On a busy machine the result is the middle of
+    the kept ones, else of those of now. Nothing is measured there, or for a ``rough`` question, if any are
+    kept. ``form`` is that of the model's files, as `measure_speed` takes it. Raises its errors. With an
+    unusable folder, it only keeps none.
     """
     used = busy()
+    key = f"{platform.machine()} {_cpu()} {os.cpu_count()} {kernel} {num_threads} {device} {form}".rstrip()
+    kept = {} if folder is None else _read(folder / FILE)
+    speeds = kept.pop(key, [])
+    is_busy = used > BUSY
+    if speeds and (is_busy or rough):
+        return OwnSpeed(_middle(speeds), used, is_kept=True)
     began_s = now()
     found = [measure(kernel, num_threads, device, form)]
     while len(found) < _MOST_ROUNDS and (len(found) + 1) / len(found) * (now() - began_s) <= _MOST_S:
         found.append(measure(kernel, num_threads, device, form))
-    is_busy = used > BUSY
-    here = _middle(found) if is_busy else max(found, key=_rate)
+    if is_busy:
+        return OwnSpeed(_middle(found), used)
+    here = max(found, key=_rate)
     if folder is None:
         return OwnSpeed(here, used)
-    key = f"{platform.machine()} {_cpu()} {os.cpu_count()} {kernel} {num_threads} {device} {form}".rstrip()
-    kept = _read(folder / FILE)
-    speeds = kept.pop(key, [])
-    if not is_busy:
-        speeds = [*speeds, here][-_MOST_KEPT:]
-        _write(folder / FILE, dict([*kept.items(), (key, speeds)][-_MAX_ENTRIES:]))
-    speed = _middle(speeds) if speeds else here
+    speeds = [*speeds, here][-_MOST_KEPT:]
+    _write(folder / FILE, dict([*kept.items(), (key, speeds)][-_MAX_ENTRIES:]))
+    speed = _middle(speeds)
     return OwnSpeed(speed, used, is_kept=speed is not here)
 
 

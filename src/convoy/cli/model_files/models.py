@@ -94,7 +94,8 @@ def _planned(
     question: PlanQuestion, members: PlanMembers, kept: list[KeptModel], cached: list[Cached], *, quiet: bool
 ) -> tuple[list[KeptModel], FitReport]:
     """Return the kept models and the choices, each with whether it fits ``members``."""
-    measured = question.measurements(members)
+    # A list of choices needs no figures of today.
+    measured = question.measurements(members, rough=True)
     choices = [shape for shape in shapes() if shape.is_choice]
     # A form that was not measured here yet takes seconds.
     with counting_bar("measuring and planning models", quiet=quiet) as tell:

@@ -72,8 +72,11 @@ class PlanQuestion:
         )
         return find_members(asked, self.note)
 
-    def measurements(self, members: PlanMembers) -> Measurements:
-        """Return what gives speeds and links. Nothing is measured before it is asked."""
+    def measurements(self, members: PlanMembers, *, rough: bool = False) -> Measurements:
+        """Return what gives speeds and links. Nothing is measured before it is asked.
+
+        For a ``rough`` question, measurements of earlier days are enough.
+        """
         settings = self.settings
         if members.kinds:
             here = Here.elsewhere(settings, self.threads)
@@ -82,7 +85,7 @@ class PlanQuestion:
                 settings, self.members, members.offers, _device_here(self), self.threads, hosts=members.hosts
             )
         cache = settings.model.cache or default_cache()
-        return Measurements(here, self.speeds, self.round_trips, cache, self.note)
+        return Measurements(here, self.speeds, self.round_trips, cache, self.note, rough)
 
 
 def plan(

@@ -91,7 +91,7 @@ class Here:
 class Measurements:
     """Hold the flags about speed. Measure this machine where they are not enough, once for each form.
 
-    ``cache`` keeps the best measurements.
+    ``cache`` keeps the best measurements. For a ``rough`` question those of earlier days are enough.
     """
 
     here: Here
@@ -99,6 +99,7 @@ class Measurements:
     trip_flags: Sequence[str] = ()
     cache: Path | None = None
     note: Note = unheard
+    rough: bool = False
     _own: dict[tuple[str, str], Speed] = field(default_factory=dict)
 
     def speeds(self, offers: Sequence[MemberOffer], form: str = "") -> dict[str, Speed]:
@@ -132,9 +133,10 @@ class Measurements:
 
         if (kernel, form) not in self._own:
             here = self.here
-            self.note(f"measuring {kernel}{f' over {form}' if form else ''} on this machine ...")
+            if not self.rough:
+                self.note(f"measuring {kernel}{f' over {form}' if form else ''} on this machine ...")
             device = or_host(here.device, kernel)
-            found = own_speed(kernel, here.num_threads, device, self.cache, form=form)
+            found = own_speed(kernel, here.num_threads, device, self.cache, form=form, rough=self.rough)
             if found.warning is not None and not self._own:
                 self.note(found.warning)
             self._own[kernel, form] = found.speed
