@@ -9,9 +9,10 @@ import openai as sdk
 import pytest
 
 from convoy.api.keys.keys import KeyRing
-from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.listen.options import ServeOptions
 from convoy.api.server import run_server
 from convoy.api.service import Service
+from convoy.config.clear_text import is_loopback
 from convoy.errors import ConfigError
 from support.fake_service import serving
 

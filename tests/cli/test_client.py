@@ -335,3 +335,28 @@ def test_a_missing_key_is_told_where_to_go(head: FakeHead, tmp_path: Path) -> No
         "error: no api key",
         "hint: give the key's file with --api-key-file, or the key in CONVOY_API_KEY",
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status", "--url", "http://192.0.2.2:8999", "--api-key-file", "key"],
+        ["top", "--once", "--url", "192.0.2.2:8999", "--api-key-file", "key"],
+        ["chat", "hello", "--url", "http://192.0.2.2:8999/v1", "--api-key-file", "key"],
+        ["launch", "codex", "--print", "--url", "http://192.0.2.2:8999", "--api-key-file", "key"],
+        ["coordinator", "keys", "--admin-url", "http://192.0.2.2:8999", "--admin-key-file", "key"],
+        ["provide", "ws://127.0.0.1:9", "--upstream", "http://192.0.2.2:8999", "--upstream-key-file", "key"],
+        ["open", "--url", "http://192.0.2.2:8999"],
+    ],
+)
+def test_no_command_sends_a_key_in_clear_to_another_machine(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text("convoy-secret-key-of-ann-0123456789")
+    assert run_here(["identity", "new", "one"], tmp_path).returncode == 0
+    done = run_here(words, tmp_path)
+    assert done.returncode == EXIT_CONFIG, done.stderr
+    what = "token" if words[0] == "open" else "key"
+    assert done.stderr == (
+        f"error: refusing to send a {what} to 192.0.2.2 without TLS\n"
+        "hint: https://192.0.2.2:8999, or a tunnel whose end is at 127.0.0.1\n"
+    )

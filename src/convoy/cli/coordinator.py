@@ -108,8 +108,8 @@ def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
         raise ConfigError(
             f"there is no administrator's key at {file}", hint="`convoy coordinator` makes one, or --dir"
         )
-    return Endpoint(
-        *((url or admin_url_of(directory)).rstrip("/"), client_key(file)),
+    return Endpoint.of(
+        *(url or admin_url_of(directory), client_key(file)),
         server="coordinator",
         start="convoy coordinator",
         url_option="--admin-url",

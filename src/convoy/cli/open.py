@@ -14,8 +14,8 @@ import typer
 
 from convoy.cli.running.endpoint import CaFlag, UrlFlag
 from convoy.cli.show.output import print_note
+from convoy.config.clear_text import check_sealed
 from convoy.config.files import token_folder
-from convoy.errors import UsageError
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
 
 if TYPE_CHECKING:
@@ -42,15 +42,9 @@ def open_page(
 
 def make_token(endpoint: Endpoint, scope: Scope) -> str:
     """Return a new token for the server at ``endpoint``, which must answer there."""
-    from convoy.api.listen.options import is_loopback
     from convoy.api.page.tokens import OpenTokens
 
-    parts = urlsplit(endpoint.url)
-    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-        raise UsageError(
-            f"the page at {endpoint.url} would carry a token without TLS",
-            hint="start the head with --tls-certificate and --tls-key, and name https with --url",
-        )
+    check_sealed(endpoint.url, "send a token to")
     # A page without its server would keep a token without a use.
     endpoint.get("/health", accept=frozenset({200, 503}))
     return OpenTokens(token_folder()).make(_port(endpoint), scope)

@@ -13,6 +13,7 @@ from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.running.endpoint import client_key
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
+from convoy.config.clear_text import check_sealed
 from convoy.sdk.endpoint import DEFAULT_URL
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def provide(
     identity = Home(directory).open_identity()
     certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
     engine_key = None if upstream_key_file is None else client_key(upstream_key_file)
+    if engine_key is not None:
+        check_sealed(upstream, "send a key to")
     say = _say_json if as_json else _say
 
     def options(offers: dict[str, Capacity]) -> ProvideOptions:

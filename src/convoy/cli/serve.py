@@ -355,7 +355,7 @@ def _say_ready(cluster: RunningCluster, url: str, settings: Config, show: Shown)
         sys.stdout.flush()
         if show.note is not None:
             print_note(show.note)
-    from convoy.api.listen.options import is_loopback
+    from convoy.config.clear_text import is_loopback
 
     active = cluster.head.active_plan
     assert active is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from convoy.config.clear_text import check_sealed
 from convoy.config.table import SERVE
 from convoy.errors import (
     ConfigError,
@@ -189,6 +190,8 @@ class Endpoint:
         *,
         accept: str = "application/json, text/event-stream",
     ) -> Iterator[http.client.HTTPResponse]:
+        if self.api_key is not None or self.cookie is not None:
+            check_sealed(self.url, "send a key to")
         parts = urlsplit(self.url)
         host, port = parts.hostname or "", parts.port
         connection = http.client.HTTPConnection(host, port, timeout=self.timeout_s)

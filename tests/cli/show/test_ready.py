@@ -35,3 +35,9 @@ def test_the_command_names_another_address_the_key_and_the_certificate() -> None
     assert there.command() == (
         "convoy chat --url https://head.example:443 --api-key-file 'my keys' --ca c.pem"
     )
+
+
+def test_no_command_is_named_that_would_send_its_key_in_clear_to_another_machine() -> None:
+    there = replace(HERE, url="http://192.0.2.1:8000", key_file=Path("keys"))
+    assert not any(line.startswith("try:") for line in there.lines())
+    assert any(line.startswith("try:") for line in replace(there, key_file=None).lines())

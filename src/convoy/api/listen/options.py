@@ -14,6 +14,7 @@ from convoy.api.keys.keys import KeyRing
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.api.listen.tls import TlsFiles, check_certificate
 from convoy.api.traces import NO_TRACES, Traces
+from convoy.config.clear_text import is_loopback
 from convoy.config.table import SERVE
 from convoy.errors import ConfigError
 
@@ -155,16 +156,3 @@ def check_origin(text: str) -> str:
             f"the origin {text[:80]!r} is not valid", hint="use --allowed-origin https://chat.example"
         )
     return f"{parts.scheme}://{parts.netloc.removesuffix(_IMPLIED[parts.scheme])}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``.
-
-    A name other than localhost counts as reachable by others.
-    """
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

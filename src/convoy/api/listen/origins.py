@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from convoy.api.listen.options import ServeOptions, check_origin, is_loopback
+from convoy.api.listen.options import ServeOptions, check_origin
 from convoy.api.refusals import Forbidden
+from convoy.config.clear_text import is_loopback
 
 _Answer = list[tuple[bytes, bytes]]
 _EXPOSED = b"x-request-id, retry-after"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from convoy.api.listen.options import is_loopback
 from convoy.api.traces import ERROR, MODEL, OUTCOME, TraceSpan, Value, operation_of, read_traceparent
+from convoy.config.clear_text import check_sealed
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,11 +39,7 @@ def traces_url(url: str) -> str:
             f"the collector {url.rpartition('@')[2][:200]!r} is no URL of OTLP over HTTP",
             hint="use a URL like http://127.0.0.1:4318, without a name or password in it",
         )
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
-        raise ConfigError(
-            f"refusing to send traces to {parts.hostname} without TLS",
-            hint=f"use https://{parts.netloc}, or a collector on this machine",
-        )
+    check_sealed(url, "send traces to")
     return url.rstrip("/") + _PATH if parts.path in {"", "/"} else url
 
 

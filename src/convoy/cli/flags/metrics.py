@@ -49,8 +49,8 @@ def serving_metrics(
     if text is None:
         yield
         return
-    from convoy.api.listen.options import is_loopback
     from convoy.cluster.metrics.server import metrics_server
+    from convoy.config.clear_text import is_loopback
 
     host, port = _parsed(text)
     here = is_loopback(host)

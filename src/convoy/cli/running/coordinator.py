@@ -94,7 +94,7 @@ class ListenFlags:
         """Return the names by which providers may dial. Raises `ConfigError` if no flag gives one,
         `IdentityError`.
         """
-        from convoy.api.listen.options import is_loopback
+        from convoy.config.clear_text import is_loopback
         from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
 
         if self.behind_tls_proxy:

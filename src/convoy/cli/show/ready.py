@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.show.output import counted
+from convoy.config.clear_text import crosses_in_clear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,12 +52,17 @@ class ReadyServer:
             f"{self.model} on {where}: context {counted(self.max_context, 'token')}{room}",
             f"serving {self.model} at {self.url}/v1",
             *self._page(),
-            f"try: {self.command()}",
+            *self._try(),
         ]
 
     def _page(self) -> list[str]:
         """Return the line on the page; none if the server has no page, because it has no TLS."""
         return [page_line(self.url, self.usual_url)] if self.has_page else []
+
+    def _try(self) -> list[str]:
+        """Return the line with a command; none if the command would send its key in clear text."""
+        has_way = self.key_file is None or not crosses_in_clear(self.url)
+        return [f"try: {self.command()}"] if has_way else []
 
     def command(self) -> str:
         """Return a command that talks to the server, with its key and its certificate."""

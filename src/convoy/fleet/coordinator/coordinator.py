@@ -20,8 +20,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.keep_place import keep_place
-from convoy.api.listen.options import is_loopback
 from convoy.cluster.metrics.families import Metric
+from convoy.config.clear_text import is_loopback
 from convoy.errors import (
     AttestationError,
     ConvoyError,

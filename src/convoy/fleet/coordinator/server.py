@@ -22,13 +22,14 @@ from convoy.api.keys.failed_keys import FailedKeys
 from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.http_limits import HttpLimits
-from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.listen.options import ServeOptions
 from convoy.api.listen.tls import check_certificate
 from convoy.api.page.rights import PageRights
 from convoy.api.page.session_endpoints import SessionEndpoints
 from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.cluster.metrics.families import Metric
+from convoy.config.clear_text import is_loopback
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.apis.table import APIS

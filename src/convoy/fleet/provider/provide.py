@@ -15,8 +15,8 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from convoy.api.listen.options import is_loopback
 from convoy.api.traces import NO_TRACES, Traces
+from convoy.config.clear_text import check_sealed
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
@@ -107,10 +107,7 @@ class ProvideOptions:
             raise ConfigError(
                 f"the coordinator {self.url[:200]!r} is no URL of a WebSocket", hint="wss://HOST"
             )
-        if parts.scheme == "ws" and not is_loopback(parts.hostname):
-            raise ConfigError(
-                f"refusing to dial {parts.hostname} without TLS", hint=f"wss://{parts.netloc}, or a tunnel"
-            )
+        check_sealed(self.url, "dial")
 
     @property
     def authority(self) -> str:

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from convoy.api.anthropic.problem import VERSION_HEADER
-from convoy.api.listen.options import is_loopback
 from convoy.api.problem import ErrorBody, ErrorDetail
+from convoy.config.clear_text import check_sealed
 from convoy.config.type_resolution import resolved
 from convoy.errors import ConfigError, FrameError, ProviderError
 from convoy.fleet.apis.table import APIS
@@ -61,10 +61,7 @@ def check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"the coordinator {url[:200]!r} is no URL of HTTP", hint="https://HOST")
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
-        raise ConfigError(
-            f"refusing to speak to {parts.hostname} without TLS", hint=f"https://{parts.netloc}"
-        )
+    check_sealed(url, "speak to")
 
 
 class CoordinatorClient:

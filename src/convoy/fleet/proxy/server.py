@@ -13,11 +13,12 @@ from starlette.types import ASGIApp
 from convoy.api.anthropic.problem import problem_for
 from convoy.api.guard import Guard
 from convoy.api.lifecycle import Lifecycle
-from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.listen.options import ServeOptions
 from convoy.api.refusals import UnknownResponse
 from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
 from convoy.api.telemetry.http_counts import HttpCounts
 from convoy.api.telemetry.metrics import Metrics
+from convoy.config.clear_text import is_loopback
 from convoy.errors import ConfigError
 from convoy.fleet.apis.table import APIS
 from convoy.fleet.proxy.client import CoordinatorClient, check_url

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from convoy.api.listen.options import is_loopback
+from convoy.config.clear_text import is_loopback
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.connection import ProviderSocket, Unapproved
 
