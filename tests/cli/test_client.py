@@ -360,3 +360,18 @@ def test_no_command_sends_a_key_in_clear_to_another_machine(words: list[str], tm
         f"error: refusing to send a {what} to 192.0.2.2 without TLS\n"
         "hint: https://192.0.2.2:8999, or a tunnel whose end is at 127.0.0.1\n"
     )
+
+
+@pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
+def test_names_of_a_head_do_not_draw_on_the_terminal(
+    command: list[str], head: FakeHead, tmp_path: Path
+) -> None:
+    bad = "\x1b[31mx"
+    models = [{"name": bad, "state": "loaded"}, {"name": "demo", "state": "known"}]
+    stages = [{**STAGES[0], "member": bad}]
+    head.say("/status", {**STATUS, "stages": stages, "models": models, "route": bad, "absent": [bad]})
+    head.say("/health", {"status": "ready", "reason": bad})
+    done = run_here([*command, "--url", head.url], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[31mx" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr

@@ -302,6 +302,15 @@ def test_a_further_model_without_a_name_or_a_model_is_refused(tmp_path: Path, al
     assert f"error: also is {also!r}, expected MODEL or NAME=MODEL" in done.stderr.splitlines()
 
 
+@pytest.mark.parametrize("flags", [["--also", "a\x1b[31mx=demo"], ["--served-model-name", "a\x1b[31mx"]])
+def test_a_name_that_could_draw_on_a_terminal_is_refused(tmp_path: Path, flags: list[str]) -> None:
+    done = run_here(["run", "demo-mini", "--port", "0", *flags], tmp_path)
+    assert done.returncode == 78
+    told = "error: 'a\\x1b[31mx' cannot name a model: it has unprintable characters"
+    assert told in done.stderr.splitlines()
+    assert "\x1b" not in done.stderr
+
+
 @pytest.mark.parametrize("more", [["--also", "small=demo"], ["--keep-alive", "5m"]])
 def test_one_prompt_and_several_models_do_not_go_together(tmp_path: Path, more: list[str]) -> None:
     done = run_here(["run", "demo-mini", "--prompt", "2+2", *more], tmp_path)

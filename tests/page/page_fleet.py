@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,7 +175,9 @@ def test_a_provider_is_seen_as_it_waits_serves_and_is_killed(fleet: Fleet, open_
     key = fleet.key_of(program)
     waiting = page.get_by_role("region", name="Providers that wait for approval")
     expect(waiting).to_contain_text(f"convoy coordinator providers --approve {key} NAME")
-    fleet.approve(key, HOSTILE)
+    # Approval refuses such a name, and a database of another maker may still have it.
+    with closing(sqlite3.connect(fleet.folder / "coordinator" / "fleet.db")) as database, database:
+        database.execute("INSERT INTO providers VALUES (?, ?, 1, NULL)", (bytes.fromhex(key), HOSTILE))
     card = page.locator(".machine", has=page.get_by_role("heading", name=HOSTILE))
     expect(card).to_contain_text("0 of 8 places taken")
     expect(card).to_contain_text("self-signed evidence")

@@ -16,7 +16,7 @@ from convoy.cli.show.cluster_status import (
     recoveries_text,
 )
 from convoy.cli.show.exit_codes import EXIT_RETRY
-from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
+from convoy.cli.show.output import JsonFlag, format_seconds, one_line, print_fields, print_json
 from convoy.errors import NotReady
 from convoy.sdk.client import cluster_status
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, HttpRefused
@@ -63,7 +63,7 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
     print_fields(
         [
             ("model", models_text(cluster)),
-            ("health", f"{health.get('status')}: {health.get('reason')}"),
+            ("health", one_line(f"{health.get('status')}: {health.get('reason')}")),
             ("requests", f"{cluster.running} running, {cluster.waiting} waiting"),
             ("K/V blocks", f"{cluster.free_blocks} of {cluster.num_blocks} free"),
             (

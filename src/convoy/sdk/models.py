@@ -60,13 +60,16 @@ def with_also(
             raise ConfigError(
                 f"{why} came together, and they do not go together", hint="leave one of them out"
             )
-    names, also = {serve.served_model_name or first.source.name}, dict[str, ModelSource]()
+    own = serve.served_model_name or first.source.name
+    _check_name(own, "--served-model-name NAME names the model for clients")
+    names, also = {own}, dict[str, ModelSource]()
     for text in serve.also:
         own_name, is_named, model = text.partition("=")
         if is_named and not (own_name and model):
             raise ConfigError(
                 f"also is {text!r}, expected MODEL or NAME=MODEL", hint="for example --also small=demo-mini"
             )
+        _check_name(own_name, "--also NAME=MODEL names the model for clients")
         source = ModelSource.resolve(local_model(settings, model if is_named else text, on_load, note))
         name = own_name if is_named else source.name
         if name in names:
@@ -78,6 +81,12 @@ def with_also(
         names.add(name)
         also[name] = source
     return replace(first, also=also)
+
+
+def _check_name(name: str, hint: str) -> None:
+    """Check that a model's name can be shown: it stands in logs, metrics and on terminals."""
+    if not name.isprintable():
+        raise ConfigError(f"{name[:80]!r} cannot name a model: it has unprintable characters", hint=hint)
 
 
 def local_model(

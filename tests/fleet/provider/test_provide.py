@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from convoy.api.listen.options import ServeOptions
-from convoy.errors import ConfigError, ProviderError
+from convoy.crypto.identity import Identity
+from convoy.errors import ConfigError, PeerRefused, ProviderError
 from convoy.fleet.capacity import Load
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.providers import ProviderTable
@@ -199,5 +200,38 @@ def test_a_heartbeat_says_what_the_engine_gave_each_stream(
             assert rates[0].decode_rate < 16 / 0.05
             assert rates[0].streams == pytest.approx(1.0)
             wait_until(lambda: said[-1].decode_rate == 0)  # and after a while nothing of it
+    finally:
+        fleet.close()
+
+
+def test_a_second_process_with_the_same_key_ends_the_first_with_the_cause(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    try:
+        shared = Identity.generate()
+        fleet.add("one", "http://127.0.0.1:1", identity=shared)
+        fleet.add("one", "http://127.0.0.1:1", identity=shared)
+        ended = fleet.error_of(0)
+        assert isinstance(ended, PeerRefused)
+        assert ended.message == "the coordinator says: another process uses this provider's key"
+        assert ended.hint is not None
+        assert "--dir" in ended.hint
+        assert fleet.events == ["one: registered as one"] * 2, "the second one serves on"
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../../x", "<img src=x onerror=x>", "a\x1b[31m", "x" * 64])
+def test_a_name_that_cannot_stand_in_logs_and_headers_is_refused_at_approval(
+    tmp_path: Path, name: str
+) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    try:
+        with fleet.admin() as admin:
+            answer = admin.post("/providers", json={"identity": "ab" * 32, "name": name})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith(f"{name!r} cannot name a provider: 1 to 63 letters")
+        assert "--approve KEY alpha" in str(error)
+        assert fleet.directory.providers() == []
     finally:
         fleet.close()

@@ -110,23 +110,23 @@ def picture(
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for stage in status.stages:
         cells = dict(zip(_COLUMNS, _cells(stage), strict=True))
-        table.add_row(*(Text(cells[name]) for name in columns))
+        table.add_row(*(Text(one_line(cells[name])) for name in columns))
     state = Text.assemble(
         (models_text(status), "bold"),
         "  ",
         ("ready", "green") if status.ready else ("not ready", "bold red"),
         f": {one_line(status.reason)}",
     )
+    told = [*_step_lines(status.step_path), *forecast_lines(status), *_others(status)]
+    rest = f"roster epoch {status.roster_epoch}; {status.parallel.mode}: {status.parallel.reason}"
     return Group(
         state,
         Text(_load_text(status, rates)),
         Text(),
         table,
         Text(),
-        *map(Text, _step_lines(status.step_path)),
-        *map(Text, forecast_lines(status)),
-        *map(Text, _others(status)),
-        Text(f"roster epoch {status.roster_epoch}; {status.parallel.mode}: {status.parallel.reason}", "dim"),
+        *(Text(one_line(line)) for line in told),
+        Text(one_line(rest), "dim"),
     )
 
 

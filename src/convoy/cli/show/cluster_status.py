@@ -12,7 +12,7 @@ from convoy.cli.show.output import counted, format_bytes, format_seconds, one_li
 from convoy.config.kernels import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from convoy.cluster.status import ClusterStatus, IdleStatus, PlanForecast, StageStatus, StandbyStatus
 
@@ -28,37 +28,42 @@ def print_stages(status: ClusterStatus) -> None:
 def print_cluster(status: ClusterStatus) -> None:
     """Print a line for each stage, then the route and the state of the cluster."""
     print_stages(status)
-    print(f"route: {status.route or 'none, because no model is loaded'}")
-    print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
+    for line in _state_lines(status):
+        print(one_line(line))
+
+
+def _state_lines(status: ClusterStatus) -> Iterator[str]:
+    yield f"route: {status.route or 'none, because no model is loaded'}"
+    yield f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}"
     if status.kv_dtype not in {"", AUTO}:
-        print(f"K/V: {status.kv_dtype}")
+        yield f"K/V: {status.kv_dtype}"
     if status.parallel.mode:
-        print(f"parallel: {status.parallel.mode}; {status.parallel.reason}")
+        yield f"parallel: {status.parallel.mode}; {status.parallel.reason}"
     for stage in status.stages:
         if stage.device not in {"", "cpu"} or status.kernel == "mixed":
-            print(f"device: {stage.member} on {stage.device or 'a device that is gone'}, {stage.kernel}")
+            yield f"device: {stage.member} on {stage.device or 'a device that is gone'}, {stage.kernel}"
     unpacking = [stage.member for stage in status.stages if stage.unpacks]
     if unpacking:
-        print(f"unpacked: {unpacked_text(unpacking)}")
+        yield f"unpacked: {unpacked_text(unpacking)}"
     for stage in status.stages:
         if stage.weights_from:
-            print(f"weights: {stage.member} got {origins_text(stage.weights_from)}")
-    print(f"level: {level_text(status)}")
+            yield f"weights: {stage.member} got {origins_text(stage.weights_from)}"
+    yield f"level: {level_text(status)}"
     if status.standbys:
-        print(f"standbys: {standbys_text(status.standbys)}")
+        yield f"standbys: {standbys_text(status.standbys)}"
     if status.idle:
-        print(f"idle: {idle_text(status.idle)}")
+        yield f"idle: {idle_text(status.idle)}"
     if status.absent:
-        print(f"absent: {', '.join(status.absent)} (dialled until there)")
+        yield f"absent: {', '.join(status.absent)} (dialled until there)"
     if status.other_bits:
-        print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
+        yield f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)"
 
 
 def models_text(status: ClusterStatus) -> str:
     """Return the model, or of several, or of one that is not loaded, each with its state."""
     if len(status.models) < 2 and all(one.state == "loaded" for one in status.models):
-        return status.model
-    return ", ".join(f"{one.name} ({one.state})" for one in status.models)
+        return one_line(status.model)
+    return one_line(", ".join(f"{one.name} ({one.state})" for one in status.models))
 
 
 def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:

@@ -53,9 +53,12 @@ def plain(value: object) -> object:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns under a heading. Numbers align right; None is a dash; nothing is cut off."""
+    """Print aligned columns under a heading. Numbers align right; None is a dash; nothing is cut off.
+
+    Cells may come from a peer, and do not draw on the terminal.
+    """
     listed = list(rows)
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in listed]
+    cells = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in listed]
     widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
     right = [_is_numeric(column) for column in zip(*listed, strict=True)] or [False] * len(columns)
 

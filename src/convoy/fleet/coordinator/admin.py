@@ -21,12 +21,13 @@ from convoy.api.keys.keys import key_of
 from convoy.api.listen.options import ServeOptions
 from convoy.cluster.metrics.families import Source, content_type, text_of
 from convoy.config.type_resolution import resolved
-from convoy.errors import AuditError, ConfigError, RequestError, Unavailable
+from convoy.errors import AuditError, ConfigError, RequestError, RosterError, Unavailable
 from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.trust.audit import Subject
+from convoy.trust.roster.check import check_name
 
 _MAX_BODY_BYTES = 64 * 1024
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class NewProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describe the body of POST /providers."""
 
     identity: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    name: Name
+    name: str
 
 
 class OldProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,6 +219,13 @@ class _Admin:
 
     async def approve(self, request: Request) -> Response:
         body = await self._body(request, NewProvider)
+        try:
+            # The name goes into logs and headers as it is.
+            check_name(
+                body.name, "`convoy coordinator providers --approve KEY alpha` names it alpha", "provider"
+            )
+        except RosterError as error:
+            raise RequestError(error.message, hint=error.hint, param="name") from None
         if bytes.fromhex(body.identity) == self._coordinator.proof.public_key:
             raise RequestError(
                 "this is the coordinator's own key: a proxy that trusts it would trust the coordinator",

@@ -328,11 +328,15 @@ class Coordinator:
         old = self._sockets.get(name)
         if old is not None:
             self._leave(name, old, "it came back on another socket")
-            self._close_soon(old, _TRY_AGAIN)
+            # A provider that came back itself reads this socket no more, so another process may read this.
+            self._close_soon(old, _POLICY_VIOLATION, "another process uses this provider's key")
 
-    def _close_soon(self, socket: ProviderSocket, code: int) -> None:
-        """Close a socket in a task of its own, because that takes as long as the other side likes."""
-        task = asyncio.ensure_future(socket.close(code))
+    def _close_soon(self, socket: ProviderSocket, code: int, refusal: str = "") -> None:
+        """Close a socket in a task of its own, because that takes as long as the other side likes.
+
+        ``refusal`` is said before, if given.
+        """
+        task = asyncio.ensure_future(socket.close(code, refusal))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

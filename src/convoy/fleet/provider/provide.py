@@ -66,6 +66,7 @@ _OPEN_S, _GREETING_S = 10.0, 30.0
 _CLOSE_S = 2.0
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _SOFTWARE = "convoy"
+_OWN_KEYS = "each provider needs a folder of keys of its own (--dir), and runs once"
 
 
 async def _wait_until_old(made_s: float) -> None:
@@ -286,6 +287,8 @@ class Provider:
             case Credit(request_id=request_id, chunks=chunks):
                 if request_id in self._running:
                     self._running[request_id][0].window.grant(chunks)
+            case Refused(reason=reason):
+                raise PeerRefused(f"the coordinator says: {reason}", hint=_OWN_KEYS)
             case Prove():
                 if self._proving is not None:
                     # Only the newest challenge counts.

@@ -22,12 +22,15 @@ _FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def check_name(
-    name: str, hint: str = "`convoy identity new NAME` makes keys and a card with another name"
+    name: str,
+    hint: str = "`convoy identity new NAME` makes keys and a card with another name",
+    what: str = "member",
 ) -> None:
-    """Check that ``name`` can name a member. Raises `RosterError` with ``hint``."""
+    """Check that ``name`` can name a member or provider, ``what``. Raises `RosterError` with ``hint``."""
     if not _NAME.fullmatch(name):
         raise RosterError(
-            f"{name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores", hint=hint
+            f"{name[:80]!r} cannot name a {what}: 1 to 63 letters, digits, dots, dashes or underscores",
+            hint=hint,
         )
 
 

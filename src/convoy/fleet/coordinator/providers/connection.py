@@ -47,6 +47,7 @@ from convoy.wire.fleet.messages import (
     Prove,
     ProviderChallenge,
     ProviderHello,
+    Refused,
     Register,
     Registered,
     Serve,
@@ -323,10 +324,16 @@ class ProviderSocket:
         for answer in answers.values():
             answer.put(Failed(answer.request_id, reason, full=False))
 
-    async def close(self, code: int) -> None:
-        """Close the socket, whether or not the other side reads. A closed socket stays closed."""
+    async def close(self, code: int, refusal: str = "") -> None:
+        """Close the socket, whether or not the other side reads. A closed socket stays closed.
+
+        A ``refusal`` is sent before; another try of the provider is of no use then.
+        """
         try:
             async with asyncio.timeout(self._options.close_s):
+                if refusal:
+                    async with self._sending:
+                        await self._socket.send_bytes(encode_fleet(Refused(refusal, again=False)))
                 await self._socket.close(code)
         except TimeoutError:
             abort(self._socket.scope)
