@@ -22,6 +22,7 @@ from convoy.errors import RequestError
 from convoy.model.checkpoints.hub.cache import list_cache
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
+from convoy.sdk.models import PULL_AGAIN
 from convoy.sdk.pull import ModelPuller
 from convoy.testing.network import MemoryNetwork
 from convoy.wire.messages.fetch import Held, Holding
@@ -131,7 +132,7 @@ def test_a_pull_that_is_stopped_stops_the_members_and_goes_on_later(
     monkeypatch.setattr(weights, "make_ready", held)
     pulled.puller.start(REPO)
     assert begun.wait(30)
-    with pytest.raises(RequestError, match="another model is being pulled"):
+    with pytest.raises(RequestError, match=f"another model is being pulled: {REPO}"):
         pulled.puller.start(REPO)
     pulled.puller.stop()
     assert pulled.end().state == "stopped"
@@ -242,11 +243,20 @@ def test_what_cannot_be_pulled_is_said_and_only_the_log_has_words_that_may_hold_
     end = pulled.end()
     assert end.state == "failed"
     assert "the hub has no nobody/none" in end.error
+    assert end.error_type == "ModelError"
     hub.lies = "model.safetensors"
     pulled.puller.start(REPO)
     assert pulled.end().error == "the head's log has the reason"
     assert "came with the digest" in caplog.text
     assert pulled.tensors() == 0
+
+
+def test_a_hub_that_does_not_answer_is_named_with_its_kind(pulled: Pulled, hub: FakeHub) -> None:
+    hub.status = 503
+    pulled.puller.start(f"{REPO}:Q4")
+    end = pulled.end()
+    assert f"{REPO}@main:Q4 cannot be fetched: the hub answers HTTP 503" in end.error
+    assert (end.error_type, end.hint) == ("HubUnreachable", PULL_AGAIN)
 
 
 def test_what_does_not_fit_is_refused_before_a_weight_is_downloaded(

@@ -164,6 +164,8 @@ class PullStatus(msgspec.Struct, frozen=True):
     progress: dict[str, tuple[int, int]] = {}
     error: str = ""
     hint: str = ""
+    # The name of a class of `convoy.errors`, or empty.
+    error_type: str = ""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):

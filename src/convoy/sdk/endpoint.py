@@ -274,6 +274,10 @@ class Endpoint:
                 hint = "ask again once `convoy serve` is started again"
             elif error.get("code") == "model_not_found":
                 hint = "name a model that is served, or none if one is; `convoy serve MODEL` serves another"
+            elif error.get("code") == "pull_running":
+                hint = "wait until it is here, or stop it on the page: `convoy open`"
+            elif error.get("code") == "not_found" and hint is None:
+                hint = f"does another part of Convoy listen there? check {self.url_option}"
         except (ValueError, TypeError, KeyError, AttributeError):
             # The body explains nothing, so the status is all there is to report.
             hint = "does another program listen there? --url names a head of Convoy"

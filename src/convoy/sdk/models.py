@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.config.files import default_cache
-from convoy.errors import ConfigError, ModelError
+from convoy.errors import ConfigError, HubUnreachable, ModelError, Unavailable
 from convoy.sdk.options import Note, head_options, signed_model, unheard
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from convoy.model.checkpoints.hub.files import Hub, HubName
     from convoy.model.checkpoints.source import ModelSource
     from convoy.trust.signed_model import SignedModel
+
+# Errors of a pull that keep their class on the way from a head to the command.
+PULL_ERRORS = (HubUnreachable, ModelError, Unavailable)
+PULL_AGAIN = "pull it again once the hub answers: it goes on where it was"
 
 
 @dataclass(frozen=True, slots=True)

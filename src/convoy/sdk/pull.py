@@ -11,9 +11,9 @@ import msgspec
 from convoy.cluster.head.head import Head
 from convoy.cluster.status import PullStatus
 from convoy.config.settings import Config
-from convoy.errors import ConvoyError, LinkClosed, PlanError, RequestError
+from convoy.errors import ConvoyError, HubUnreachable, LinkClosed, PlanError, RequestError, Unavailable
 from convoy.model.checkpoints.source import ModelSource
-from convoy.sdk.models import describe_model, is_on_hub, local_model
+from convoy.sdk.models import PULL_AGAIN, PULL_ERRORS, describe_model, is_on_hub, local_model
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,10 @@ class ModelPuller:
             raise RequestError("this cluster runs one signed model alone, so it pulls no others")
         with self._lock:
             if self._state is not None and self._state.state in {"pulling", "stopping"}:
-                raise RequestError("another model is being pulled; wait until it is here, or stop it first")
+                raise RequestError(
+                    f"another model is being pulled: {self._state.name}",
+                    code="pull_running",
+                )
             self._ends, self._progress = threading.Event(), {}
             self._state = PullStatus(name, "pulling")
             threading.Thread(target=self._run, args=(name, self._ends), name="pull", daemon=True).start()
@@ -57,8 +60,10 @@ class ModelPuller:
 
     def _run(self, name: str, ends: threading.Event) -> None:
         def watch() -> None:
-            if ends.is_set() or self._head.peers.closed_within(0):
+            if ends.is_set():
                 raise LinkClosed("the pull was stopped")
+            if self._head.peers.closed_within(0):
+                raise LinkClosed("the head is shutting down")
 
         end = PullStatus(name, "failed", error="internal error; the head's log has more")
         try:
@@ -98,8 +103,14 @@ def _end_of(name: str, error: ConvoyError, *, is_stopped: bool) -> PullStatus:
     """Return the state after an error, in words that every reader of the status may see."""
     if is_stopped:
         return PullStatus(name, "stopped", error="the pull was stopped")
+    if isinstance(error, LinkClosed):
+        text = "the head is shutting down"
+        error = Unavailable(text, public=text, hint="pull it again once it runs: it goes on where it was")
+    if isinstance(error, HubUnreachable):
+        error.hint = PULL_AGAIN
     # A plan knows layers, sizes and names of members alone.
     said = error.message if isinstance(error, PlanError | RequestError) else error.public
+    kind = next((one.__name__ for one in PULL_ERRORS if isinstance(error, one)), "")
     if said is None:
-        return PullStatus(name, "failed", error="the head's log has the reason")
-    return PullStatus(name, "failed", error=said, hint=error.hint or "")
+        return PullStatus(name, "failed", error="the head's log has the reason", error_type=kind)
+    return PullStatus(name, "failed", error=said, hint=error.hint or "", error_type=kind)

@@ -17,6 +17,8 @@ from convoy.cli.main import run
 from convoy.cli.running.process import announced
 from convoy.cluster.status import ClusterStatus, PullStatus
 from convoy.config.files import token_folder
+from convoy.errors import PeerUnreachable, RequestError
+from convoy.sdk.models import PULL_AGAIN
 from support.fake_service import ByteTokenizer, FakeEngine, serving_of
 
 NAME = "org/name"
@@ -28,8 +30,11 @@ class Puller:
     def __init__(self) -> None:
         self.states = [PullStatus(NAME, "pulling", {"alpha": (1, 2)})]
         self.done: list[str | None] = []
+        self.refusal: RequestError | None = None
 
     def start(self, name: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         self.done.append(name)
 
     def stop(self) -> None:
@@ -66,11 +71,13 @@ def test_every_member_is_named_once_all_have_their_parts(
     assert f"serve it: convoy serve {NAME}" in said
 
 
-def test_a_pull_that_failed_ends_in_the_heads_words(
-    url: str, puller: Puller, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "code"), [("", 1), ("ModelError", 78), ("HubUnreachable", 75)])
+def test_a_pull_that_failed_ends_in_the_heads_words_with_the_code_of_its_error(
+    kind: str, code: int, url: str, puller: Puller, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    puller.states = [PullStatus(NAME, "failed", error="beta: the disk is full", hint="make room")]
-    assert run(["pull", NAME, "--url", url]) == 1
+    failed = PullStatus(NAME, "failed", error="beta: the disk is full", hint="make room", error_type=kind)
+    puller.states = [failed]
+    assert run(["pull", NAME, "--url", url]) == code
     said = capsys.readouterr().err
     assert f"error: {NAME} was not pulled: beta: the disk is full\nhint: make room" in said
 
@@ -93,7 +100,65 @@ def test_an_interrupt_stops_the_head_too(
     monkeypatch.setattr("convoy.cli.model_files.pull.time.sleep", interrupt)
     assert run(["pull", NAME, "--url", url]) == 130
     assert puller.done == [NAME, None]
-    assert f"`convoy pull {NAME}` goes on where it was" in capsys.readouterr().err
+    assert f"the pull of {NAME} stops; `convoy pull {NAME}` goes on where it was" in capsys.readouterr().err
+
+
+def test_an_interrupt_without_a_head_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("convoy.cli.model_files.pull.local_model", interrupt)
+    assert run(["pull", NAME, "--cache", str(tmp_path)]) == 130
+    assert f"the pull of {NAME} stops; `convoy pull {NAME}` goes on where it was" in capsys.readouterr().err
+
+
+def test_a_head_that_ends_meanwhile_is_named_with_how_to_go_on(
+    url: str, puller: Puller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(_endpoint: object) -> None:
+        raise PeerUnreachable("no head answers")
+
+    monkeypatch.setattr("convoy.cli.model_files.pull.cluster_status", end)
+    assert run(["pull", NAME, "--url", url]) == 75
+    said = capsys.readouterr().err
+    assert f"the head ended while {NAME} was pulled" in said
+    assert f"`convoy pull {NAME}` goes on where it was" in said
+
+
+def test_a_second_pull_has_a_hint(url: str, puller: Puller, capsys: pytest.CaptureFixture[str]) -> None:
+    puller.refusal = RequestError("another model is being pulled: org/other", code="pull_running")
+    assert run(["pull", NAME, "--url", url]) == 1
+    assert "another model is being pulled: org/other\nhint: wait until it is here" in capsys.readouterr().err
+
+
+def test_several_models_are_served_by_one_command(
+    url: str, puller: Puller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    puller.states = [PullStatus(NAME, "pulled"), PullStatus("org/other", "pulled")]
+    assert run(["pull", NAME, "org/other", "--url", url]) == 0
+    assert f"serve them: convoy serve {NAME} --also org/other" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", ""]) == 2
+    assert "error: '' is no model of a hub" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_again_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text('[model]\nhub = "http://127.0.0.1:1"\ncache = "kept"\n')
+    assert run(["pull", NAME, "--config", str(tmp_path / "c.toml")]) == 75
+    assert f"hint: {PULL_AGAIN}" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert run(["pull", NAME, "--cache", str(tmp_path / "file")]) == 78
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'file' / 'hub'} cannot be made: not a directory\nhint: " in said
 
 
 def test_only_a_head_that_this_user_recorded_gets_a_token_unasked(

@@ -16,12 +16,14 @@ from convoy.cli.running.process import running_processes
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
 from convoy.cli.show.progress import loading_bars
 from convoy.config.settings import load_config, override
-from convoy.errors import ConvoyError, UsageError
+from convoy.errors import ConvoyError, HubUnreachable, PeerUnreachable, UsageError
 from convoy.sdk.client import cluster_status
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+from convoy.sdk.models import PULL_AGAIN, PULL_ERRORS
 
 if TYPE_CHECKING:
     from convoy.cluster.status import PullStatus
+    from convoy.config.settings import Config
 
 _LOOK_S = 0.5
 
@@ -54,7 +56,7 @@ def pull(
     for name in names:
         if HubName.parse(name) is None:
             raise UsageError(
-                f"{name[:200]} is no model of a hub, expected org/name[@revision][:QUANT]",
+                f"{name[:200]!r} is no model of a hub, expected org/name[@revision][:QUANT]",
                 hint="`convoy models` lists good choices",
             )
     is_here_alone = cache is not None or config is not None
@@ -69,13 +71,32 @@ def pull(
         return
     settings = load_config(config)
     settings = override(settings, model=override(settings.model, cache=cache))
-    places = {name: Path(local_model(settings, name, quiet=as_json)) for name in names}
+    places = {name: _pull_here(settings, name, quiet=as_json) for name in names}
     if as_json:
         print_json({name: str(place) for name, place in places.items()})
         return
     for name, place in places.items():
         print_note(f"{name}: {format_bytes(_size(place))} in {place}")
-    print_note(f"serve it: convoy serve {names[0]}")
+    _print_next(names)
+
+
+def _pull_here(settings: Config, name: str, *, quiet: bool) -> Path:
+    try:
+        return Path(local_model(settings, name, quiet=quiet))
+    except HubUnreachable as error:
+        raise HubUnreachable(error.message, hint=PULL_AGAIN) from error
+    except KeyboardInterrupt:
+        _print_stopped(name)
+        raise
+
+
+def _print_stopped(name: str) -> None:
+    print_note(f"the pull of {name} stops; `convoy pull {name}` goes on where it was")
+
+
+def _print_next(names: list[str]) -> None:
+    more = "".join(f" --also {name}" for name in names[1:])
+    print_note(f"serve {'them' if more else 'it'}: convoy serve {names[0]}{more}")
 
 
 def _own_head() -> str | None:
@@ -102,11 +123,11 @@ def _pull_everywhere(endpoint: Endpoint, names: list[str], *, as_json: bool) -> 
         return
     for name, end in ends.items():
         print_note(f"{name}: on {', '.join(sorted(end.progress))}")
-    print_note(f"serve it: convoy serve {names[0]}")
+    _print_next(names)
 
 
 def _pull_one(head: Endpoint, name: str, *, quiet: bool) -> PullStatus:
-    """Let the head pull a model, and show its progress. An interrupt stops the head, too."""
+    """Let the head pull a model, and show its progress. An interrupt stops the pull there, too."""
     head.post("/page/pull", {"name": name})
     try:
         with loading_bars(quiet=quiet, action="pulling") as on_load:
@@ -117,17 +138,26 @@ def _pull_one(head: Endpoint, name: str, *, quiet: bool) -> PullStatus:
                 time.sleep(_LOOK_S)
     except KeyboardInterrupt:
         head.delete("/page/pull")
-        print_note(f"ended: the head stops; `convoy pull {name}` goes on where it was")
+        _print_stopped(name)
         raise
+    except PeerUnreachable as error:
+        raise PeerUnreachable(
+            f"the head ended while {name} was pulled: {error.message}",
+            hint=f"once it runs again, `convoy pull {name}` goes on where it was",
+        ) from error
     if now.state != "pulled":
-        raise PullFailed(f"{name} was not pulled: {now.error}", hint=now.hint or None)
+        kind = next((one for one in PULL_ERRORS if one.__name__ == now.error_type), PullFailed)
+        raise kind(f"{name} was not pulled: {now.error}", hint=now.hint or None)
     return now
 
 
 def _state(head: Endpoint, name: str) -> PullStatus:
     found = cluster_status(head).pull
     if found is None or found.name != name:
-        raise PullFailed(f"{name} is not pulled any more: the head began anew", hint="pull it once more")
+        raise PullFailed(
+            f"{name} is not pulled any more: the head began anew",
+            hint="pull it once more: it goes on where it was",
+        )
     return found
 
 

@@ -54,7 +54,7 @@ def describe_on_hub(hub: Hub, name: HubName) -> ModelSource:
             return ModelSource.resolve(str(path))
         return _describe(hub.at(name, pinned), name, pinned)
     except HubUnreachable as error:
-        raise HubUnreachable(error.message, hint=_HINT) from error
+        raise HubUnreachable(error.message, hint=_HINT, public=error.public) from error
 
 
 def _describe(commit: HubCommit, name: HubName, pinned: Pinned) -> ModelSource:

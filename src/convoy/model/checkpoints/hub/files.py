@@ -24,7 +24,14 @@ from convoy.model.checkpoints.formats.gguf.split import SUFFIX
 from convoy.model.checkpoints.hub.gguf import choose_gguf
 from convoy.model.checkpoints.hub.stream import RETRY_WAIT_S, HubCommit, hub_errors
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
-from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
+from convoy.model.checkpoints.store.parts import (
+    ModelPart,
+    PartFile,
+    alone_in,
+    explained,
+    is_whole,
+    require_room,
+)
 from convoy.model.library import LIBRARY
 
 _NO_HUB = "check the address of hub under [model]; without it the public hub is asked"
@@ -71,7 +78,7 @@ class HubName:
         return cls(match["repo"], match["revision"] or "main", match["file"] or "")
 
     def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}"
+        return f"{self.repo}@{self.revision}" + (f":{self.file}" if self.file else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +163,18 @@ class Hub:
     def pin(self, name: HubName) -> Pinned:
         """Return the current commit of a revision, or the remembered one if the hub cannot be reached.
 
-        Raises HubUnreachable, and ModelError for a repository that does not exist, or not for this user.
+        Raises HubUnreachable, and ModelError for a repository that does not exist, or not for this user, and
+        for a folder that cannot be made.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with explained(self._folder, "made"):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with LIBRARY:
             # the import takes about a second, so it waits until a name needs it
             from huggingface_hub import HfApi
 
-        remembered = self._folder / f"{hashlib.sha256(str(name).encode()).hexdigest()[:32]}.json"
+        # All files of a revision have one pin.
+        revision = f"{name.repo}@{name.revision}"
+        remembered = self._folder / f"{hashlib.sha256(revision.encode()).hexdigest()[:32]}.json"
         try:
             with hub_errors(str(name)):
                 info = HfApi(endpoint=self._endpoint).model_info(
@@ -175,6 +186,7 @@ class Hub:
                 raise HubUnreachable(
                     f"the model {error.message}",
                     hint="give a directory, or try again; a peer needs no --model if its head has the files",
+                    public=None if error.public is None else f"the model {error.public}",
                 ) from error
             self.offline = (
                 f"the hub cannot be reached; using {known.commit[:12]}, the last known commit of {name}"
@@ -195,7 +207,8 @@ class Hub:
                 hint="check the name and the revision: org/name@revision",
             )
         pinned = Pinned(info.sha, _listed(info.siblings or ()))
-        remembered.write_text(json.dumps(asdict(pinned)))
+        with explained(remembered, "written"):
+            remembered.write_text(json.dumps(asdict(pinned)))
         return pinned
 
     def _shards(self, name: HubName, pinned: Pinned, directory: Path) -> list[str]:

@@ -150,13 +150,13 @@ def hub_errors(what: str) -> Iterator[None]:
     except HFValidationError as error:
         raise ModelError(f"the hub cannot have {what}: {_line(error)}") from error
     except OfflineModeIsEnabled as error:
-        raise HubUnreachable(
-            f"{what} cannot be fetched: HF_HUB_OFFLINE is set", hint="unset it, or give a directory"
-        ) from error
+        said = f"{what} cannot be fetched: HF_HUB_OFFLINE is set"
+        raise HubUnreachable(said, public=said, hint="unset it, or give a directory") from error
     except (_connection_error(), ConnectionError, TimeoutError) as error:
         raise HubUnreachable(
             f"{what} cannot be fetched, the hub cannot be reached: {_line(error)}",
             hint="received bytes are kept: start again to resume",
+            public=f"{what} cannot be fetched: the hub cannot be reached",
         ) from error
 
 
@@ -184,9 +184,8 @@ def _refused(what: str, error: Any) -> ModelError:
             else "check the name; for a private or gated model `hf auth login` first",
         )
     if status in _LATER:
-        return HubUnreachable(
-            f"{what} cannot be fetched: the hub answers HTTP {status}", hint="try again later"
-        )
+        said = f"{what} cannot be fetched: the hub answers HTTP {status}"
+        return HubUnreachable(said, public=said, hint="try again later")
     return ModelError(f"the hub refused {what}: {_line(error)}", hint="try again later")
 
 
