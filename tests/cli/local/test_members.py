@@ -23,6 +23,12 @@ def test_a_number_of_members_that_cannot_be_is_refused(count: int) -> None:
         local_names(count)
 
 
+def test_a_member_that_is_named_twice_is_a_wrong_argument() -> None:
+    with pytest.raises(UsageError, match="--members names a twice") as error:
+        parse_members("a=1,a=2")
+    assert error.value.hint is not None
+
+
 def test_a_bare_span_goes_to_the_next_member_without_one() -> None:
     assert spans_by_name(["0:3,output", "4:7"], NAMES) == {"alpha": "0:3,output", "beta": "4:7"}
     assert spans_by_name(["beta=4:7", "0:3,output", "8:11"], NAMES) == {

@@ -50,13 +50,34 @@ def test_a_download_that_was_ended_is_listed_with_how_to_go_on(tmp_path: Path) -
     assert "the download is not complete: `convoy pull somebody/odd:odd-Q4_K_M.gguf` goes on" in said
 
 
-def test_without_members_of_a_head_the_table_is_of_this_machine(tmp_path: Path) -> None:
+def test_without_members_of_a_head_the_table_is_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving() as running:
-        done = run_here(["models", "--url", running.url, "--cache", "kept", *TOLD], tmp_path)
+        monkeypatch.setattr("convoy.cli.model_files.models.DEFAULT_URL", running.url)
+        done = run_here(["models", "--cache", "kept", *TOLD], tmp_path)
+        silent = run_here(["models", "--cache", "kept", *TOLD, "--json"], tmp_path)
+        named = run_here(["models", "--url", running.url, "--cache", "kept", *TOLD], tmp_path)
+    assert (silent.returncode, silent.stderr) == (0, "")
+    assert json.loads(silent.stdout)["served"] is None
+    assert named.returncode == 1, "a head that is named must be one"
     assert "is left out" in done.stderr, "the fake's status has no members"
     assert done.stdout.startswith("members: this machine ")
     assert "yes, at about " in done.stdout
     assert "no: q4 takes 133.6 GB" in done.stdout
+
+
+def test_a_head_that_is_named_and_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    done = run_here(["models", "--url", "http://127.0.0.1:1", "--cache", "kept", *TOLD], tmp_path)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr.startswith("error: no head answers at http://127.0.0.1:1")
+    assert "\nhint: " in done.stderr
+
+
+def test_a_list_in_json_is_silent(tmp_path: Path) -> None:
+    asked = ["models", "--device", "a=cpu:24GB", "--cache", "kept", *TOLD]
+    assert "a: cpu with 24" in run_here(asked, tmp_path).stderr
+    assert run_here([*asked, "--json"], tmp_path).stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
     """
     if text.isascii() and text.isdigit():
         return tuple((name, None) for name in local_names(int(text[:9])))
-    members = []
+    members: list[tuple[str, int | None]] = []
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         num_bytes = parse_gb(size)
@@ -34,5 +34,7 @@ def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
                 f"--members has {part.strip()[:80]!r}, expected a count or NAME=GB,NAME=GB",
                 hint="--members 3, or --members alpha=8,beta=16",
             )
+        if name in dict(members):
+            raise UsageError(f"--members names {name[:80]} twice", hint="give each machine a name of its own")
         members.append((name, num_bytes))
     return tuple(members)

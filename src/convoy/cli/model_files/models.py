@@ -12,7 +12,7 @@ import typer
 from convoy.cli.checks.rates import ContextFlag, SpeedFlag
 from convoy.cli.local.members import parse_members
 from convoy.cli.operator.home import config_file, local_addresses
-from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
+from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, client_key
 from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
 from convoy.cli.show.progress import CountProgress, counting_bar
 from convoy.config.files import default_cache
@@ -20,6 +20,7 @@ from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConvoyError, PeerUnreachable
 from convoy.sdk.client import cluster_status
 from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+from convoy.sdk.options import unheard
 from convoy.sdk.planning.fit import STORED, FitForm, FitReport, FitRow, fit_shapes, shapes
 from convoy.sdk.planning.kept import KeptModel, list_kept, with_fits
 from convoy.sdk.planning.planning import PlanQuestion
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 CacheFlag = Annotated[Path | None, typer.Option(help="The cache folder.  [default: the one in --config]")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache.")]
+_UrlFlag = Annotated[
+    str | None,
+    typer.Option("--url", help=f"A head's HTTP address.  [default: {DEFAULT_URL}, if one answers]"),
+]
 _LOOK_S = 4.0
 T = TypeVar("T")
 # Slower than this, an answer of a sentence takes ten seconds.
@@ -51,7 +56,7 @@ def models(
     ] = None,
     speed: SpeedFlag = None,
     context: ContextFlag = 512,
-    url: UrlFlag = DEFAULT_URL,
+    url: _UrlFlag = None,
     api_key_file: ApiKeyFlag = None,
     ca: CaFlag = None,
     cache: CacheFlag = None,
@@ -76,17 +81,18 @@ def models(
     given = None if members is None else parse_members(members)
     status = None
     if given is None and not device:
-        status = _running(Endpoint.of(url, client_key(api_key_file), ca, _LOOK_S))
+        status = _running(url, client_key(api_key_file), ca, quiet=as_json)
         if status is None and settings.cluster.roster is None:
             given = (("this machine", None),)
     question = PlanQuestion(
         *(_hosted(settings) if status else settings, None, given),
         speeds=speed or (),
         context=context,
-        note=print_note,
+        note=unheard if as_json else print_note,
         devices=device or (),
     )
-    kept, found = _planned(question, _members(question, status, url), kept, cached, quiet=as_json)
+    offered = _members(question, status, url or DEFAULT_URL)
+    kept, found = _planned(question, offered, kept, cached, quiet=as_json)
     _print_all(folder, kept, found, status, as_json=as_json)
 
 
@@ -133,17 +139,21 @@ def _members(question: PlanQuestion, status: ClusterStatus | None, url: str) -> 
     here = {"localhost", "127.0.0.1", "::1", *local_addresses()}
     is_here = urlsplit(url if "://" in url else f"http://{url}").hostname in here
     own = here if is_here else ()
-    return members_of(status, question.settings.cluster.policy, own=own, note=print_note)
+    return members_of(status, question.settings.cluster.policy, own=own, note=question.note)
 
 
-def _running(endpoint: Endpoint) -> ClusterStatus | None:
-    """Return the status of the head that runs there, or None."""
+def _running(url: str | None, key: str | None, ca: Path | None, *, quiet: bool) -> ClusterStatus | None:
+    """Return the status of the head at ``url``, or of one at the default address if it answers."""
+    endpoint = Endpoint.of(url or DEFAULT_URL, key, ca, _LOOK_S)
+    if url is not None:
+        return cluster_status(endpoint)
     try:
         return cluster_status(endpoint)
     except PeerUnreachable:
         return None
     except ConvoyError as error:
-        print_note(f"the head at {endpoint.url} is left out: {error.message}")
+        if not quiet:
+            print_note(f"the head at {endpoint.url} is left out: {error.message}")
         return None
 
 
