@@ -135,35 +135,3 @@ def test_no_weights_are_freed_while_the_engine_still_works_on_them() -> None:
         wait_until(lambda: not engine.is_running)
         cluster.unload("nothing uses it")
         assert cluster.head.stage is None
-
-
-@pytest.mark.parametrize("moment", ["find", "make_ready"])
-def test_a_member_that_is_lost_and_back_while_another_model_is_loaded_costs_no_load(
-    moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with scene("beta", "gamma") as s:
-        s.join("beta")
-        gone = s.join("gamma")
-        cluster = s.serve()
-        loader, weights = loader_of(cluster), gone.peer.weights
-        begun, ends, work = threading.Event(), threading.Event(), getattr(weights, moment)
-
-        def hold_up(*args: Any) -> Any:
-            begun.set()
-            assert ends.wait(60)
-            return work(*args)
-
-        monkeypatch.setattr(weights, moment, hold_up)
-        loads = threading.Thread(target=loader.load, args=("other",))
-        loads.start()
-        assert begun.wait(60)
-        head = gone.peer.head
-        assert head is not None
-        head.close("it is lost")
-        # The head dials it again at once.
-        wait_until(lambda: gone.peer.head is not head)
-        ends.set()
-        loads.join(60)
-        assert (loads.is_alive(), loader.loaded) == (False, "other")
-        assert ask(cluster) == ANSWER
-        loader.models["first"].tokenizer.close()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from cluster.recovery.test_recovery import SOURCE, Scene, ask, scene, small, stages
+from convoy.cluster.active_plan import ActivePlan
+from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
@@ -17,6 +21,7 @@ from convoy.errors import (
     ConvoyError,
     LinkBroken,
     LinkClosed,
+    PeerError,
     PeerUnreachable,
     PlanError,
     StepError,
@@ -261,3 +266,47 @@ def test_a_head_with_a_rule_for_an_unknown_member_does_not_start() -> None:
             s.serve(member=mistyped)
         absent = replace(MEMBER, policy=Policy(offers=(OfferRule(10**9, ("gamma",)),)))
         assert stages(s.serve(member=absent, wait_s=1.0)) == ["alpha", "beta"]
+
+
+class Flapping:
+    """Stand for the head's peers. Each link is another one after `flap`."""
+
+    absent: ClassVar[dict[str, PeerUnreachable]] = {}
+    num_changes = 0
+
+    def __init__(self, *names: str) -> None:
+        self.links = {name: (object(), None) for name in names}
+
+    def flap(self, name: str) -> None:
+        self.links[name] = (object(), None)
+
+    def present(self) -> dict[str, tuple[object, None]]:
+        return dict(self.links)
+
+    def drop_kernel(self, *_: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("name", "num_loads"), [("beta", 4), ("gamma", 1)])
+def test_a_plan_is_made_anew_a_few_times_for_its_own_member_that_came_back(name: str, num_loads: int) -> None:
+    peers, loads = Flapping("beta", "gamma"), list[object]()
+    proposal = SimpleNamespace(
+        members={"alpha", "beta"}, placement=SimpleNamespace(mode="pipeline"), plan=SimpleNamespace(stages=())
+    )
+    planner = SimpleNamespace(first=lambda _: proposal, again=lambda *_: proposal)
+
+    def install(one: object) -> ActivePlan:
+        loads.append(one)
+        peers.flap(name)
+        raise PeerError("beta refuses the plan")
+
+    with pytest.raises(PeerError, match="beta refuses"):
+        begin(
+            peers,  # type: ignore[arg-type]
+            planner,  # type: ignore[arg-type]
+            lambda: {"alpha": None, "beta": None},  # type: ignore[dict-item]
+            install,
+            replaceable=True,
+            watch=None,
+        )
+    assert len(loads) == num_loads

@@ -19,12 +19,15 @@ from convoy.errors import (
     SpanError,
     TooLittleMemory,
 )
+from convoy.transport.link.link import Link
 from convoy.wire.messages.control import Hello, Plan
 
 _log = logging.getLogger(__name__)
 
 _PING_S = 1.0
 _LOOK_UP_S = 0.5
+# How often a plan is made anew because a member was lost and came back while it was loaded.
+_MOST_RETURNS = 3
 
 
 def begin(
@@ -49,8 +52,9 @@ def begin(
         for name, why in absent.items():
             if name in peers.missing():
                 _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
+        returns = _MOST_RETURNS
         while True:
-            seen = peers.num_changes
+            before = _links(peers, proposal)
             try:
                 return install(proposal)
             except (PeerError, LinkClosed, SelfCheckError, TooLittleMemory) as error:
@@ -59,8 +63,10 @@ def begin(
                     proposal = _first(peers, planner, hellos, watch)
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
+                is_back = returns > 0 and _links(peers, proposal) != before
+                returns -= is_back
                 try:
-                    proposal = _next(peers, planner, hellos, proposal, error, fell=fell, seen=seen)
+                    proposal = _next(peers, planner, hellos, proposal, error, fell=fell, is_back=is_back)
                 except ConvoyError:
                     if watch is None or proposal.members <= hellos().keys():
                         raise
@@ -96,6 +102,12 @@ def _first(
             peers.wait(seen, _LOOK_UP_S)
 
 
+def _links(peers: Peers, proposal: PlannedStages) -> dict[str, Link]:
+    """Return the link of each present member of ``proposal``."""
+    present = peers.present()
+    return {name: present[name][0] for name in proposal.members & present.keys()}
+
+
 def _next(
     peers: Peers,
     planner: Planner,
@@ -104,19 +116,19 @@ def _next(
     error: ConvoyError,
     *,
     fell: bool,
-    seen: int,
+    is_back: bool,
 ) -> PlannedStages:
     """Return the next plan after ``before`` failed, over the members that are left, as after a loss.
 
-    A member may be lost and back already: then the members have changed since ``seen``. If all are left but
-    their ranks could not join, and the operator did not demand ranks, the plan has whole layers. Raises
-    ``error`` if none of these is the reason, or if no plan fits.
+    ``is_back``: a member was lost, and is back already. If all are left but their ranks could not join, and
+    the operator did not demand ranks, the plan has whole layers. Raises ``error`` if none of these is the
+    reason, or if no plan fits.
     """
     others = before.members - {next(iter(hellos()))}
     for name in peers.silent(others, _PING_S) if fell else ():
         peers.give_up(name, "it answers no ping")
     gone = others - peers.present().keys()
-    if not gone and peers.num_changes == seen and not (fell and planner.has_failed(hellos())):
+    if not gone and not is_back and not (fell and planner.has_failed(hellos())):
         raise error
     try:
         proposal = planner.again(hellos(), None)
