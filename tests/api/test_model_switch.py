@@ -372,6 +372,19 @@ def test_every_change_is_told_in_one_line() -> None:
     run(test)
 
 
+def test_a_change_that_cannot_be_told_is_a_change() -> None:
+    def tell(_loaded: str | None, _line: str) -> None:
+        raise BrokenPipeError
+
+    async def test() -> None:
+        scene = Scene(on_change=tell)
+        await scene.switch.load("b")
+        await scene.switch.load("a")
+        assert scene.loader.done == ["b", "a"]
+
+    run(test)
+
+
 def test_the_time_until_an_unload_begins_with_the_end_of_a_request() -> None:
     async def test() -> None:
         scene = Scene(keep_alive_s=300.0)

@@ -76,7 +76,8 @@ def test_a_plan_names_every_stage_and_who_can_read_prompts(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def measured(*given: Any, form: str) -> OwnSpeed:
+    def measured(*given: Any, form: str, rough: bool) -> OwnSpeed:
+        assert not rough
         asked.append((*given[:3], form))
         return OwnSpeed(Speed(1e10, 1e11), busy=0.5)
 

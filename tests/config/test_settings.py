@@ -236,3 +236,6 @@ def test_a_keep_alive_that_is_no_duration_is_refused(tmp_path: Path) -> None:
     file.write_text('[serve]\nkeep_alive = "soon"\n')
     with pytest.raises(ConfigError, match="keep_alive is 'soon', expected seconds, a duration such as 5m"):
         load_config(file)
+    file.write_text(f"[serve]\nkeep_alive = {'9' * 400}\n")
+    with pytest.raises(ConfigError, match="keep_alive is"):
+        load_config(file)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from convoy.config.table import HOST_CHUNK
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits
 from convoy.engine.outputs import FinishOutput, Output
@@ -49,6 +50,15 @@ def test_the_rate_of_chunks_is_that_of_the_last_without_their_wait_behind_anothe
     assert progress.tokens_in(0.5) == 1612
     progress.other_stages()
     assert progress.tokens_in(0.5) is None
+
+
+def test_the_least_chunks_beside_decodes_are_measured_too() -> None:
+    now_s, num_decodes = 10.0, 64
+    progress = EngineProgress(lambda: now_s)
+    for took_s in (*[9.0] * 5, *[0.0625] * 5):
+        submitted_s, now_s = now_s, now_s + took_s
+        progress.passed(submitted_s, num_sequences=num_decodes + 1, num_tokens=num_decodes + HOST_CHUNK)
+    assert progress.tokens_in(0.5) == 8 * (num_decodes + HOST_CHUNK)
 
 
 def test_a_histogram_counts_a_value_under_every_bound_that_it_is_not_over() -> None:

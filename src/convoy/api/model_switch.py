@@ -268,9 +268,13 @@ class ModelSwitch:
             error = StageLost(text, public=text)
         finally:
             self._changing = None
-        self._options.on_change(self._loader.loaded, line)
         if error is not None:
             for waiter in [one for one in self._waiting if one.wanted == name]:
                 self._waiting.remove(waiter)
                 waiter.fail(error)
         self._advance()
+        try:
+            self._options.on_change(self._loader.loaded, line)
+        except OSError:
+            # The terminal may be gone, or a disk full.
+            _log.exception("a change of models could not be told")

@@ -21,7 +21,10 @@ _FOREVER_S = 1e9
 
 def duration_s(value: float | str) -> float | None:
     """Return the seconds of a duration: -1 for ever, and None for a value that is none."""
-    seconds = _seconds(value)
+    try:
+        seconds = _seconds(value)
+    except OverflowError:
+        return None
     if seconds is None or not math.isfinite(seconds):
         return None
     return -1.0 if seconds < 0 or seconds > _FOREVER_S else seconds

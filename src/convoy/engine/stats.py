@@ -144,7 +144,7 @@ _REQUEST_S = (
 _LONE_STEPS = 15
 # Steps whose middle rate limits chunks, and the least tokens of their chunks.
 _CHUNK_STEPS = 5
-_LONG_CHUNK = 256
+_LONG_CHUNK = 128
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0),

@@ -2,6 +2,8 @@
 import { html, useState } from "./vendor/preact-htm.js";
 
 const KEY = "YOUR_KEY";
+// A provider chooses its models' names, and the settings are pasted into shells and programs.
+const PASTABLE = /^[\w.:/@+-]+$/;
 
 const SETTINGS = (origin, model, ofCoordinator) => [
   ["curl", `curl ${origin}/v1/chat/completions \\\n  -H "Authorization: Bearer ${KEY}" -H "Content-Type: application/json" \\\n  -d '{"model": "${model}", "messages": [{"role": "user", "content": "What is 2+3?"}]}'`],
@@ -26,7 +28,7 @@ function Setting({ name, text }) {
 }
 
 export function Connect({ status, models, rights }) {
-  const model = models[0]?.id ?? status.model ?? "MODEL";
+  const model = [...models.map((one) => one.id), status.model].find((id) => PASTABLE.test(id ?? "")) ?? "MODEL";
   const ofCoordinator = rights.server === "coordinator";
   return html`<h1>Connect</h1>
     <p>The address is <code>${location.origin}/v1</code>, the model <code>${model}</code>.
