@@ -51,7 +51,8 @@ def others_beside(url: str, row: Row) -> Iterator[None]:
 
     def health() -> float:
         began_s = time.monotonic()
-        assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
+        answer = httpx.get(f"{url}/health", timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
         taken_s = time.monotonic() - began_s
         over.wait(0.1)
         return taken_s
