@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from convoy.config.table import HOST_CHUNK
 from convoy.errors import NotReady
 
 
@@ -142,9 +143,10 @@ _REQUEST_S = (
 )
 # Steps whose middle time is told.
 _LONE_STEPS = 15
-# Steps whose middle rate limits chunks, and the least tokens of their chunks.
+# Steps whose middle rate limits chunks, and the least tokens of their chunks. The least chunk that a limit
+# leaves must count, or a slow moment would keep the limit there. Several prompts may share it.
 _CHUNK_STEPS = 5
-_LONG_CHUNK = 128
+_LONG_CHUNK = HOST_CHUNK // 2
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0),

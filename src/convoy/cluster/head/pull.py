@@ -38,8 +38,10 @@ class WeightPull:
     def handle_fetch(self, running: HeadWeightServer, link: Link, fetch: Fetch) -> None:
         """Answer a question for a piece of the model that is pulled, or else of the one that runs."""
         pulled = self._weights
-        is_pulled = pulled is not None and fetch.manifest == pulled.manifest().digest
-        (pulled if pulled is not None and is_pulled else running).handle_fetch(link, fetch)
+        if pulled is not None and fetch.manifest == pulled.manifest().digest:
+            pulled.handle_fetch(link, fetch)
+        else:
+            running.handle_fetch(link, fetch)
 
     def run(self, source: ModelSource, watch: Callable[[], None], tell: MemberProgress) -> set[str]:
         """Let each peer fetch what its stage of a first plan of a model needs. Return those that have it.
