@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -30,7 +31,8 @@ def served(loader: FakeLoader, keys: KeyRing | None = None) -> Any:
     engine = FakeEngine()
     models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
     switch = ModelSwitch(loader, SwitchOptions(knows_several=True, keep_alive_s=600.0))
-    service = Service(models, lambda: (True, ""), dict, switch=switch)
+    stages = [{"weight_bytes": 30, "device": "cuda:0 (a card)"}, {"weight_bytes": 12, "device": "cpu"}]
+    service = Service(models, lambda: (True, ""), lambda: {"stages": stages}, switch=switch)
     return serving_of(service, ServeOptions(port=0, keys=keys), on_stop=engine.close)
 
 
@@ -65,11 +67,23 @@ def test_the_loaded_model_is_listed_with_its_end(url: str) -> None:
     client = Client(url)
     client.generate("b", "x", keep_alive="5m")
     (listed,) = client.ps().models
-    assert listed.model == "b"
+    assert (listed.model, listed.size, listed.size_vram) == ("b", 42, 30)
     assert listed.expires_at is not None
     assert 0 < (listed.expires_at - datetime.now(UTC)).total_seconds() <= 300
     client.generate("b", "x", keep_alive="never")
     assert client.ps().models[0].expires_at.year > 2300  # type: ignore[union-attr]
+
+
+def test_the_time_of_a_load_is_not_that_of_the_prompt(url: str, loader: FakeLoader) -> None:
+    loader.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Client(url).generate, "b", "x")
+        wait_until(lambda: loader.loaded is None)
+        loader.gate.set()
+        answer = asked.result(60)
+    times = (answer.load_duration or 0, answer.prompt_eval_duration or 0, answer.eval_duration or 0)
+    assert times[0] > 0
+    assert abs(sum(times) - (answer.total_duration or 0)) <= len(times), "each is rounded"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ class Generate(Generic[Body, Asked]):
                 if not asked.requests and asked.keep_alive_s == 0 and not self.service.is_loaded(asked.model):
                     # It is unloaded, as it shall be.
                     held = nullcontext()
+                asked_s = time.monotonic()
                 async with held, generation:
+                    answer.counter.load_s = time.monotonic() - asked_s
                     use.used(asked.num_prompt_tokens, 0, 0)
                     await send(generation, answer)
             sink.outcome = sink.outcome or "complete"

@@ -72,6 +72,8 @@ class UsageCounter:
     first_token_s: float | None = None
     # The longest wait of a prompt, known once its first choice has finished.
     queued_s: float = 0.0
+    # How long the request waited until its model was loaded.
+    load_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)

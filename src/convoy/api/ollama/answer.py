@@ -156,9 +156,9 @@ class OllamaAnswer:
             done=True,
             done_reason="length" if self._ended.reason == "length" else "stop",
             total_duration=int((end_s - self._began_s) * _NS),
-            load_duration=0,
+            load_duration=int(counter.load_s * _NS),
             prompt_eval_count=counter.asked.num_prompt_tokens,
-            prompt_eval_duration=int((first_s - self._began_s) * _NS),
+            prompt_eval_duration=int((first_s - self._began_s - counter.load_s) * _NS),
             eval_count=counter.completion_tokens,
             eval_duration=int((end_s - first_s) * _NS),
         )

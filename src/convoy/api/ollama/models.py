@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from convoy.api.listen.options import ServeOptions
 from convoy.api.ollama.translate import served_name
 from convoy.api.openai.bodies import convert_object, decode_object
 from convoy.api.service import ServedModel, Service
+from convoy.config.type_resolution import resolved
 
 # What this server does not know of a model.
 _DETAILS: dict[str, Any] = {
@@ -53,6 +55,19 @@ class ShowBody(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
+class _LoadedStage(msgspec.Struct, frozen=True):
+    """Hold the part of a stage's status that `/api/ps` shows."""
+
+    weight_bytes: int
+    device: str
+
+
+class _Loaded(msgspec.Struct, frozen=True):
+    """Hold the part of the status that `/api/ps` shows."""
+
+    stages: list[_LoadedStage] = []
+
+
 class OllamaModels:
     """Answer GET /api/tags, GET /api/ps, POST /api/show and GET /api/version."""
 
@@ -85,7 +100,9 @@ class OllamaModels:
         models = [model for model in self._service.models if switch is None or switch.loaded == model.name]
         left_s = None if switch is None else switch.expires_in_s
         expires = _NEVER if left_s is None else datetime.now(UTC) + timedelta(seconds=left_s)
-        shown = {"expires_at": f"{expires:{_TIME}}", "size_vram": 0}
+        shown: dict[str, Any] = {"expires_at": f"{expires:{_TIME}}"}
+        if models:
+            shown |= _sizes(await anyio.to_thread.run_sync(self._service.last_status or self._service.status))
         contexts = [{"context_length": model.max_context} for model in models]
         return _json({"models": [_tag(m) | shown | c for m, c in zip(models, contexts, strict=True)]})
 
@@ -96,6 +113,13 @@ class OllamaModels:
 def _tag(model: ServedModel) -> dict[str, Any]:
     shown = {"name": model.name, "model": model.name, "modified_at": _time(model)}
     return {**shown, "size": 0, "digest": "", "details": _DETAILS}
+
+
+def _sizes(status: object) -> dict[str, int]:
+    """Return the bytes of the weights that are loaded, on all members and on devices other than a CPU."""
+    stages = msgspec.json.decode(msgspec.json.encode(status), type=resolved(_Loaded)).stages
+    on_devices = [stage.weight_bytes for stage in stages if stage.device not in {"", "cpu"}]
+    return {"size": sum(stage.weight_bytes for stage in stages), "size_vram": sum(on_devices)}
 
 
 def _time(model: ServedModel) -> str:
