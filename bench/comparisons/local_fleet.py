@@ -202,8 +202,8 @@ class LocalFleet(Started):
     def _start(self) -> None:
         self.start_coordinator()
         for model, count in self._options.providers.items():
-            for number in range(1, count + 1):
-                self._start_provider(f"{model}-{number}", model)
+            for _ in range(count):
+                self._start_provider(f"provider-{len(self._heads) + 1}", model)
         self.wait_registered(len(self._heads))
 
     def _start_provider(self, name: str, model: str) -> None:
