@@ -7,8 +7,8 @@ cluster.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -155,6 +155,13 @@ class Service:
         if self.switch is None:
             return nullcontext()
         return self.switch.hold(model.name, keep_alive_s, may_shorten=may_shorten)
+
+    @asynccontextmanager
+    async def unload(self, model: ServedModel) -> AsyncIterator[None]:
+        """Begin the block once a model is unloaded, as `ModelSwitch.unload` does."""
+        if self.switch is not None:
+            await self.switch.unload(model.name)
+        yield
 
     def is_loaded(self, model: ServedModel) -> bool:
         """Return whether a model is loaded."""

@@ -27,10 +27,13 @@ def loader() -> FakeLoader:
     return FakeLoader()
 
 
-def served(loader: FakeLoader, keys: KeyRing | None = None) -> Any:
-    engine = FakeEngine()
+def switch_of(loader: FakeLoader) -> ModelSwitch:
+    return ModelSwitch(loader, SwitchOptions(knows_several=True, keep_alive_s=600.0))
+
+
+def served(switch: ModelSwitch, keys: KeyRing | None = None, engine: FakeEngine | None = None) -> Any:
+    engine = engine or FakeEngine()
     models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
-    switch = ModelSwitch(loader, SwitchOptions(knows_several=True, keep_alive_s=600.0))
     stages = [{"weight_bytes": 30, "device": "cuda:0 (a card)"}, {"weight_bytes": 12, "device": "cpu"}]
     service = Service(models, lambda: (True, ""), lambda: {"stages": stages}, switch=switch)
     return serving_of(service, ServeOptions(port=0, keys=keys), on_stop=engine.close)
@@ -38,7 +41,7 @@ def served(loader: FakeLoader, keys: KeyRing | None = None) -> Any:
 
 @pytest.fixture
 def url(loader: FakeLoader) -> Iterator[str]:
-    with served(loader) as (found, _):
+    with served(switch_of(loader)) as (found, _):
         yield found
 
 
@@ -59,8 +62,41 @@ def test_the_same_with_keep_alive_0_unloads_it_and_loads_nothing(url: str, loade
     assert client.generate("b", keep_alive=0).done_reason == "unload"
     assert (loader.done, loader.loaded) == ([], "a")
     assert client.generate("a", keep_alive=0).done_reason == "unload"
-    wait_until(lambda: loader.done == [None])
+    assert loader.done == [None]
     assert client.ps().models == []
+
+
+def test_an_unload_that_waits_behind_another_model_loads_nothing_again(loader: FakeLoader) -> None:
+    engine, switch = FakeEngine(), switch_of(loader)
+    engine.pause_after = 0
+    with served(switch, engine=engine) as (url, _), ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(Client(url).generate, "a", "x")]
+        assert engine.paused.wait(60)
+        answers.append(pool.submit(Client(url).generate, "b", "x"))
+        wait_until(lambda: switch.num_waiting == 1)
+        answers.append(pool.submit(Client(url).generate, "a", keep_alive=0))
+        wait_until(lambda: switch.num_waiting == 2)
+        engine.go.set()
+        reasons = [answer.result(60).done_reason for answer in answers]
+        # It has ended after every change that waited.
+        Client(url).generate("b")
+    assert reasons == ["stop", "stop", "unload"]
+    assert loader.done == ["b"]
+
+
+def test_an_unload_waits_for_the_running_answers_and_is_done_when_it_answers(loader: FakeLoader) -> None:
+    engine, switch = FakeEngine(), switch_of(loader)
+    engine.pause_after = 0
+    with served(switch, engine=engine) as (url, _), ThreadPoolExecutor(2) as pool:
+        running = pool.submit(Client(url).generate, "a", "x")
+        assert engine.paused.wait(60)
+        wish = pool.submit(Client(url).generate, "a", keep_alive=0)
+        wait_until(lambda: switch.num_waiting == 1)
+        assert (loader.done, wish.done()) == ([], False)
+        engine.go.set()
+        assert running.result(60).done_reason == "stop"
+        assert wish.result(60).done_reason == "unload"
+        assert loader.done == [None]
 
 
 def test_the_loaded_model_is_listed_with_its_end(url: str) -> None:
@@ -109,7 +145,7 @@ def test_the_time_of_a_load_is_not_that_of_the_prompt(url: str, loader: FakeLoad
 def test_a_request_that_is_refused_loads_no_model(
     path: str, body: dict[str, Any], key: str, status: int, loader: FakeLoader
 ) -> None:
-    with served(loader, KeyRing.of(KEY)) as (url, _):
+    with served(switch_of(loader), KeyRing.of(KEY)) as (url, _):
         sent = body if path.startswith("/page/") else {"model": "b", **body}
         answer = httpx.post(f"{url}{path}", json=sent, headers={"authorization": f"Bearer {key}"}, timeout=60)
     assert answer.status_code == status, answer.text

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -132,9 +132,9 @@ class Generate(Generic[Body, Asked]):
                 # A holder of a key unloads no model that the operator keeps for all.
                 may_shorten = self.options.keys is None
                 held = self.service.hold(asked.model, asked.keep_alive_s, may_shorten=may_shorten)
-                if not asked.requests and asked.keep_alive_s == 0 and not self.service.is_loaded(asked.model):
-                    # It is unloaded, as it shall be.
-                    held = nullcontext()
+                if not asked.requests and asked.keep_alive_s == 0:
+                    # A model that is held would be loaded again if another one took its place.
+                    held = self.service.unload(asked.model)
                 asked_s = time.monotonic()
                 async with held, generation:
                     answer.counter.load_s = time.monotonic() - asked_s
