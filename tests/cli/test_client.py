@@ -369,7 +369,9 @@ def test_names_of_a_head_do_not_draw_on_the_terminal(
     bad = "\x1b[31mx"
     models = [{"name": bad, "state": "loaded"}, {"name": "demo", "state": "known"}]
     stages = [{**STAGES[0], "member": bad}]
-    head.say("/status", {**STATUS, "stages": stages, "models": models, "route": bad, "absent": [bad]})
+    head.say(
+        "/status", {**STATUS, "stages": stages, "models": models, "route": bad, "absent": [{"name": bad}]}
+    )
     head.say("/health", {"status": "ready", "reason": bad})
     done = run_here([*command, "--url", head.url], tmp_path)
     assert done.returncode == 0, done.stderr

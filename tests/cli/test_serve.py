@@ -187,7 +187,7 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
             head.wait_for(r"beta is here; waiting for gamma, at most [012] s")
             head.wait_for(CLOCK + r"gamma at \S+ did not answer within 2 s; the cluster starts without it.*")
             head.wait_for(r" +1  beta    2-3 .*")
-            head.wait_for(r"absent: gamma .*")
+            head.wait_for(r"absent: gamma \(not seen since this head started\); the head keeps dialling it")
             head.wait_for(r"serving demo-mini at (\S+)")
             peer.kill()
             head.wait_for(CLOCK + r"lost: beta, which held layers 2-3: .+")

@@ -11,6 +11,7 @@ from cluster.recovery.test_recovery import SOURCE, ask, scene, small, stages
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.running import RunningCluster
+from convoy.cluster.status import AbsentStatus
 from convoy.errors import StageLost
 from support.cluster import MEMBER
 from support.waiting import wait_until
@@ -26,6 +27,7 @@ def test_a_loss_and_what_becomes_of_it_are_a_line_each(caplog: pytest.LogCapture
     with scene("beta", "gamma") as s:
         s.join("beta")
         gone = s.join("gamma")
+        began_s = time.time()
         cluster = s.serve()
         lost = cluster.status().stages[2]
         assert lost.member == "gamma"
@@ -40,9 +42,13 @@ def test_a_loss_and_what_becomes_of_it_are_a_line_each(caplog: pytest.LogCapture
             r"\(\d+\.\d\d s of it to find out\)",
             line,
         )
-        assert cluster.status().absent == ["gamma"]
+        [absent] = cluster.status().absent
+        assert absent.name == "gamma"
+        assert absent.since_unix_s is not None
+        assert began_s <= absent.since_unix_s <= time.time()
         s.join("gamma")
         wait_until(lambda: told(caplog, "in use"))
+        assert cluster.status().absent == []
         assert told(caplog, "joined") == ["joined: gamma is here again"]
         [line] = told(caplog, "in use")
         assert line.startswith("in use: alpha ")
@@ -56,7 +62,7 @@ def test_a_standby_comes_and_goes_with_a_line_each(caplog: pytest.LogCaptureFixt
     with scene("beta", "gamma") as s:
         s.join("beta")
         cluster = s.serve(wait_s=3.0)
-        assert cluster.status().absent == ["gamma"]
+        assert cluster.status().absent == [AbsentStatus("gamma", None)]
         standby = s.join("gamma", standby=True)
         wait_until(lambda: told(caplog, "joined"))
         assert told(caplog, "joined") == ["joined: gamma is here, as a standby"]

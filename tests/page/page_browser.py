@@ -462,6 +462,8 @@ def test_a_lost_member_is_seen_with_the_status_that_tells_of_it_and_a_chat_strea
         expect(page.locator(".turn p.quiet-text").last).to_have_text(ended)
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(watching.locator(".machine h3")).to_have_text(["alpha", "beta"])
+        gone = re.compile(r"gone for [0-9]+ s; the head keeps dialling it")
+        expect(watching.locator(".others")).to_contain_text(gone)
         watching.get_by_role("link", name="Requests").click()
         log = watching.get_by_role("log")
         expect(log).to_contain_text("gamma is lost.")
@@ -478,5 +480,5 @@ def lose_in_an_answer(real: Survival) -> float:
     before = real.cluster.engine.stats().generated_tokens
     wait_for(lambda: real.cluster.engine.stats().generated_tokens >= before + 10)
     real.kill("gamma")
-    wait_for(lambda: "gamma" in real.cluster.status().absent)
+    wait_for(lambda: "gamma" in [one.name for one in real.cluster.status().absent])
     return time.monotonic()

@@ -146,6 +146,17 @@ class IdleStatus(msgspec.Struct, frozen=True):
     since_unix_s: float
 
 
+class AbsentStatus(msgspec.Struct, frozen=True):
+    """Describe a member of the roster that is not connected.
+
+    ``since_unix_s`` is the Unix time at which its last link ended, or None if it has had none since the
+    head's start.
+    """
+
+    name: str
+    since_unix_s: float | None = None
+
+
 class ModelStatus(msgspec.Struct, frozen=True):
     """Describe a model that the head may run. ``state`` is loaded, loading or unloaded."""
 
@@ -210,8 +221,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     why_kernel: str = ""
     # The dtype of K/V on every stage; "auto" if kernels differ, and with them their dtypes.
     kv_dtype: str = ""
-    # Members of the roster that are not connected.
-    absent: list[str] = []
+    # Members of the roster that are not connected. The head keeps dialling them.
+    absent: list[AbsentStatus] = []
     # Members that are connected, hold no layers and are no standbys.
     idle: list[IdleStatus] = []
     # The roster that counts now, and the Unix time at which it expires.

@@ -8,7 +8,7 @@ import msgspec
 
 from cli.running.test_top import STATUS
 from convoy.api.page.status_stream import StatusChanges
-from convoy.cluster.status import ClusterStatus
+from convoy.cluster.status import AbsentStatus, ClusterStatus
 
 
 def measured(number: int, **fields: Any) -> ClusterStatus:
@@ -39,9 +39,9 @@ def test_a_change_is_sent_at_once() -> None:
     taken = [
         changes.take(measured(1)),
         changes.take(measured(2)),
-        changes.take(measured(3, absent=["beta"])),
-        changes.take(measured(4, absent=["beta"])),
-        changes.take(measured(5, absent=["beta"], generated_tokens=51)),
+        changes.take(measured(3, absent=[AbsentStatus("beta")])),
+        changes.take(measured(4, absent=[AbsentStatus("beta")])),
+        changes.take(measured(5, absent=[AbsentStatus("beta")], generated_tokens=51)),
         changes.take(measured(6)),
     ]
     assert taken == [True, False, True, False, True, True]

@@ -56,7 +56,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found = [("peers", fail(line)) for line in LINES[1:]]
     monkeypatch.setattr("convoy.cli.doctor.findings_of", lambda _path: iter(found))
     status = STATUS | {"model": "/home/ada/keys/api.key", "reason": "beta is at 192.0.2.77"}
-    status |= {"versions": {"beta": "0.1.0"}, "absent": ["beta"]}
+    status |= {"versions": {"beta": "0.1.0"}, "absent": [{"name": "beta"}]}
     monkeypatch.setattr(Endpoint, "get", lambda *_, **__: status)
     with LocalCluster(LocalOptions(num_members=2, engine={"max_batch": 7})) as local:
         config = home / "convoy.toml"
@@ -88,7 +88,7 @@ def test_names_of_a_head_that_has_no_folder_here_are_hidden(
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("convoy.cli.doctor.findings_of", lambda _path: iter([]))
     status = STATUS | {"model": "merger", "cluster": "acme-7", "reason": "no step since gamma left"}
-    status |= {"versions": {"gamma": "0.1.0"}, "absent": ["gamma"]}
+    status |= {"versions": {"gamma": "0.1.0"}, "absent": [{"name": "gamma"}]}
     monkeypatch.setattr(Endpoint, "get", lambda *_, **__: status)
     with announced("serve", "delta", tmp_path) as here:
         here.say("waits for delta")

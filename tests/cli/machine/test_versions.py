@@ -29,7 +29,13 @@ def test_members_with_different_versions_are_an_error(
     status: dict[str, Any] = dict.fromkeys(("running", "waiting", "num_blocks", "free_blocks", "steps"), 0)
     status |= dict.fromkeys(("prompt_tokens", "generated_tokens", "generation"), 0)
     status |= dict.fromkeys(("model", "reason", "route", "kernel"), "")
-    status |= {"ready": True, "ring_s": None, "stages": [], "versions": versions, "absent": ["gamma"]}
+    status |= {
+        "ready": True,
+        "ring_s": None,
+        "stages": [],
+        "versions": versions,
+        "absent": [{"name": "gamma"}],
+    }
     monkeypatch.setattr(Endpoint, "get", lambda *_, **__: status)
     done = run_here(["upgrade", "--check"], tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (code, said)

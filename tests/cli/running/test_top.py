@@ -9,7 +9,15 @@ import pytest
 from cli.transcript import run_here
 from convoy.api.service import Service
 from convoy.cli.running.top import Moment
-from convoy.cluster.status import ClusterStatus, Forecast, PlanForecast, StageStatus, StepPart, StepPath
+from convoy.cluster.status import (
+    AbsentStatus,
+    ClusterStatus,
+    Forecast,
+    PlanForecast,
+    StageStatus,
+    StepPart,
+    StepPath,
+)
 from convoy.sdk.endpoint import Endpoint
 from support.fake_service import serving_of
 
@@ -49,7 +57,7 @@ STATUS = ClusterStatus(
     prompt_tokens=100,
     generated_tokens=50,
     ring_s=0.004,
-    absent=["gamma"],
+    absent=[AbsentStatus("gamma")],
     forecast=Forecast(512, PlanForecast(), [], 24 * 10**9, PlanForecast(refused="it has no disk"), BUSY),
     step_path=StepPath(
         1, 0.01, [StepPart("alpha", 0.0, 0.0, 0.004, 0.001), StepPart("beta", 0.005, 0, 0, 0)]
@@ -73,7 +81,7 @@ def test_one_picture_is_printed_where_the_output_is_no_terminal(
     assert "2.0 MB" in beta
     assert "AES-256-GCM" in beta
     assert "last step 10.00 ms: wire 50 %, wait 0 %, compute 40 %, seal 10 %" in said
-    assert "absent: gamma (dialled until there)" in said
+    assert "absent: gamma (not seen since this head started); the head keeps dialling it" in said
     assert "with one more machine of 24.0 GB: the model does not fit: it has no disk\n" in said
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from convoy.cli.show.cluster_status import (
+    absent_text,
     forecast_lines,
     guesses_text,
     idle_text,
@@ -19,6 +20,7 @@ from convoy.cli.show.cluster_status import (
     standbys_text,
 )
 from convoy.cluster.status import (
+    AbsentStatus,
     ClusterStatus,
     Forecast,
     IdleStatus,
@@ -47,6 +49,16 @@ def test_an_idle_member_is_named_with_the_time_since() -> None:
     noon_s = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
     text = idle_text([IdleStatus("gamma", noon_s), IdleStatus("delta", noon_s + 61)])
     assert text == "gamma (no layers since 2026-11-22 12:00:00), delta (no layers since 2026-11-22 12:01:01)"
+
+
+def test_an_absent_member_is_named_with_the_time_since_and_what_the_head_does() -> None:
+    noon_s = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
+    gone, unseen = AbsentStatus("gamma", noon_s), AbsentStatus("delta")
+    assert absent_text([gone]) == "gamma (gone since 2026-11-22 12:00:00); the head keeps dialling it"
+    assert absent_text([gone, unseen]) == (
+        "gamma (gone since 2026-11-22 12:00:00), delta (not seen since this head started); "
+        "the head keeps dialling them"
+    )
 
 
 def test_several_models_and_one_that_is_not_loaded_are_shown_with_their_state() -> None:

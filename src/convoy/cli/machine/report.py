@@ -154,7 +154,7 @@ def _names_of(status: ClusterStatus | str) -> dict[str, str]:
         return {}
     names = [*(stage.member for stage in status.stages), *(one.member for one in status.verdicts)]
     names += [*(one.name for one in status.standbys), *(one.name for one in status.idle)]
-    names += [*status.absent, *status.versions]
+    names += [*(one.name for one in status.absent), *status.versions]
     members = {name: f"member-{number}" for number, name in enumerate(dict.fromkeys(names), 1)}
     return members | {status.model: "(model)", status.cluster: "(cluster)"}
 

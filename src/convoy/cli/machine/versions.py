@@ -32,12 +32,13 @@ def upgrade(
     cluster = cluster_status(Endpoint.of(url, client_key(api_key_file), ca))
     versions = dict(sorted(cluster.versions.items()))
     same = len(set(versions.values())) <= 1
+    absent = [one.name for one in cluster.absent]
     if as_json:
-        print_json({"same": same, "here": __version__, "members": versions, "absent": cluster.absent})
+        print_json({"same": same, "here": __version__, "members": versions, "absent": absent})
     else:
         print_table(("member", "version"), versions.items())
-        if cluster.absent:
-            print_note(f"absent, so unknown: {', '.join(cluster.absent)}")
+        if absent:
+            print_note(f"absent, so unknown: {', '.join(absent)}")
         if __version__ not in versions.values():
             print_note(f"this command has version {__version__}")
         print(f"the members have {'one version' if same else 'different versions, and a plan mixes them'}")

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
-from convoy.cli.show.cluster_status import forecast_lines, idle_text, layers_text, models_text, standbys_text
+from convoy.cli.show.cluster_status import (
+    absent_text,
+    forecast_lines,
+    idle_text,
+    layers_text,
+    models_text,
+    standbys_text,
+)
 from convoy.cli.show.output import format_bytes, format_seconds, one_line, reads_text
 from convoy.errors import PeerUnreachable
 from convoy.sdk.client import cluster_status, status_of
@@ -171,7 +178,7 @@ def _others(status: ClusterStatus) -> list[str]:
     if status.idle:
         told.append(f"idle: {idle_text(status.idle)}")
     if status.absent:
-        told.append(f"absent: {', '.join(status.absent)} (dialled until there)")
+        told.append(f"absent: {absent_text(status.absent)}")
     return told
 
 

@@ -12,9 +12,16 @@ from convoy.cli.show.output import counted, format_bytes, format_seconds, one_li
 from convoy.config.kernels import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from convoy.cluster.status import ClusterStatus, IdleStatus, PlanForecast, StageStatus, StandbyStatus
+    from convoy.cluster.status import (
+        AbsentStatus,
+        ClusterStatus,
+        IdleStatus,
+        PlanForecast,
+        StageStatus,
+        StandbyStatus,
+    )
 
 
 def print_stages(status: ClusterStatus) -> None:
@@ -54,7 +61,7 @@ def _state_lines(status: ClusterStatus) -> Iterator[str]:
     if status.idle:
         yield f"idle: {idle_text(status.idle)}"
     if status.absent:
-        yield f"absent: {', '.join(status.absent)} (dialled until there)"
+        yield f"absent: {absent_text(status.absent)}"
     if status.other_bits:
         yield f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)"
 
@@ -131,10 +138,22 @@ def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
 
 def idle_text(idle: Iterable[IdleStatus]) -> str:
     """Return the connected members without layers, and since when by this machine's clock."""
-    return ", ".join(
-        f"{one.name} (no layers since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one.since_unix_s))})"
-        for one in idle
-    )
+    return ", ".join(f"{one.name} (no layers since {_time_text(one.since_unix_s)})" for one in idle)
+
+
+def absent_text(absent: Sequence[AbsentStatus]) -> str:
+    """Return the absent members, since when by this machine's clock, and what the head does."""
+    shown = [
+        f"{one.name} (not seen since this head started)"
+        if one.since_unix_s is None
+        else f"{one.name} (gone since {_time_text(one.since_unix_s)})"
+        for one in absent
+    ]
+    return f"{', '.join(shown)}; the head keeps dialling {'it' if len(shown) == 1 else 'them'}"
+
+
+def _time_text(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def guesses_text(status: ClusterStatus) -> str:

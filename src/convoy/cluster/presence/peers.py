@@ -23,7 +23,7 @@ from convoy.cluster.presence.backoff import Backoffs
 from convoy.cluster.presence.first_dial import DIAL_S, Arrival, FirstDial
 from convoy.cluster.presence.mailbox import PlanMailbox
 from convoy.cluster.presence.slow_members import SlowMembers
-from convoy.cluster.status import IdleStatus
+from convoy.cluster.status import AbsentStatus, IdleStatus
 from convoy.cluster.traffic import Traffic
 from convoy.config.kernels import MLX_KERNELS
 from convoy.engine.run.stage_worker import StepMarks, marks_of
@@ -110,8 +110,8 @@ class Peers:
         self._num_changes = 0
         self._greeting: dict[Link, PlanMailbox] = {}
         self._sought: set[str] = set()
-        # Members that were connected at any time.
-        self._seen: set[str] = set()
+        # When each member that was connected before was last lost, by Unix time.
+        self._gone_unix_s: dict[str, float] = {}
         self._backoffs = Backoffs()
         self._seeking = False
         self._closed = threading.Event()
@@ -193,6 +193,10 @@ class Peers:
         """Return the roster's members that are not connected, except those below the policy's minimum."""
         here = {self._me.name, *self.present(), *self.verifier.excluded}
         return [member.name for member in self._me.roster.members if member.name not in here]
+
+    def absent_status(self) -> list[AbsentStatus]:
+        """Return the `missing` members, and since when each is."""
+        return [AbsentStatus(name, self._gone_unix_s.get(name)) for name in self.missing()]
 
     # Bring-up: all members that the roster lists, or those that came.
 
@@ -390,7 +394,6 @@ class Peers:
             self._greeting.pop(link, None)
             self._said[link.peer] = said
             self.links[link.peer], self.hellos[link.peer] = link, hello
-            self._seen.add(link.peer)
             self._num_lowered.pop(link.peer, None)
             self._backoffs.came(link.peer)
             self.slow.came(link.peer)
@@ -455,6 +458,7 @@ class Peers:
         del self.links[link.peer]
         self.hellos.pop(link.peer, None)
         self._said.pop(link.peer, None)
+        self._gone_unix_s[link.peer] = time.time()
         self._past_bytes += link.sent_sealed_bytes + link.received_sealed_bytes
         self._num_changes += 1
         self._changed.notify_all()
@@ -521,7 +525,7 @@ class Peers:
             raise
         finally:
             mailbox.close()
-        again = " again" if member.name in self._seen else ""
+        again = " again" if member.name in self._gone_unix_s else ""
         standby = ", as a standby" if hello.standby else ""
         self._admit(link, hello)
         # A warning, because a loss is one too.

@@ -62,7 +62,7 @@ function Others({ status }) {
   const rows = [
     ...status.standbys.map((one) => [one.name, "standby", one.layers ? `has loaded layers ${one.layers}` : "holds nothing yet"]),
     ...status.idle.map((one) => [one.name, "idle", `connected for ${age(one.since_unix_s)}, no layers`]),
-    ...status.absent.map((name) => [name, "absent", "in the roster, not connected"]),
+    ...status.absent.map((one) => [one.name, "absent", `${one.since_unix_s == null ? "not seen since this head started" : `gone for ${age(one.since_unix_s)}`}; the head keeps dialling it`]),
     ...status.verdicts.filter((one) => one.excluded).map((one) => [one.member, "excluded", one.reasons.join("; ")]),
   ];
   if (!rows.length) return null;

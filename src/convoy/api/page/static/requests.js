@@ -10,8 +10,9 @@ const membersOf = (status) => [...new Set(status.stages.map((stage) => stage.mem
 // Return what happened to the cluster between two statuses, in sentences. No status holds a text of a request.
 function changes(before, now) {
   const told = [];
-  const gone = now.absent.filter((name) => !before.absent.includes(name));
-  const back = before.absent.filter((name) => !now.absent.includes(name));
+  const [was, is] = [before, now].map((status) => status.absent.map((one) => one.name));
+  const gone = is.filter((name) => !was.includes(name));
+  const back = was.filter((name) => !is.includes(name));
   for (const name of gone) told.push(`${name} is lost.`);
   for (const name of back) told.push(`${name} is back.`);
   if (now.recoveries > before.recoveries) told.push("A loss was survived: the requests go on.");
