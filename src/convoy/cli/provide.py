@@ -11,6 +11,7 @@ from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.running.endpoint import client_key
+from convoy.cli.running.process import announced
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
 from convoy.config.clear_text import check_sealed
@@ -49,7 +50,7 @@ def provide(
 ) -> None:
     """Register with a coordinator, and answer its requests."""
     from convoy.cluster.head.provider_evidence import OwnProcess
-    from convoy.fleet.provider.provide import ProvideOptions
+    from convoy.fleet.provider.provide import REGISTERED, ProvideOptions
     from convoy.fleet.provider.run import provide_until_drained
     from convoy.fleet.provider.upstream import Upstream
 
@@ -60,7 +61,13 @@ def provide(
     engine_key = None if upstream_key_file is None else client_key(upstream_key_file)
     if engine_key is not None:
         check_sealed(upstream, "send a key to")
-    say = _say_json if as_json else _say
+
+    def say(kind: str, text: str) -> None:
+        print_json_line({"event": kind, "text": text}) if as_json else print_note(text)
+        # The list of processes goes into reports, which name no provider.
+        state = f"registered with {coordinator}" if text.startswith(REGISTERED) else text
+        # A provider is ready once it dials. The coordinator, or an approval, may come days later.
+        (here.ready if kind == "coordinator" else here.say)(state)
 
     def options(offers: dict[str, Capacity]) -> ProvideOptions:
         return ProvideOptions(
@@ -73,15 +80,8 @@ def provide(
             evidence_source=OwnProcess(identity),
         )
 
-    with tracing(traces, "convoy-provider") as on:
+    with tracing(traces, "convoy-provider") as on, announced("provide", "provide", directory) as here:
         say("key", f"this provider's key is {identity.public_key.hex()}")
         engine = Upstream(upstream, engine_key)
         provide_until_drained(identity, engine, options, models=model, slots=slots, say=say)
 
-
-def _say(_kind: str, text: str) -> None:
-    print_note(text)
-
-
-def _say_json(kind: str, text: str) -> None:
-    print_json_line({"event": kind, "text": text})

@@ -15,6 +15,7 @@ import typer
 
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.running.endpoint import client_key
+from convoy.cli.running.process import announced
 from convoy.cli.running.start import settle_memory
 from convoy.cli.running.trust_rules import EvidenceTable, LevelName, rules_of
 from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
@@ -86,13 +87,18 @@ def proxy(
 
     def ready(own_url: str) -> None:
         settle_memory()
+        here.ready(f"seals requests at {own_url}/v1")
         facts = {"url": own_url, "coordinator": url, "trusts": len(trust.providers) + len(trust.operators)}
         if as_json:
             print_json_line({"event": "ready", **facts})
         else:
             print_fields(facts.items())
 
-    with tracing(traces or read.telemetry.traces, "convoy-proxy") as on:
+    folder = Path() if config is None else config.parent
+    with (
+        tracing(traces or read.telemetry.traces, "convoy-proxy") as on,
+        announced("proxy", "proxy", folder) as here,
+    ):
         plain, default = allow_plain or read.allow_plain, read.default_max_tokens
         options = ProxyOptions(trust, plain, default, traces=on)
         say = _no_words if as_json else print_draining

@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from cli.transcript import run_here
+from convoy.cli.running.process import ProcessRecord, running_processes
 from convoy.sdk.local_cluster import LocalCluster, LocalOptions
 
 # A process that announces itself as `serve` does, and ends when it is asked to.
@@ -20,7 +22,7 @@ import signal, sys
 from pathlib import Path
 from convoy.cli.running.process import announced
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with announced("serve", "alpha", Path(sys.argv[1])) as here:
+with announced(sys.argv[2], sys.argv[3], Path(sys.argv[1])) as here:
     here.ready("serves demo", "http://127.0.0.1:9000")
     print("ready", flush=True)
     signal.pause()
@@ -35,15 +37,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def alpha(tmp_path: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+@contextmanager
+def announcing(folder: Path, verb: str, name: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that announces itself with the files of ``folder``."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, str(folder), verb, name], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
         process.kill()
+
+
+@pytest.fixture
+def alpha(tmp_path: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+    with announcing(tmp_path, "serve", "alpha") as process:
+        yield process
 
 
 def test_a_running_process_is_listed_and_stopped(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
@@ -108,6 +117,60 @@ def test_a_head_is_listed_with_the_folder_of_its_files(
         assert run_here(["serve", "demo"], tmp_path).returncode == 0
     # Without a cluster there is no folder .convoy.
     assert seen == [config.parent, Path()]
+
+
+def test_a_coordinator_a_provider_and_a_proxy_are_listed_while_they_run(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ProcessRecord] = []
+
+    def look() -> None:
+        seen.extend(running_processes())
+
+    def route(*_: object, on_ready: Callable[[str, str, int], None], **__: object) -> int:
+        on_ready("http://127.0.0.1:8780", "http://127.0.0.1:8781", 0)
+        look()
+        return 0
+
+    def seal(*_: object, on_ready: Callable[[str], None], **__: object) -> int:
+        on_ready("http://127.0.0.1:8770")
+        look()
+        return 0
+
+    def provide(*_: object, say: Callable[[str, str], None], **__: object) -> None:
+        for kind, text in (("measuring", "measuring demo"), ("coordinator", "registered as alpha")):
+            say(kind, text)
+            look()
+
+    monkeypatch.setattr("convoy.fleet.coordinator.server.run_coordinator", route)
+    monkeypatch.setattr("convoy.fleet.proxy.server.run_proxy", seal)
+    monkeypatch.setattr("convoy.fleet.provider.run.provide_until_drained", provide)
+    monkeypatch.setenv("CONVOY_API_KEY", "sk-test")
+    url, key = "ws://127.0.0.1:8780", bytes(32).hex()
+    for words in (
+        ["coordinator", "--instance", "west"],
+        ["proxy", "http://127.0.0.1:8780", "--trust-provider", key],
+        ["provide", url],
+    ):
+        done = run_here(words, tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert [(one.verb, one.name, one.state) for one in seen] == [
+        ("coordinator", "west", "routes requests at http://127.0.0.1:8780/v1"),
+        ("proxy", "proxy", "seals requests at http://127.0.0.1:8770/v1"),
+        ("provide", "provide", "measuring demo"),
+        # Reports hold the state, and no name.
+        ("provide", "provide", f"registered with {url}"),
+    ]
+    home = tmp_path / ".convoy"
+    assert [one.folder for one in seen] == [str(home / "coordinator"), str(tmp_path), *[str(home)] * 2]
+    assert running_processes() == []
+
+
+def test_stop_without_a_name_ends_the_coordinator_of_this_folder(tmp_path: Path, cache: Path) -> None:
+    with announcing(tmp_path / ".convoy" / "coordinator", "coordinator", "west") as west:
+        done = run_here(["stop"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert west.wait(30) == 0
 
 
 def test_a_killed_process_is_not_listed(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:

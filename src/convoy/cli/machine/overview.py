@@ -33,7 +33,7 @@ def print_overview(directory: Path = DEFAULT_HOME) -> None:
     print_fields(
         [
             ("member", f"none in {directory.resolve()}" if member is None else member.text),
-            *(("runs", f"{one.verb} {one.name} ({one.pid}): {one.state}") for one in running),
+            *(("runs", f"{_label(one)} ({one.pid}): {one.state}") for one in running),
             *([] if running else [("runs", "nothing of this user")]),
             ("services", ", ".join(services) or "none"),
         ]
@@ -43,6 +43,11 @@ def print_overview(directory: Path = DEFAULT_HOME) -> None:
     width = max(len(command) for command, _ in steps)
     for command, why in steps:
         print(f"  {command.ljust(width)}  {why}")
+
+
+def _label(record: ProcessRecord) -> str:
+    """Return the verb and the name of a process. A program that is no member has its verb as its name."""
+    return " ".join(dict.fromkeys((record.verb, record.name)))
 
 
 def _member(home: Home) -> HomeMember | None:

@@ -35,7 +35,7 @@ def ps(as_json: JsonFlag = False) -> None:
         print_note(_NO_PROCESS)
         return
     print_table(
-        ("pid", "verb", "member", "since", "state", "folder"),
+        ("pid", "verb", "name", "since", "state", "folder"),
         [(one.pid, one.verb, one.name, since_text(one), one.state, one.folder) for one in records],
     )
 
@@ -48,7 +48,9 @@ def since_text(record: ProcessRecord) -> str:
 def stop(
     name: Annotated[
         str | None,
-        typer.Argument(help="A member's name, or a process id.  [default: the only one of this folder]"),
+        typer.Argument(
+            help="A name of `convoy ps`, or a process id.  [default: the only one of this folder]"
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Stop every process that `convoy ps` lists.")] = False,
     wait_s: Annotated[
@@ -57,8 +59,9 @@ def stop(
 ) -> None:
     """Stop a process of Convoy on this machine, in order.
 
-    Without a name, only a process whose files are in this folder or in its .convoy is stopped. A head
-    finishes its running answers first. A service stays stopped until the next boot or login.
+    Without a name, only a process whose files are in this folder or in its .convoy is stopped. Heads,
+    coordinators, providers and proxies finish their running answers first. A service stays stopped until the
+    next boot or login.
     """
     records = running_processes()
     chosen = records if every else [_chosen(records, name)]
@@ -96,14 +99,19 @@ def _chosen(records: list[ProcessRecord], name: str | None) -> ProcessRecord:
 
     Raises `UsageError`.
     """
-    here = {str(folder.resolve()) for folder in (Path(), DEFAULT_HOME)}
-    found = [one for one in records if (one.folder in here if name is None else _is_named(one, name))]
+    found = [one for one in records if (_is_here(one) if name is None else _is_named(one, name))]
     if len(found) == 1:
         return found[0]
     shown = ", ".join(f"{one.name} ({one.pid}, folder {one.folder})" for one in records) or "none"
     where = "this folder has" if name is None else f"{name!r} names"
     asked = f"{where} {len(found)} processes, expected one:"
     raise UsageError(f"{asked} running are {shown}", hint="convoy stop NAME, convoy stop PID, or --all")
+
+
+def _is_here(record: ProcessRecord) -> bool:
+    """Return whether the files of a process are in this folder or below its .convoy."""
+    folder = Path(record.folder)
+    return folder == Path().resolve() or folder.is_relative_to(DEFAULT_HOME.resolve())
 
 
 def _is_named(record: ProcessRecord, name: str) -> bool:

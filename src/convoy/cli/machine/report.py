@@ -46,7 +46,9 @@ def report(
     # The head that answers, and other processes here, may be of another folder than ``directory``.
     running = running_processes()
     hidden = Redaction(
-        _names_of(status) | {one.name: "(member)" for one in running} | _private_words(settings)
+        _names_of(status)
+        | {one.name: "(member)" for one in running if one.name != one.verb}
+        | _private_words(settings)
     )
     print_note("checking this machine, as `convoy doctor` does ...")
     # These two hold numbers and fixed words alone.

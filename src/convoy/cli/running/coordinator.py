@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,11 @@ from urllib.parse import urlsplit
 import typer
 
 from convoy.cli.operator.home import Home
+from convoy.cli.running.process import announced
 from convoy.cli.running.start import settle_memory
 from convoy.cli.show.output import (
     counted,
+    one_line,
     print_draining,
     print_ended,
     print_fields,
@@ -44,6 +47,7 @@ _DATABASE = "fleet.db"
 # The label of the key that is made with a new database.
 _FIRST = "first"
 _MAX_URL_CHARS = 4096
+_MAX_NAME_CHARS = 64
 _MAX_PRICES, _MAX_MODEL_CHARS = 64, 128
 
 HostFlag = Annotated[str, typer.Option(help="Address for consumers and providers.")]
@@ -142,8 +146,11 @@ def run_here(
     identity = home.open_identity()
     audit = AuditLog(home.identity / FILE, identity, "coordinator")
     options = replace(options, names=flags.names(), body_key=_body_key(home), audit=audit)
-    store = Store(database or f"sqlite:///{home.directory / _DATABASE}")
-    try:
+    name = one_line(options.instance[:_MAX_NAME_CHARS])
+    with (
+        announced("coordinator", name, home.directory) as here,
+        closing(Store(database or f"sqlite:///{home.directory / _DATABASE}")) as store,
+    ):
         key_file = ensure_admin_key(home, store, audit)
         audit.append("set prices", _prices(options))
 
@@ -153,29 +160,31 @@ def run_here(
             facts = {
                 "url": url,
                 "admin_url": admin_url,
-                "admin_key_file": key_file,
+                "admin_key_file": str(key_file),
                 "coordinator_key": identity.public_key.hex(),
-                "released": released,
             }
             if as_json:
-                print_json_line({"event": "ready", **facts})
-                return
-            facts.pop("released")
-            print_fields(facts.items())
-            if not listen.public.in_clear:
-                print_note(page_line(url))
-            if released:
-                print_note(f"gave back the reserved money of {counted(released, 'request')} of the last run")
+                print_json_line({"event": "ready", **facts, "released": released})
+            else:
+                _print_ready(facts, None if listen.public.in_clear else url, released)
+            here.ready(f"routes requests at {url}/v1")
 
         def drain(num_answers: int, drain_s: float) -> None:
             if not as_json:
                 print_draining(num_answers, drain_s)
 
         cut_off = run_coordinator(options, listen, store, identity, on_ready=ready, on_drain=drain)
-    finally:
-        store.close()
     if not as_json:
         print_ended(cut_off)
+
+
+def _print_ready(facts: dict[str, str], page_url: str | None, released: int) -> None:
+    """Print a coordinator's addresses and keys. ``released`` requests of the last run got money back."""
+    print_fields(facts.items())
+    if page_url is not None:
+        print_note(page_line(page_url))
+    if released:
+        print_note(f"gave back the reserved money of {counted(released, 'request')} of the last run")
 
 
 def database_url(url: str | None, file: Path | None) -> str | None:
@@ -256,7 +265,7 @@ def _prices(options: CoordinatorOptions) -> dict[str, str | list[str]]:
         for model, one in sorted(options.models.items())
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return {"instance": options.instance[:64], "digest": digest, "prices": lines[:_MAX_PRICES]}
+    return {"instance": options.instance[:_MAX_NAME_CHARS], "digest": digest, "prices": lines[:_MAX_PRICES]}
 
 
 def _bytes_of(file: Path) -> bytes:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from convoy.cli.show.output import one_line
 from convoy.config.files import default_cache, replace_file
 from convoy.config.temporary_folder import LOCK_NAME, remove_dead_folders, temporary_folder
@@ -148,6 +146,9 @@ def _is_its_process(record: ProcessRecord, folder: Path) -> bool:
     A lock that is left in ``folder`` proves it. A file system without locks keeps the records of the dead,
     and there the process must be as old as its record: `convoy stop` sends a signal.
     """
+    # Coordinators and proxies announce themselves, and read no records.
+    import psutil
+
     if (folder / LOCK_NAME).exists():
         return bool(psutil.pid_exists(record.pid))
     try:

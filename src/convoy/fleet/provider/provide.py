@@ -66,6 +66,8 @@ _OPEN_S, _GREETING_S = 10.0, 30.0
 _CLOSE_S = 2.0
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _SOFTWARE = "convoy"
+# The beginning of the line that tells of a registration. The provider's name follows.
+REGISTERED = "registered as "
 _OWN_KEYS = "each provider needs a folder of keys of its own (--dir), and runs once"
 
 
@@ -211,7 +213,7 @@ class Provider:
             name, window = await self._accepted(connection, answer)
             self._connection, self._leaving = connection, False
             self._said, self._was_registered = "", True
-            self._options.events(f"registered as {name}{self._options.caveat}")
+            self._options.events(f"{REGISTERED}{name}{self._options.caveat}")
             await self._live(connection, name, window, coordinator)
 
     async def _register(self, connection: ClientConnection) -> tuple[FromCoordinator, bytes]:
