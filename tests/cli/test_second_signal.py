@@ -14,6 +14,7 @@ PROGRAM = """
 import asyncio, signal, sys, threading
 from convoy.cli import join, main
 from convoy.fleet.provider import run
+from convoy.fleet.provider.provide import ProvideOptions
 from convoy.api import ending
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -47,6 +48,10 @@ class Engine:
     async def close(self):
         pass
 
+def options(offers):
+    # Nothing listens there.
+    return ProvideOptions("ws://127.0.0.1:1", offers)
+
 async def measure(*_arguments):
     return {}
 
@@ -58,7 +63,7 @@ def command():
         join._run_until_asked(Peer(), ("127.0.0.1", 0), False)
     else:
         run.Provider, run._measure = Provider, measure
-        run.provide_until_drained(None, Engine(), dict, models=None, slots=1, say=print)
+        run.provide_until_drained(None, Engine(), options, models=None, slots=1, say=print)
 
 ending.END_S = 2.0
 sys.stdout.reconfigure(line_buffering=True)

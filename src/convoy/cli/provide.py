@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.flags.traces import TracesFlag, tracing
-from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.running.endpoint import client_key
 from convoy.cli.running.process import announced
-from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
+from convoy.cli.running.provide import (
+    CertificateFlag,
+    CoordinatorKeyFlag,
+    provider_identity,
+    read_coordinator_key,
+)
 from convoy.cli.show.output import JsonFlag, print_json_line, print_note
 from convoy.config.clear_text import check_sealed
 from convoy.sdk.endpoint import DEFAULT_URL
@@ -52,12 +56,12 @@ def provide(
     from convoy.cluster.head.provider_evidence import OwnProcess
     from convoy.fleet.provider.provide import REGISTERED, ProvideOptions
     from convoy.fleet.provider.run import provide_until_drained
-    from convoy.fleet.provider.upstream import Upstream
+    from convoy.fleet.provider.upstream import Upstream, checked_base
 
-    key = read_coordinator_key(coordinator_key)
+    # Nothing is made, dialled or measured before every flag has been checked.
     ProvideOptions(coordinator, {}).check()
-    identity = Home(directory).open_identity()
-    certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
+    key = read_coordinator_key(coordinator_key)
+    checked_base(upstream)
     engine_key = None if upstream_key_file is None else client_key(upstream_key_file)
     if engine_key is not None:
         check_sealed(upstream, "send a key to")
@@ -81,7 +85,7 @@ def provide(
         )
 
     with tracing(traces, "convoy-provider") as on, announced("provide", "provide", directory) as here:
+        identity, certified = provider_identity(Home(directory), certificate)
         say("key", f"this provider's key is {identity.public_key.hex()}")
         engine = Upstream(upstream, engine_key)
         provide_until_drained(identity, engine, options, models=model, slots=slots, say=say)
-

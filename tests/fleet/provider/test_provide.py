@@ -15,7 +15,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.server import ListenOptions
 from convoy.fleet.provider.greeting import CoordinatorUnproved
-from convoy.fleet.provider.provide import ProvideOptions
+from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
 from support.tls_files import make_tls_files
@@ -30,6 +30,43 @@ def test_a_coordinator_is_dialled_over_tls_or_on_this_machine(url: str) -> None:
         ProvideOptions(url, {}).check()
     for good in ("wss://example.org", "ws://127.0.0.1:1", "ws://localhost:1", "ws://[::1]:1"):
         ProvideOptions(good, {}).check()
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("http://127.0.0.1:8780", "did you mean ws://127.0.0.1:8780?"),
+        ("https://fleet.example", "did you mean wss://fleet.example?"),
+        ("127.0.0.1:8780", "wss://HOST[:PORT], or ws://127.0.0.1:PORT for a coordinator on this machine"),
+    ],
+)
+def test_a_url_that_is_none_of_a_websocket_gets_the_one_that_was_meant(url: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProvideOptions(url, {}).check()
+    assert caught.value.hint == hint
+
+
+def test_a_server_that_takes_no_providers_is_told_with_its_status_and_tried_again(tmp_path: Path) -> None:
+    async def provide(url: str) -> list[str]:
+        told: list[str] = []
+        options = ProvideOptions(url.replace("http", "ws", 1), {}, events=told.append)
+        upstream = Upstream(url)
+        provider = Provider(Identity.generate(), upstream, options)
+        running = asyncio.ensure_future(provider.run())
+        while not told:
+            await asyncio.sleep(0.001)
+        assert not running.done()
+        provider.drain()
+        await running
+        await upstream.close()
+        return told
+
+    with engine_server(FakeEngine()) as url:
+        told = asyncio.run(provide(url))
+    assert told == [
+        "the coordinator cannot be reached, and is tried again: a server answers there with HTTP 404, "
+        "expected 101 from a coordinator"
+    ]
 
 
 def test_a_coordinator_listens_over_tls_or_on_this_machine(tmp_path: Path) -> None:

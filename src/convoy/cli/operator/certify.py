@@ -51,8 +51,8 @@ def certify(
         print_fields(facts.items())
 
 
-def read_certificate_file(file: Path, identity: bytes) -> bytes:
-    """Return the certificate in a file for the provider with key ``identity``.
+def read_certificate_file(file: Path, identity: bytes | None) -> bytes:
+    """Return the certificate in a file for the provider with key ``identity``; None if it has no key yet.
 
     Raises `ConfigError` for a file that is no certificate, has expired, or belongs to another provider.
     """
@@ -65,8 +65,9 @@ def read_certificate_file(file: Path, identity: bytes) -> bytes:
         raise ConfigError(f"{file} is no certificate", hint="convoy identity certify makes one") from None
     found = read_certificate(data, time.time())
     if found.identity != identity:
+        here = "this one has no key yet" if identity is None else f"this one has {identity.hex()}"
         raise ConfigError(
-            f"{file} is the certificate of another provider, with key {found.identity.hex()}",
-            hint="convoy identity certify makes one for this provider's key",
+            f"{file} is the certificate of another provider, with key {found.identity.hex()}; {here}",
+            hint="`convoy identity certify` makes one for a key, and --dir names the folder of another key",
         )
     return data

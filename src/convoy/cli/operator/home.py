@@ -53,12 +53,19 @@ class Home:
         """Return the settings of the folder's convoy.toml, or None."""
         return load_config(self.config) if self.config.exists() else None
 
-    def open_identity(self) -> Identity:
-        """Return the folder's identity, or a new one. Raises `IdentityError`."""
+    def find_identity(self) -> Identity | None:
+        """Return the folder's identity, or None if it has none. Raises `IdentityError`."""
         from convoy.crypto.identity import IDENTITY_KEY, Identity
 
-        if (self.identity / IDENTITY_KEY).exists():
-            return Identity.load(self.identity)
+        return Identity.load(self.identity) if (self.identity / IDENTITY_KEY).exists() else None
+
+    def open_identity(self) -> Identity:
+        """Return the folder's identity, or a new one. Raises `IdentityError`."""
+        from convoy.crypto.identity import Identity
+
+        found = self.find_identity()
+        if found is not None:
+            return found
         self._make()
         identity = Identity.generate()
         identity.save(self.identity)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.operator.certify import read_certificate_file
+from convoy.cli.operator.home import Home
 from convoy.cli.show.output import print_note
 from convoy.config.table import HOST_BATCH
 from convoy.errors import UsageError
@@ -46,6 +47,17 @@ def read_coordinator_key(text: str | None) -> bytes | None:
     return key
 
 
+def provider_identity(home: Home, certificate: Path | None) -> tuple[Identity, bytes]:
+    """Return the folder's identity, or a new one, and the certificate for it; empty without a file.
+
+    Raises `IdentityError` and `ConfigError`. Then no key has been made.
+    """
+    found = home.find_identity()
+    own = None if found is None else found.public_key
+    certified = b"" if certificate is None else read_certificate_file(certificate, own)
+    return found or home.open_identity(), certified
+
+
 @dataclass(frozen=True, slots=True)
 class Providing:
     """Hold the flags of a provider. Call `begin` once the head answers."""
@@ -74,15 +86,18 @@ class Providing:
                 )
             return None
         # Only a provider needs the extra fleet.
-        from convoy.cli.operator.home import Home
         from convoy.crypto.identity import Identity
         from convoy.fleet.provider.provide import ProvideOptions
 
         ProvideOptions(url, {}).check()
         key = read_coordinator_key(coordinator_key)
         folder = settings.cluster.identity
-        identity = Home(home).open_identity() if folder is None else Identity.load(folder)
-        certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
+        if folder is None:
+            identity, certified = provider_identity(Home(home), certificate)
+        else:
+            identity, certified = Identity.load(folder), b""
+            if certificate is not None:
+                certified = read_certificate_file(certificate, identity.public_key)
         return cls(url, key, certified, identity, settings.engine.max_batch or HOST_BATCH)
 
     def begin(

@@ -94,8 +94,8 @@ class CoordinatorAbout:
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         if self._lifecycle.draining:
-            return _json({"status": "draining", "reason": "the coordinator is shutting down"}, 503)
-        return _json({"status": "ready", "reason": f"{len(self._coordinator.providers())} providers"})
+            return _json(_health("draining", "the coordinator is shutting down"), 503)
+        return _json(_health("ready", f"{len(self._coordinator.providers())} providers"))
 
     def _card(self, name: str) -> dict[str, Any]:
         """Return the facts by which a consumer chooses: present providers, their longest context, a price."""
@@ -139,6 +139,11 @@ class _KeyWatch:
             self._is_good = False
             raise
         return anyio.from_thread.run_sync(key_status, self._coordinator, grant)
+
+
+def _health(status: str, reason: str) -> dict[str, str]:
+    """Return the answer of /health. A provider knows a coordinator from a head by ``server``."""
+    return {"status": status, "reason": reason, "server": "coordinator"}
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import InvalidStatus, WebSocketException
 
 from convoy.api.traces import NO_TRACES, Traces
 from convoy.config.clear_text import check_sealed
@@ -108,7 +108,7 @@ class ProvideOptions:
         parts = urlsplit(self.url)
         if parts.scheme not in {"ws", "wss"} or not parts.hostname:
             raise ConfigError(
-                f"the coordinator {self.url[:200]!r} is no URL of a WebSocket", hint="wss://HOST"
+                f"the coordinator {self.url[:200]!r} is no URL of a WebSocket", hint=_socket_hint(self.url)
             )
         check_sealed(self.url, "dial")
 
@@ -405,7 +405,11 @@ class Provider:
 def _why_not(error: BaseException) -> str:
     if isinstance(error, NotYet):
         return error.message
-    text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
+    if isinstance(error, InvalidStatus):
+        status = error.response.status_code
+        text = f"a server answers there with HTTP {status}, expected 101 from a coordinator"
+    else:
+        text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
     return f"the coordinator cannot be reached, and is tried again: {text}"
 
 
@@ -413,6 +417,14 @@ def _offer(model: str, one: Capacity) -> Offer:
     # The other side checks the signature over the decoded message, and encodes these rates as floats.
     decode, batch, prefill = (float(rate) for rate in (one.decode_rate, one.batch_rate, one.prefill_rate))
     return Offer(model, one.slots, decode, batch, prefill, one.max_context, one.template_tokens)
+
+
+def _socket_hint(url: str) -> str:
+    """Return the URL that a person meant by one of HTTP, or the form of one."""
+    scheme, mark, place = url.partition("://")
+    if mark and scheme in {"http", "https"} and place:
+        return f"did you mean {scheme.replace('http', 'ws')}://{place[:200]}?"
+    return "wss://HOST[:PORT], or ws://127.0.0.1:PORT for a coordinator on this machine"
 
 
 async def _first(*awaited: Awaitable[object]) -> None:

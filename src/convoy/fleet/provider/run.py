@@ -13,6 +13,7 @@ from convoy.api.ending import on_signals
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError, UsageError
 from convoy.fleet.capacity import Capacity
+from convoy.fleet.provider.first_look import check_coordinator
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 
@@ -35,10 +36,12 @@ async def run_provider(
     """Measure the engine's rates, register, and serve until drained.
 
     ``started`` gets the provider. Without it, SIGTERM and SIGINT drain, and the second one ends the process
-    within `ending.END_S`. Raises `ProviderError` if the engine does not answer, `UsageError` for a model that
-    it does not have, and the errors of `Provider.run`.
+    within `ending.END_S`. Raises `ConfigError` if a head answers in the coordinator's place, `ProviderError`
+    if the engine does not answer, `UsageError` for a model that it does not have, and the errors of
+    `Provider.run`.
     """
     try:
+        await check_coordinator(options({}))
         offers = await _measure(upstream, models, slots, say)
         provider = Provider(identity, upstream, options(offers))
         if started is None:

@@ -47,6 +47,14 @@ class UpstreamAnswer:
         return AnswerHead(self.status, self.content_type)
 
 
+def checked_base(url: str) -> str:
+    """Return an engine's URL without the /v1 at its end. Raises `ConfigError` if it is none of HTTP."""
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ConfigError(f"the upstream {url[:200]!r} is no URL of HTTP", hint="http://127.0.0.1:8000")
+    return base
+
+
 class Upstream:
     """Be the client of one engine. ``url`` may end with /v1."""
 
@@ -56,9 +64,7 @@ class Upstream:
         The first certificate of the file counts, whatever name is in it. Raises `IdentityError` for a file
         without one.
         """
-        base = url.rstrip("/").removesuffix("/v1")
-        if not base.startswith(("http://", "https://")):
-            raise ConfigError(f"the upstream {url[:200]!r} is no URL of HTTP", hint="http://127.0.0.1:8000")
+        base = checked_base(url)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._pin = None if certificate is None else _Pin(certificate)
         self._client = httpx.AsyncClient(
