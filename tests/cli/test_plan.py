@@ -413,6 +413,18 @@ def test_ranks_that_cannot_be_are_an_error_with_both_numbers(folder: Path) -> No
     assert "--parallel is both, expected auto, pipeline, tensor, single" in wrong.stderr
 
 
+def test_a_mode_that_was_asked_for_is_not_followed_by_reasons_against_others(folder: Path) -> None:
+    # Its two heads make no three ranks.
+    flags = ["plan", "odd", "--members", "3", "--ranks", "3", *HERE]
+    for asked in ("single", "pipeline"):
+        lines = run_here([*flags, "--parallel", asked], folder).stdout.splitlines()
+        assert f"parallel: {asked}; asked for: {asked}" in lines
+        assert not [line for line in lines if "3 ranks" in line]
+    chosen = run_here(flags, folder).stdout
+    assert "parallel: pipeline; " in chosen
+    assert "3 ranks" in chosen
+
+
 def test_devices_that_do_not_run_yet_have_their_own_kernels_and_share_of_memory(folder: Path) -> None:
     flags = ["--device", "box=cuda:24GB", "--device", "old=cpu:16GB", *TOLD]
     done = run_here(["plan", "odd", *flags, "--json"], folder)

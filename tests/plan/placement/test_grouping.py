@@ -167,6 +167,16 @@ def test_left_to_itself_the_faster_way_is_taken_with_its_reason() -> None:
     assert choose_placement("tensor", modes, predict=slower).mode == "tensor"
 
 
+def test_a_head_alone_that_was_asked_for_and_has_no_room_is_an_error_that_names_the_others() -> None:
+    whole_bytes = stage_bytes(SPEC, Span(0, SPEC.num_layers, True), "plain-f32")
+    modes = find_placements(SPEC, rounded(whole_bytes - 1, GB))
+    with pytest.raises(
+        PlanError, match=r"single was asked for, and cannot be: .* needs .* but has"
+    ) as raised:
+        choose_placement("single", modes)
+    assert raised.value.hint == "with --parallel auto or pipeline these members hold the model together"
+
+
 def test_nothing_is_predicted_where_it_does_not_decide() -> None:
     def never(_placement: Placement) -> float:
         raise AssertionError("asked for a prediction")

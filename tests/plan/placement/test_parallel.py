@@ -23,6 +23,7 @@ ROWS: list[tuple[str, Asked, ParallelFacts, Mode, str]] = [
     ("a lone member", "auto", facts(num_members=1, world_size=1), "single", "there is one member"),
     ("a lone member asked for ranks", "tensor", facts(num_members=1, world_size=1), "single", "one member"),
     ("a lone member asked to pipe", "pipeline", facts(num_members=1, world_size=1), "single", "one member"),
+    ("a lone member asked to be alone", "single", facts(num_members=1, world_size=1), "single", "asked for"),
     ("single is asked for", "single", ABLE, "single", "asked for: single"),
     ("a pipeline is asked for", "pipeline", ABLE, "pipeline", "asked for: pipeline"),
     ("tensor is asked for", "tensor", ABLE, "tensor", "asked for: tensor"),

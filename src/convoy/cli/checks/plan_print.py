@@ -100,7 +100,7 @@ def _print_readers(found: dict[str, str]) -> None:
 def _print_modes(found: PlanReport) -> None:
     """Print the rates of every mode that these members allow.
 
-    Mark the chosen mode and give the reason, the reasons against the others, and when another pays.
+    Mark the chosen mode and give the reason, and when another pays.
     """
     if found.parallel is None:
         return
@@ -120,9 +120,6 @@ def _print_modes(found: PlanReport) -> None:
             ],
         )
     print(f"parallel: {found.parallel.mode}; {found.parallel.reason}")
-    for mode, reason in found.parallel.refused.items():
-        if mode not in ("single", found.parallel.mode) and reason not in found.parallel.reason:
-            print(f"not {mode}: {reason}")
     if found.tensor is not None:
         print(crossover_text(found.tensor))
 

@@ -131,7 +131,16 @@ def choose_placement(
         pipeline_s, tensor_s = predict(modes.of("pipeline")), predict(modes.of("tensor"))
         if pipeline_s is not None and tensor_s is not None:
             facts = dataclasses.replace(facts, steps=PredictedSteps(pipeline_s, tensor_s))
-    return _given(modes, choose_parallel(asked, facts))
+    try:
+        return _given(modes, choose_parallel(asked, facts))
+    except (PlanError, SpanError) as error:
+        if asked == "single" and "pipeline" in modes.placements:
+            # The advice to add members does not fit, because they are there.
+            raise type(error)(
+                f"single was asked for, and cannot be: {error.message}",
+                hint="with --parallel auto or pipeline these members hold the model together",
+            ) from None
+        raise
 
 
 def _given(modes: ModePlacements, choice: ParallelChoice) -> Placement:

@@ -59,10 +59,12 @@ def choose_parallel(asked: Asked, facts: ParallelFacts) -> ParallelChoice:
 
     Raises PlanError if tensor parallelism was asked for and is impossible: it is never replaced in silence.
     """
+    if asked == "single":
+        return ParallelChoice(asked, "asked for: single")
     if facts.num_members < 2:
         return ParallelChoice("single", "there is one member, so no other to share layers with")
-    if asked in ("single", "pipeline"):
-        return ParallelChoice(asked, f"asked for: {asked}")
+    if asked == "pipeline":
+        return ParallelChoice(asked, "asked for: pipeline")
     against = why_not_tensor(facts)
     if asked == "tensor":
         if against is not None:
