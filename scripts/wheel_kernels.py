@@ -36,7 +36,11 @@ TARGETS = {
     "macos-arm64": Target("darwin", "arm64", "py3-none-macosx_11_0_arm64", "aarch64-macos.11.0"),
 }
 # Architectures by the names of gcc and clang, and by zig's.
-_ZIGS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod", "-march=armv8-a": "-mcpu=generic"}
+_ZIGS = {
+    "-march=armv8.2-a+dotprod+i8mm": "-mcpu=generic+dotprod+i8mm",
+    "-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod",
+    "-march=armv8-a": "-mcpu=generic",
+}
 
 
 class WheelKernels(BuildHookInterface[Any]):

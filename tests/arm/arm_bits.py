@@ -7,6 +7,7 @@ here, and compiled for ARM under qemu.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ from convoy.model.kernels.native.activation import (
 )
 from convoy.model.kernels.native.build import (
     INSTRUCTION_SETS,
+    NEON,
+    NEON_DOT,
+    NEON_I8MM,
     SOURCES,
     InstructionSet,
     find_compiler,
@@ -45,7 +49,9 @@ from support.quantised_models import Quantise, awq, gptq, mlx, write
 from support.recorded import Recorder
 from support.tiny_models import Chain, build_model
 
-CROSS, QEMU = "aarch64-linux-gnu-gcc", ("qemu-aarch64", "-cpu", "max")
+CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+# Processors of qemu that have the features of an instruction set, and of no better one.
+PROCESSORS = {NEON_I8MM.name: "max", NEON_DOT.name: "neoverse-n1", NEON.name: "cortex-a53"}
 WARNINGS = ("-Wall", "-Wextra")
 TOOK_S = 600
 
@@ -68,13 +74,13 @@ def compiled(folder: Path, of: InstructionSet) -> list[str]:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), f"{of.name}: {done.stderr}"
-    return [*QEMU, str(program)] if is_arm else [str(program)]
+    return [QEMU, "-cpu", PROCESSORS[of.name], str(program)] if is_arm else [str(program)]
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Return the commands by the names of the instruction sets: ARM's, and those of this machine."""
-    assert shutil.which(QEMU[0]), "tests/arm/install.sh installs qemu-user"
+    assert shutil.which(QEMU), "tests/arm/install.sh installs qemu-user"
     folder = tmp_path_factory.mktemp("programs")
     sets = [one for one in INSTRUCTION_SETS if one.machine == "arm64" or not missing_features(one)]
     with ThreadPoolExecutor(2) as pool:
@@ -114,6 +120,10 @@ def record_parts(recorder: Recorder, library: NativeLibrary) -> None:
             assert native_activate(y, Activation(name), numbers(9, 105))
         for bits in (4, 8):
             round_by_library(library, rows, torch.linspace(0.5, 1.5, rows.shape[1]), bits)
+
+
+def record_int8(recorder: Recorder, library: NativeLibrary) -> None:
+    with recorder.recording():
         assert failing_int8(library) == []
 
 
@@ -185,13 +195,15 @@ def recorded(
 SUBJECTS: dict[str, Callable[[Recorder, NativeLibrary, Path], None]] = {
     "forms": lambda recorder, library, _: record_forms(recorder, library),
     "parts": lambda recorder, library, _: record_parts(recorder, library),
+    "int8": lambda recorder, library, _: record_int8(recorder, library),
     "floats": lambda recorder, _, folder: record_models(recorder, folder / "f", FLOATS),
     "quantised": lambda recorder, _, folder: record_models(recorder, folder / "q", QUANTISED),
 }
 # The functions that a subject must reach, so that a change which avoids them is seen.
 REACHED = {
     "forms": {"stored_pack", "stored_linear", "stored_unpack"},
-    "parts": {"norm", "apply", "activate", "round", "int8_linear"},
+    "parts": {"norm", "apply", "activate", "round"},
+    "int8": {"int8_linear"},
     "floats": {
         "layers",
         "layer_begin",
@@ -222,3 +234,17 @@ def test_every_byte_that_compiled_code_writes_is_the_same_on_each_instruction_se
         assert done.stdout.endswith("\nequal\n"), f"{name}: {done.stdout}{done.stderr}"
     assert len({done.stdout for done in said.values()}) == 1
     assert len(said) >= 3
+
+
+def test_products_of_matrices_are_those_of_i8mm(
+    recorded: Callable[[str], tuple[Path, Recorder]], programs: dict[str, list[str]]
+) -> None:
+    path, _ = recorded("int8")
+    program = programs[NEON_I8MM.name][-1]
+    done = subprocess.run(
+        [QEMU, "-cpu", PROCESSORS[NEON_DOT.name], program, str(path)],
+        capture_output=True,
+        check=False,
+        timeout=TOOK_S,
+    )
+    assert done.returncode == -signal.SIGILL

@@ -313,15 +313,34 @@ def test_an_arm_processor_is_offered_neon_alone(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert build.own_sets() == (build.NEON_DOT, build.NEON)
+    assert build.own_sets() == (build.NEON_I8MM, build.NEON_DOT, build.NEON)
     assert build.missing_features(build.AVX2) == ["processor of x86-64"]
     info = tmp_path / "cpuinfo"
-    info.write_text("processor : 0\nFeatures : fp asimd aes\n", encoding="ascii")
     monkeypatch.setattr("sys.platform", "linux")
+    info.write_text("processor : 0\nFeatures : fp asimd aes\n", encoding="ascii")
+    assert build.missing_features(build.NEON_I8MM, info) == ["asimddp", "i8mm"]
     assert build.missing_features(build.NEON_DOT, info) == ["asimddp"]
     assert build.missing_features(build.NEON, info) == []
+    info.write_text("processor : 0\nFeatures : fp asimd asimddp svei8mm i8mm\n", encoding="ascii")
+    assert build.missing_features(build.NEON_I8MM, info) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "missing"), [("echo 1", []), ("echo 0", ["i8mm"]), ("echo unknown oid >&2; exit 1", ["i8mm"])]
+)
+def test_a_mac_is_asked_for_i8mm_alone(
+    says: str, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert build.missing_features(build.NEON_DOT) == []
+    sysctl = tmp_path / "sysctl"
+    sysctl.write_text(
+        f'#!/bin/sh\n[ "$*" = "-n hw.optional.arm.FEAT_I8MM" ] || exit 2\n{says}\n', encoding="ascii"
+    )
+    sysctl.chmod(0o700)
+    assert build.missing_features(build.NEON_I8MM, sysctl=sysctl) == missing
+    assert build.missing_features(build.NEON_I8MM, sysctl=tmp_path / "none") == ["i8mm"]
+    assert build.missing_features(build.NEON_DOT, sysctl=tmp_path / "none") == []
 
 
 def test_a_processor_without_code_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,10 +70,13 @@ AVX512 = InstructionSet(
     "AVX-512", "x86-64", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
 )
 AVX2 = InstructionSet("AVX2", "x86-64", ("avx2", "fma", "f16c"))
+NEON_I8MM = InstructionSet(
+    "NEON with i8mm", "arm64", ("asimd", "asimddp", "i8mm"), "-march=armv8.2-a+dotprod+i8mm"
+)
 NEON_DOT = InstructionSet("NEON with dot products", "arm64", ("asimd", "asimddp"), "-march=armv8.2-a+dotprod")
 NEON = InstructionSet("NEON", "arm64", ("asimd",), "-march=armv8-a")
 # Best first, of each processor.
-INSTRUCTION_SETS = (AVX512, AVX2, NEON_DOT, NEON)
+INSTRUCTION_SETS = (AVX512, AVX2, NEON_I8MM, NEON_DOT, NEON)
 SOURCES = tuple(
     _HERE / f"{name}.c"
     for name in (
@@ -85,6 +88,8 @@ _HEADERS = (
     *("shared.h", "kernels.h", "ranges.h", "int8.h", "exp.h", "activation.h", "attention.h"),
     *("vector.h", "vector_avx512.h", "vector_avx2.h", "vector_neon.h"),
 )
+# Features that some Macs of ARM lack, by the names of macOS. All have the others.
+_MAC_FEATURES = {"i8mm": "FEAT_I8MM"}
 FOLDER = Path("~/.cache/convoy/native")
 # No contraction: torch rounds a product and a sum separately, so they must stay two operations. No
 # -march=native: several machines may share a home directory.
@@ -138,16 +143,19 @@ def best_built() -> InstructionSet | None:
     return None
 
 
-def missing_features(of: InstructionSet, info: Path = Path("/proc/cpuinfo")) -> list[str]:
+def missing_features(
+    of: InstructionSet, info: Path = Path("/proc/cpuinfo"), sysctl: Path = Path("/usr/sbin/sysctl")
+) -> list[str]:
     """Return the features that an instruction set's code needs and this machine lacks.
 
-    On a processor of another kind the result names only that.
+    Linux tells them in ``info``, and macOS through ``sysctl``. On a processor of another kind the result
+    names only that.
     """
     if MACHINES.get(platform.machine()) != of.machine:
         return [f"processor of {of.machine}"]
     if (sys.platform, of.machine) == ("darwin", "arm64"):
-        # Every Mac of this kind has both.
-        return []
+        asked = {name: told for name, told in _MAC_FEATURES.items() if name in of.needed}
+        return [name for name, told in asked.items() if not _mac_has(told, sysctl)]
     if sys.platform != "linux":
         return ["Linux"]
     try:
@@ -158,6 +166,16 @@ def missing_features(of: InstructionSet, info: Path = Path("/proc/cpuinfo")) -> 
     told = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
     flags = next(told, [])
     return [name for name in of.needed if name not in flags]
+
+
+def _mac_has(feature: str, sysctl: Path) -> bool:
+    """Return whether macOS says that the processor has a feature. It may not know its name."""
+    command = [str(sysctl), "-n", f"hw.optional.arm.{feature}"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() == b"1"
 
 
 def compile_into(folder: Path, compiler: str, of: InstructionSet) -> Path:

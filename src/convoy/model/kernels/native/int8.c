@@ -285,6 +285,38 @@ typedef struct {
   float factors[2 * TILE_GROUPS * PANEL], shifts[TILE_GROUPS * PANEL];
 } Tile;
 
+/* With products of one row a tile has four inputs of each output together. With those of two rows it has eight of each
+   of two outputs, and `s` the sums of both rows with these, until `order_sums` makes them sums of a row, or the
+   reverse. `add_rows` does as `add_four` for some rows, from `own` on. */
+#if ROWS_OF_DOT == 1
+INLINE void lay_codes(I *first, I *second) { (void)first, (void)second; }
+INLINE void order_sums(const int rows, I s[DOT_ROWS][DOT_VECTORS]) { (void)rows, (void)s; }
+INLINE void add_rows(const int kind, const int rows, const int number, const I *codes, const int8_t *own,
+                     I parts[DOT_ROWS][DOT_VECTORS], I s[DOT_ROWS][DOT_VECTORS]) {
+  UNROLL for (int r = 0; r < rows; r++)
+    add_four(kind, number, codes, i_set(four_at(own + r * ROUNDED_GROUP)), DOT_VECTORS, parts[r], s[r]);
+}
+#else
+INLINE void lay_codes(I *first, I *second) {
+  UNROLL for (int v = 0; v < FOUR; v++) i_by_turns(first + v, second + v);
+}
+INLINE void order_sums(const int rows, I s[DOT_ROWS][DOT_VECTORS]) {
+  UNROLL for (int r = 0; r < rows; r += 2)
+    UNROLL for (int v = 0; v < DOT_VECTORS; v++) i_exchange(&s[r][v], &s[r + 1][v]);
+}
+INLINE void add_rows(const int kind, const int rows, const int number, const I *codes, const int8_t *own,
+                     I parts[DOT_ROWS][DOT_VECTORS], I s[DOT_ROWS][DOT_VECTORS]) {
+  (void)kind, (void)parts;
+  UNROLL for (int r = 0; r < rows; r += 2) {
+    const int8_t *one = own + r * ROUNDED_GROUP - 4 * (number % 2);
+    /* The last of an odd number of rows is multiplied twice. */
+    const I eights = i_eights(one, r + 1 < rows ? one + ROUNDED_GROUP : one);
+    UNROLL for (int v = 0; v < DOT_VECTORS; v++)
+      s[r + number % 2][v] = i_dots_two(s[r + number % 2][v], eights, codes[v]);
+  }
+}
+#endif
+
 INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *panel, int64_t first, int64_t count,
                           Tile *tile) {
   const I values = values_of(kind, of);
@@ -295,6 +327,7 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
         I one[FOUR], two[FOUR];
         eight_codes(kind, 0, &g, values, unit, FOUR, one, two);
         if (is_bytes(kind)) i_in_order(one), i_in_order(two);
+        lay_codes(one, two);
         uint8_t *to = tile->codes + (i * 4 + unit) * 8 * PANEL + 4 * lane;
         UNROLL for (int v = 0; v < FOUR; v++) {
           i_store(to + 4 * LANES * v, one[v]);
@@ -313,7 +346,7 @@ INLINE void unpack_groups(const int kind, const StoredRange *of, const uint8_t *
    those of `all` rows lie side by side. The `ahead` bytes from `next` on are asked for meanwhile. */
 INLINE void dot_tile(const int rows, const int kind, const Tile *tile, int64_t count, const int8_t *codes, int64_t all,
                      const RoundedGroup *groups, float *total, const uint8_t *next, int64_t ahead) {
-  const int vectors = DOT_VECTORS, steps = STEPS(kind);
+  const int vectors = DOT_VECTORS, steps = STEPS(kind), all_rows = (int)round_up(rows, ROWS_OF_DOT);
   int64_t hop = ahead / count * vectors * LANES / PANEL;
   for (int64_t lane = 0; lane < PANEL; lane += vectors * LANES) {
     V sums[DOT_ROWS][DOT_VECTORS];
@@ -326,16 +359,17 @@ INLINE void dot_tile(const int rows, const int kind, const Tile *tile, int64_t c
       const RoundedGroup *group = groups + i * all;
       UNROLL for (int step = 0; step < steps; step++) {
         I s[DOT_ROWS][DOT_VECTORS], parts[DOT_ROWS][DOT_VECTORS];
-        UNROLL for (int r = 0; r < rows; r++) {
-          I start = i_set((uint32_t)(centre(kind) * sum_of(group + r, steps, step)));
+        UNROLL for (int r = 0; r < all_rows; r++) {
+          I start = i_set((uint32_t)(centre(kind) * sum_of(group + least(r, rows - 1), steps, step)));
           UNROLL for (int v = 0; v < vectors; v++) s[r][v] = start;
         }
+        order_sums(rows, s);
         UNROLL for (int four = 0; four < 8 / steps; four++, p += 4 * PANEL, own += 4) {
           I w[DOT_VECTORS];
           UNROLL for (int v = 0; v < vectors; v++) w[v] = i_load(p + 4 * LANES * v);
-          UNROLL for (int r = 0; r < rows; r++)
-            add_four(kind, four, w, i_set(four_at(own + r * ROUNDED_GROUP)), vectors, parts[r], s[r]);
+          add_rows(kind, rows, four, w, own, parts, s);
         }
+        order_sums(rows, s);
         const float *factors = tile->factors + (i * steps + step) * PANEL + lane;
         UNROLL for (int v = 0; v < vectors; v++) {
           V factor = v_load(factors + LANES * v);
@@ -418,6 +452,11 @@ static const struct {
 
 /* ---- linears ---- */
 
+/* Return the first row of a pass. Passes are as equal as possible, and all but the last one have whole products. */
+INLINE int64_t pass_start(int64_t rows, int64_t pass, int64_t passes) {
+  return least(rows, round_up(rows * pass / passes, ROWS_OF_DOT));
+}
+
 /* Compute some rows of one panel, at most BLOCK_ROWS. */
 static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64_t row, int64_t rows) {
   const Int8Job *job = p;
@@ -439,7 +478,7 @@ static void int8_rows(const void *p, const StoredRange *of, int64_t panel, int64
       const uint8_t *next = packed + (g + n) * of->panel_bytes / count;
       int64_t ahead = TILE_GROUPS * of->panel_bytes / count / passes;
       for (int64_t pass = 0; pass < passes; pass++) {
-        int64_t r = rows * pass / passes, some = rows * (pass + 1) / passes - r;
+        int64_t r = pass_start(rows, pass, passes), some = pass_start(rows, pass + 1, passes) - r;
         int64_t at = g * x->rows + first + r;
         functions[of->kind].tile[some - 1](&tile, n, codes + at * ROUNDED_GROUP, x->rows, x->groups + at,
                                            total + r * PANEL, next + pass * ahead, ahead);

@@ -161,6 +161,7 @@ INLINE V v_scale(V a, V q) {
 
 #define DOT_ROWS 4   /* rows of which sums of products have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 2
+#define ROWS_OF_DOT 1 /* rows of one product */
 #define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
 #define BYTES_FROM 0 /* added to signed bytes of weights before `i_dots_bytes` */
 

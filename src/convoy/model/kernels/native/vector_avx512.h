@@ -149,6 +149,7 @@ INLINE V v_scale(V a, V q) { return _mm512_scalef_ps(a, q); }
 
 #define DOT_ROWS 3     /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 4
+#define ROWS_OF_DOT 1  /* rows of one product */
 #define FUSED_DOTS 3   /* rows for which codes are unpacked in registers; for more, a tile at a time */
 #define BYTES_FROM 128 /* added to signed bytes of weights before `i_dots_bytes` */
 

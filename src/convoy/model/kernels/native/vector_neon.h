@@ -165,6 +165,11 @@ INLINE Eight e_mul(Eight a, Eight b) { return (Eight){v_mul(a.low, b.low), v_mul
 
 #define DOT_ROWS 2   /* rows of which sums of products and floats have registers, for DOT_VECTORS vectors of outputs */
 #define DOT_VECTORS 4
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define ROWS_OF_DOT 2 /* rows of one product */
+#else
+#define ROWS_OF_DOT 1
+#endif
 #define FUSED_DOTS 1 /* rows for which codes are unpacked in registers; for more, a tile at a time */
 #define BYTES_FROM 0 /* added to signed bytes of weights before `i_dots_bytes` */
 
@@ -194,6 +199,31 @@ INLINE I i_dots_bytes(I sum, I bytes, I x) {
 
 INLINE I i_dots(I sum, I codes, I x) { return i_dots_bytes(sum, codes, x); }
 INLINE I i_end_dots(I part, I sum) { return (void)sum, part; }
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+/* Add the sums of eight products of a first row with each of two outputs, and then of a second row. */
+INLINE I i_dots_two(I sum, I rows, I outputs) {
+  int8x16_t a = vreinterpretq_s8_u32(rows), b = vreinterpretq_s8_u32(outputs);
+  return vreinterpretq_u32_s32(vmmlaq_s32(vreinterpretq_s32_u32(sum), a, b));
+}
+
+/* Load eight bytes of each of two rows. */
+INLINE I i_eights(const int8_t *one, const int8_t *two) {
+  return vreinterpretq_u32_s8(vcombine_s8(vld1_s8(one), vld1_s8(two)));
+}
+
+/* Take the lanes of two vectors by turns. */
+INLINE void i_by_turns(I *a, I *b) {
+  I low = vzip1q_u32(*a, *b);
+  *b = vzip2q_u32(*a, *b), *a = low;
+}
+
+/* Exchange the second half of one vector and the first half of another. */
+INLINE void i_exchange(I *a, I *b) {
+  uint64x2_t one = vreinterpretq_u64_u32(*a), two = vreinterpretq_u64_u32(*b);
+  *a = vreinterpretq_u32_u64(vzip1q_u64(one, two)), *b = vreinterpretq_u32_u64(vzip2q_u64(one, two));
+}
+#endif
 
 /* Put the four even bytes of each eight in front of the odd ones, of 32 bytes, and add the bytes of each half. */
 INLINE void i_pair_bytes(const int8_t *from, int8_t *to, int32_t *sums) {
