@@ -1,9 +1,9 @@
-"""Describe a provider's capacity as it reports it: requests at once, and their speed."""
+"""Describe a provider's capacity as it reports it, and the room of a model at all of its providers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from convoy.errors import ProviderError
 
@@ -99,3 +99,18 @@ class Places:
     tokens_per_s: float
     max_context: int
     on_trial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Hold the present state of one model over all its connected providers."""
+
+    name: str
+    providers: int = 0
+    # Providers by the level that they proved.
+    levels: dict[str, int] = field(default_factory=dict)
+    # The longest context of a provider.
+    max_context: int = 0
+    free_slots: int = 0
+    running: int = 0
+    waiting: int = 0

@@ -16,9 +16,11 @@ from starlette.websockets import WebSocket
 
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
+from convoy.fleet.books.keys import NO_TERMS, Grant
 from convoy.fleet.books.store import Store
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.picture import FleetPicture
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
@@ -246,6 +248,39 @@ def test_one_address_cannot_take_the_places_of_all_that_come_to_register(tmp_pat
         await Dialled(coordinator, identity).registered()
 
     play(tmp_path, scene, options)
+
+
+def test_all_readers_share_a_picture_of_the_fleet_until_it_is_old(tmp_path: Path) -> None:
+    async def scene(coordinator: Coordinator, identity: Identity) -> None:
+        now_s = 0.0
+        picture = FleetPicture(coordinator, max_age_s=1.0, clock=lambda: now_s)
+        grants = [Grant(name, name.encode() * 16, NO_TERMS) for name in ("aa", "bb")]
+        whole, models = picture.whole(), picture.models()
+        await Dialled(coordinator, identity).registered()
+        now_s = 0.9
+        assert picture.whole() is whole
+        assert picture.models() is models
+        ann, bob = map(picture.of_key, grants)
+        assert ann.offered is bob.offered
+        now_s = 1.0
+        record = picture.whole().record
+        assert record is not None
+        assert [one.name for one in record.providers] == ["p"]
+        assert [one.name for one in picture.models()] == [MODEL]
+
+    play(tmp_path, scene)
+
+
+def test_a_list_of_providers_ends_before_it_has_too_many_models(tmp_path: Path) -> None:
+    async def scene(coordinator: Coordinator, identity: Identity) -> None:
+        other = Identity.generate()
+        coordinator.directory.approve(other.public_key, "q")
+        await Dialled(coordinator, other).registered()
+        await Dialled(coordinator, identity).registered()
+        assert [one.name for one in coordinator.providers(most_offers=2)] == ["p", "q"]
+        assert [one.name for one in coordinator.providers(most_offers=1)] == ["p"]
+
+    play(tmp_path, scene)
 
 
 def test_a_coordinator_for_which_no_time_passes_any_more_ends_and_says_why(

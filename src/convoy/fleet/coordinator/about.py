@@ -23,14 +23,16 @@ from convoy.api.page.rights import SESSION, PageRights
 from convoy.api.page.session_endpoints import page_json
 from convoy.api.page.status_stream import StatusFeed, StreamedStatus, wants_events
 from convoy.api.refusals import Forbidden, Unauthenticated, UnknownResponse
+from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import Grant
 from convoy.fleet.books.keys import Scope as KeyScope
+from convoy.fleet.capacity import ModelState
 from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.picture import FleetPicture, FleetStatus
 from convoy.fleet.coordinator.requests.consume import check_known
 from convoy.fleet.coordinator.requests.routed_request import account_of
-from convoy.fleet.coordinator.status import FleetStatus, key_status, whole_status
 
 # No provider tells when its model was made.
 _CREATED = "1970-01-01T00:00:00Z"
@@ -45,9 +47,9 @@ class CoordinatorAbout:
         self._coordinator = coordinator
         self._lifecycle = lifecycle
         self._rights = rights
+        self._picture = FleetPicture(coordinator)
         # A feed asks on a thread, and the coordinator's state is the loop's.
-        whole = partial(anyio.from_thread.run_sync, whole_status, coordinator)
-        self._whole = StatusFeed(whole, lifecycle)
+        self._whole = StatusFeed(partial(anyio.from_thread.run_sync, self._picture.whole), lifecycle)
         # The feeds that are read, by the hash of their key.
         self._watches: WeakValueDictionary[bytes, _KeyWatch] = WeakValueDictionary()
 
@@ -61,31 +63,32 @@ class CoordinatorAbout:
         if request.scope[SESSION] is not None:
             if streams:
                 return StreamedStatus(self._whole, partial(self._rights.is_valid, request.scope))
-            return page_json(whole_status(self._coordinator))
+            return page_json(self._picture.whole())
         headers = Headers(scope=request.scope)
         grant = await caller_of(self._coordinator.directory, headers, KeyScope.CONSUMER)
         if not streams:
-            return page_json(key_status(self._coordinator, grant))
+            return page_json(self._picture.of_key(grant))
         watch = self._watches.get(grant.key_hash)
         if watch is None:
-            watch = _KeyWatch(self._coordinator, self._lifecycle, key_of(headers))
+            watch = _KeyWatch(self._picture, self._coordinator.directory, self._lifecycle, key_of(headers))
             self._watches[grant.key_hash] = watch
         return StreamedStatus(watch.feed, watch.is_good)
 
     async def models(self, request: Request) -> Response:
         """List the models."""
         await account_of(self._coordinator, Headers(scope=request.scope))
-        names = self._coordinator.models()
+        models = self._picture.models()
         if VERSION_HEADER in request.headers:
-            return _json(page_of([self._info(name) for name in names]))
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
+            return _json(page_of([_info(one) for one in models]))
+        return _json({"object": "list", "data": [self._card(one) for one in models]})
 
     async def model(self, request: Request) -> Response:
         """Describe one model. Raises `UnknownModel`."""
         await account_of(self._coordinator, Headers(scope=request.scope))
         name = request.path_params["name"]
         check_known(self._coordinator, name)
-        return _json(self._info(name) if VERSION_HEADER in request.headers else self._card(name))
+        found = self._coordinator.model_state(name)
+        return _json(_info(found) if VERSION_HEADER in request.headers else self._card(found))
 
     async def stored(self, request: Request) -> Response:
         """Refuse to read or delete a response. Raises `UnknownResponse`."""
@@ -95,35 +98,31 @@ class CoordinatorAbout:
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         if self._lifecycle.draining:
             return _json(_health("draining", "the coordinator is shutting down"), 503)
-        return _json(_health("ready", f"{len(self._coordinator.providers())} providers"))
+        return _json(_health("ready", f"{self._coordinator.num_connected} providers"))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, model: ModelState) -> dict[str, Any]:
         """Return the facts by which a consumer chooses: present providers, their longest context, a price."""
-        coordinator = self._coordinator
-        price = coordinator.options.models.get(name, ModelOptions()).price
+        price = self._coordinator.options.models.get(model.name, ModelOptions()).price
         return {
-            "id": name,
+            "id": model.name,
             "object": "model",
             "created": 0,
             "owned_by": "convoy",
-            "max_model_len": coordinator.max_context(name),
-            "health": "ready" if coordinator.num_providers(name) else "no provider",
-            "providers": coordinator.num_providers(name),
-            "levels": coordinator.levels(name),
-            "waiting": coordinator.waiting(name),
+            "max_model_len": model.max_context,
+            "health": "ready" if model.providers else "no provider",
+            "providers": model.providers,
+            "levels": model.levels,
+            "waiting": model.waiting,
             "price": {"prompt_micro": price.prompt_micro, "completion_micro": price.completion_micro},
         }
-
-    def _info(self, name: str) -> ModelInfo:
-        room = self._coordinator.max_context(name)
-        return ModelInfo(name, name, _CREATED, room, room)
 
 
 class _KeyWatch:
     """Feed the pages of one key, and notice when the key is revoked or expires."""
 
-    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle, key: str) -> None:
-        self._coordinator = coordinator
+    def __init__(self, picture: FleetPicture, directory: Directory, lifecycle: Lifecycle, key: str) -> None:
+        self._picture = picture
+        self._directory = directory
         self._key = key
         self._is_good = True
         self.feed = StatusFeed(self._status, lifecycle, max_readers=_MAX_READERS)
@@ -134,11 +133,15 @@ class _KeyWatch:
 
     def _status(self) -> FleetStatus:
         try:
-            grant: Grant = self._coordinator.directory.grant(self._key, KeyScope.CONSUMER)
+            grant: Grant = self._directory.grant(self._key, KeyScope.CONSUMER)
         except (Unauthenticated, Forbidden):
             self._is_good = False
             raise
-        return anyio.from_thread.run_sync(key_status, self._coordinator, grant)
+        return anyio.from_thread.run_sync(self._picture.of_key, grant)
+
+
+def _info(model: ModelState) -> ModelInfo:
+    return ModelInfo(model.name, model.name, _CREATED, model.max_context, model.max_context)
 
 
 def _health(status: str, reason: str) -> dict[str, str]:

@@ -127,19 +127,19 @@ class _Admin:
         coordinator = self._coordinator
         models = [
             {
-                "model": model,
-                "providers": coordinator.num_providers(model),
-                "free_slots": coordinator.free_slots(model),
-                "waiting": coordinator.waiting(model),
+                "model": one.name,
+                "providers": one.providers,
+                "free_slots": one.free_slots,
+                "waiting": one.waiting,
             }
-            for model in coordinator.models()
+            for one in map(coordinator.model_state, coordinator.models())
         ]
         return _json(
             {
                 "coordinator_key": coordinator.proof.public_key.hex(),
                 "draining": coordinator.lifecycle.draining,
                 "models": models,
-                "providers": [asdict(one) for one in coordinator.providers()],
+                "providers": coordinator.providers(),
             }
         )
 
@@ -171,7 +171,7 @@ class _Admin:
     async def providers(self, request: Request) -> Response:
         await self._admit(request)
         found = await asyncio.to_thread(self._coordinator.directory.providers)
-        levels = {one.name: one.level for one in self._coordinator.providers()}
+        levels = self._coordinator.provider_levels()
         return _json(
             [
                 {

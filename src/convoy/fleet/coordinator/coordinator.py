@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,9 +36,9 @@ from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
-from convoy.fleet.capacity import Places
+from convoy.fleet.capacity import ModelState, Places
 from convoy.fleet.coordinator.callers import KeyUses
-from convoy.fleet.coordinator.metrics import FleetCounts, ModelState, ProviderState, fleet_families
+from convoy.fleet.coordinator.metrics import FleetCounts, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.approvals import Approvals
 from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
@@ -214,23 +215,13 @@ class Coordinator:
         """Return the number of connected providers."""
         return len(self._sockets)
 
-    def num_providers(self, model: str) -> int:
-        """Return the number of connected providers that serve ``model``."""
-        providers = self._dispatcher.providers(model)
-        return 0 if providers is None else len(providers)
+    def model_state(self, model: str) -> ModelState:
+        """Return the providers, the room and the queue of ``model``."""
+        return self._dispatcher.state(model)
 
-    def max_context(self, model: str) -> int:
-        """Return the longest context of a connected provider of ``model``, or 0 without one."""
-        registered = [one.registration for one in self._sockets.values() if one.registration is not None]
-        return max((one.offers[model].max_context for one in registered if model in one.offers), default=0)
-
-    def levels(self, model: str) -> dict[str, int]:
-        """Return how many providers of ``model`` proved each level."""
-        providers = self._dispatcher.providers(model)
-        found = [
-            self._sockets[name].verdict.level for name in (() if providers is None else providers.names())
-        ]
-        return {level.text: found.count(level) for level in sorted(set(found))}
+    def provider_levels(self) -> dict[str, str]:
+        """Return the level that each connected provider proved, by its name."""
+        return {name: socket.verdict.level.text for name, socket in self._sockets.items()}
 
     # Providers.
 
@@ -375,17 +366,21 @@ class Coordinator:
         self._close_soon(socket, _POLICY_VIOLATION)
         return True
 
-    def providers(self, most: int | None = None) -> list[ConnectedProvider]:
-        """Return the connected providers, by name, and at most the first ``most`` of them."""
-        found, counts = [], self.counts
+    def providers(self, most: int | None = None, most_offers: float = math.inf) -> list[ConnectedProvider]:
+        """Return the connected providers, by name.
+
+        They are at most the first ``most``, and no more once they have ``most_offers`` models together.
+        """
+        found, counts, num_offers = [], self.counts, 0
         for name in heapq.nsmallest(len(self._sockets) if most is None else most, self._sockets):
             socket = self._sockets[name]
             registration = socket.registration
             assert registration is not None, "it registered"
-            running, verdict = {}, socket.verdict
-            for model in registration.offers:
-                providers = self._dispatcher.providers(model)
-                running[model] = 0 if providers is None else providers.running(name)
+            num_offers += len(registration.offers)
+            if num_offers > most_offers:
+                break
+            verdict = socket.verdict
+            running = self._dispatcher.running(name, registration.offers)
             found.append(
                 ConnectedProvider(
                     *(name, registration.identity.hex(), registration.software),
@@ -394,7 +389,7 @@ class Coordinator:
                     *(running, name in self._drained),
                     {model: offer.template_tokens for model, offer in registration.offers.items()},
                     *(counts.unbilled(name), self.record.since(name)),
-                    self._dispatcher.places(name),
+                    self._dispatcher.places(name, registration.offers),
                     *(counts.answers(name), counts.failures(name), counts.failed_challenges(name)),
                 )
             )
@@ -402,11 +397,9 @@ class Coordinator:
 
     def families(self) -> Iterator[Metric]:
         """Return the metrics for a scrape: the counts so far, and the present state."""
-        models = []
-        for name in self.models():
-            state = self.num_providers(name), self.free_slots(name), self._dispatcher.running(name)
-            models.append(ModelState(name, *state, self.waiting(name)))
-        providers = [ProviderState(one.name, one.level, one.draining) for one in self.providers()]
+        models = [self.model_state(name) for name in self.models()]
+        levels = self.provider_levels().items()
+        providers = [ProviderState(level, name in self._drained) for name, level in levels]
         return fleet_families(self.counts, models, providers, draining=self.lifecycle.draining)
 
     # Time.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from convoy.cluster.metrics.families import Metric, build_info, counter, gauge, histogram
 from convoy.engine.stats import Histogram, HistogramCounts
+from convoy.fleet.capacity import ModelState
 from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.fleet.timing import SEGMENTS, Timing
@@ -122,21 +123,9 @@ class FleetCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelState:
-    """Hold the present state of one model."""
-
-    name: str
-    providers: int
-    free_slots: int
-    running: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
 class ProviderState:
     """Hold the present state of one connected provider."""
 
-    name: str
     level: str
     draining: bool
 

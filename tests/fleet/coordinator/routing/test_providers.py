@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.capacity import Capacity, Load, ModelState
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
 from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
@@ -47,6 +47,20 @@ def test_who_takes_a_seat_has_nothing_of_whoever_had_it() -> None:
     one.add("new", ONE, Level.NONE)
     assert chosen(one) == "new"
     assert one.finish_s(tagged, 50.0)[0] == before[0]
+
+
+def test_the_state_of_a_model_is_that_of_the_providers_that_are_here() -> None:
+    found = provider_table("a", "b")
+    found.add("c", replace(ONE, slots=5, max_context=8192), Level.HARDWARE)
+    found.add("gone", replace(ONE, max_context=1 << 20), Level.SELF_SIGNED)
+    for name in ("a", "gone"):
+        found.begin(name, ASK)
+    found.remove("gone")
+    found.set_open("b", False)
+    assert found.state("m", 7) == ModelState(
+        "m", 3, {"none": 2, "hardware": 1}, 8192, free_slots=6, running=1, waiting=7
+    )
+    assert provider_table().state("m", 0) == ModelState("m")
 
 
 def test_equal_ones_take_turns_and_busy_ones_come_later() -> None:

@@ -8,12 +8,13 @@ provider fails before the first token goes to another provider, before all waiti
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from convoy.config.table import QUEUE_PER_ACCOUNT, QUEUE_WAIT_S, QUEUE_WAITING
 from convoy.errors import NotReady, QueueFull
-from convoy.fleet.capacity import Capacity, Load, Places
+from convoy.fleet.capacity import Capacity, Load, ModelState, Places
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.trust.evidence.level import Level
@@ -269,23 +270,30 @@ class Dispatcher:
         """Return how many requests wait for the model."""
         return len(self._models[model].queue) if model in self._models else 0
 
-    def running(self, model: str) -> int:
-        """Return how many requests for the model are with a provider."""
-        return sum(one.ask.model == model for one in self._running.values())
+    def state(self, name: str) -> ModelState:
+        """Return the state of a model: nothing for one without a provider and a request."""
+        model = self._models.get(name)
+        return ModelState(name) if model is None else model.providers.state(name, len(model.queue))
 
     def load(self, account: str | None) -> tuple[int, int]:
         """Return how many requests are with a provider and how many wait, of one account, or of all."""
         if account is None:
             return len(self._running), sum(len(model.queue) for model in self._models.values())
         running = sum(one.ask.account == account for one in self._running.values())
-        return running, sum(model.queue.waiting(account) for model in self._models.values())
+        return running, sum(self.waiting_of(account).values())
 
-    def places(self, provider: str) -> dict[str, Places]:
-        """Return a provider's room, by model."""
+    def waiting_of(self, account: str) -> dict[str, int]:
+        """Return how many requests of an account wait, by model, for the models where any does."""
         models = self._models.items()
-        return {
-            name: model.providers.places(provider) for name, model in models if provider in model.providers
-        }
+        return {name: count for name, model in models if (count := model.queue.waiting(account))}
+
+    def running(self, provider: str, offers: Iterable[str]) -> dict[str, int]:
+        """Return how many requests run at a provider, by model, for the models of its ``offers``."""
+        return {name: self._models[name].providers.running(provider) for name in offers}
+
+    def places(self, provider: str, offers: Iterable[str]) -> dict[str, Places]:
+        """Return a provider's room, by model, for the models of its ``offers``."""
+        return {name: self._models[name].providers.places(provider) for name in offers}
 
     def wait_s(self, ask: RouteRequest) -> float:
         """Return how long ``ask`` would wait if it were queued now.

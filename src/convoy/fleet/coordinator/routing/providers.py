@@ -12,7 +12,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from convoy.fleet.capacity import Capacity, Load, Places
+from convoy.fleet.capacity import Capacity, Load, ModelState, Places
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
@@ -189,17 +189,34 @@ class ProviderTable:
         """Return how many requests of this coordinator run at the provider."""
         return int(self._columns["running"][self._index[name]])
 
+    def state(self, model: str, waiting: int) -> ModelState:
+        """Return the state of all providers together, as that of ``model``, for which ``waiting`` wait."""
+        columns = self._columns
+        # Rows without a provider have no slots.
+        here = columns["slots"] > 0
+        counts = np.bincount(columns["level"][here].astype(np.intp), minlength=len(Level))
+        return ModelState(
+            model,
+            providers=len(self._index),
+            levels={level.text: int(counts[level]) for level in Level if counts[level]},
+            max_context=int(columns["max_context"][here].max(initial=0.0)),
+            free_slots=self.free_slots(),
+            running=int(columns["running"][here].sum()),
+            waiting=waiting,
+        )
+
     def places(self, name: str) -> Places:
         """Return the provider's room."""
         row, columns = self._index[name], self._columns
-        scale = max(columns["decode_scale"][row], columns["said_scale"][row]) or 1.0
+        # A status asks this for thousands of rows, and floats of Python are many times as quick as numpy's.
+        scale = max(columns["decode_scale"].item(row), columns["said_scale"].item(row)) or 1.0
         return Places(
-            slots=int(columns["slots"][row]),
-            taken_elsewhere=int(columns["foreign"][row]),
+            slots=int(columns["slots"].item(row)),
+            taken_elsewhere=int(columns["foreign"].item(row)),
             # A heartbeat changes the last digits every few seconds.
-            tokens_per_s=float(f"{1 / (columns['alone_s'][row] * scale):.3g}"),
-            max_context=int(columns["max_context"][row]),
-            on_trial=bool(columns["penalty_s"][row] > 0),
+            tokens_per_s=float(f"{1 / (columns['alone_s'].item(row) * scale):.3g}"),
+            max_context=int(columns["max_context"].item(row)),
+            on_trial=columns["penalty_s"].item(row) > 0,
         )
 
     def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
