@@ -189,6 +189,7 @@ class FleetUnderTest:
             drain_s=5.0,
             heartbeat_s=self.heartbeat_s,
             page=PageOptions(tokens=self.tokens.folder),
+            tls=self.tls,
         )
         store = Store(self.database_url)
 
@@ -205,7 +206,7 @@ class FleetUnderTest:
 
     def _listen_options(self, public: ServeOptions) -> ListenOptions:
         return ListenOptions(
-            *(public, LOCAL, self.tls, self.public_certificate is not None),
+            *(public, LOCAL, self.public_certificate is not None),
             public_certificate=self.public_certificate,
         )
 

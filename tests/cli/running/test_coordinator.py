@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from convoy.api.page.rights import PageRights
 from convoy.cli.operator.home import Home
 from convoy.cli.running.coordinator import (
     ADMIN_KEY,
@@ -103,6 +104,28 @@ def test_behind_a_proxy_the_name_must_be_said_and_is_a_host_that_is_answered() -
 def test_off_loopback_the_names_of_the_certificate_are_hosts_that_are_answered(certificate: Path) -> None:
     listens = flags(host="0.0.0.0", tls_certificate=certificate, tls_key=certificate)  # noqa: S104 - not bound
     assert listens.listen_options().public.allowed_hosts == ("coordinator.example", "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("behind", "with_tls", "has_page"), [(True, False, False), (False, True, True), (True, True, True)]
+)
+def test_off_loopback_a_coordinator_has_a_page_where_it_has_tls_itself(
+    certificate: Path, *, behind: bool, with_tls: bool, has_page: bool
+) -> None:
+    files = {"tls_certificate": certificate, "tls_key": certificate} if with_tls else {}
+    away = flags(host="192.0.2.1", behind_tls_proxy=behind, authorities=("c.example:443",), **files)
+    public = away.listen_options().public
+    assert (not public.in_clear) == (PageRights(public).why_not is None) == has_page
+
+
+def test_the_line_on_the_page_names_the_certificate_and_a_host_that_it_has(certificate: Path) -> None:
+    away = flags(host="0.0.0.0", tls_certificate=certificate, tls_key=certificate)  # noqa: S104 - not bound
+    command = f"convoy open --url https://coordinator.example:8780 --ca {certificate}"
+    assert away.page_line("https://127.0.0.1:8780") == (
+        f"page: https://coordinator.example:8780/ (`{command}` on this machine signs in to operate)"
+    )
+    assert "--url https://192.0.2.1:8780 " in away.page_line("https://192.0.2.1:8780")
+    assert "page: http://127.0.0.1:8780/ " in flags().page_line("http://127.0.0.1:8780")
 
 
 def test_a_new_database_gets_an_administrators_key_though_a_file_is_there(tmp_path: Path) -> None:

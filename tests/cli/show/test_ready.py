@@ -37,6 +37,14 @@ def test_the_command_names_another_address_the_key_and_the_certificate() -> None
     )
 
 
+def test_the_page_is_opened_under_the_servers_own_certificate() -> None:
+    there = replace(HERE, url="https://head.example:443", certificate=Path("c.pem"))
+    assert there.lines()[2] == (
+        "page: https://head.example:443/ (`convoy open --url https://head.example:443 --ca c.pem` on this "
+        "machine signs in to operate)"
+    )
+
+
 def test_no_command_is_named_that_would_send_its_key_in_clear_to_another_machine() -> None:
     there = replace(HERE, url="http://192.0.2.1:8000", key_file=Path("keys"))
     assert not any(line.startswith("try:") for line in there.lines())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_coordinator_listens_over_tls_or_on_this_machine(tmp_path: Path) -> No
         ListenOptions(away, HERE).check()
     with pytest.raises(ConfigError, match="must be on loopback"):
         ListenOptions(HERE, away).check()
-    ListenOptions(away, HERE, tls=make_tls_files(tmp_path)).check()
+    ListenOptions(replace(away, tls=make_tls_files(tmp_path)), HERE).check()
     ListenOptions(away, HERE, behind_tls_proxy=True).check()
 
 

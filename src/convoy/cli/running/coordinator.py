@@ -116,6 +116,14 @@ class ListenFlags:
 
         return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
 
+    def page_line(self, url: str) -> str:
+        """Return the line on the page of a coordinator at ``url``, under a name that its certificate has."""
+        parts, names = urlsplit(url), [one for one in self._certificate_names() if "*" not in one]
+        if names and parts.hostname not in names:
+            host = f"[{names[0]}]" if ":" in names[0] else names[0]
+            url = f"{parts.scheme}://{host}:{parts.port}"
+        return page_line(url, certificate=self.tls_certificate)
+
     def listen_options(self) -> ListenOptions:
         """Return the two listeners. Raises `ConfigError` for one that would be open in clear text."""
         from convoy.api.listen.options import PageOptions, ServeOptions
@@ -126,10 +134,10 @@ class ListenFlags:
         hosts = (*names, *self._certificate_names())
         page = PageOptions(tokens=token_folder(), behind_tls_proxy=self.behind_tls_proxy)
         public = ServeOptions(
-            *(self.host, self.port), allow_unauthenticated=True, allowed_hosts=hosts, page=page
+            *(self.host, self.port), allow_unauthenticated=True, allowed_hosts=hosts, tls=tls, page=page
         )
         admin = ServeOptions(port=self.admin_port, allow_unauthenticated=True)
-        made = ListenOptions(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
+        made = ListenOptions(public, admin, self.behind_tls_proxy, self.public_certificate)
         made.check()
         return made
 
@@ -166,7 +174,7 @@ def run_here(
             if as_json:
                 print_json_line({"event": "ready", **facts, "released": released})
             else:
-                _print_ready(facts, None if listen.public.in_clear else url, released)
+                _print_ready(facts, "" if listen.public.in_clear else flags.page_line(url), released)
             here.ready(f"routes requests at {url}/v1")
 
         def drain(num_answers: int, drain_s: float) -> None:
@@ -178,11 +186,11 @@ def run_here(
         print_ended(cut_off)
 
 
-def _print_ready(facts: dict[str, str], page_url: str | None, released: int) -> None:
+def _print_ready(facts: dict[str, str], page: str, released: int) -> None:
     """Print a coordinator's addresses and keys. ``released`` requests of the last run got money back."""
     print_fields(facts.items())
-    if page_url is not None:
-        print_note(page_line(page_url))
+    if page:
+        print_note(page)
     if released:
         print_note(f"gave back the reserved money of {counted(released, 'request')} of the last run")
 

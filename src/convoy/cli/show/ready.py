@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from convoy.cluster.active_plan import ActivePlan
 
 
-def page_line(url: str, usual_url: str = "") -> str:
-    """Return the line on the page at ``url``, with the command that signs in."""
+def page_line(url: str, usual_url: str = "", certificate: Path | None = None) -> str:
+    """Return the line on the page at ``url``, with the command that signs in and trusts ``certificate``."""
     words = ["convoy", "open"]
     if url != usual_url:
         words += ["--url", url]
+    if certificate is not None:
+        words += ["--ca", str(certificate)]
     return f"page: {url}/ (`{shlex.join(words)}` on this machine signs in to operate)"
 
 
@@ -57,7 +59,7 @@ class ReadyServer:
 
     def _page(self) -> list[str]:
         """Return the line on the page; none if the server has no page, because it has no TLS."""
-        return [page_line(self.url, self.usual_url)] if self.has_page else []
+        return [page_line(self.url, self.usual_url, self.certificate)] if self.has_page else []
 
     def _try(self) -> list[str]:
         """Return the line with a command; none if the command would send its key in clear text."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,12 @@ _ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kep
 class ListenOptions:
     """Hold the addresses where a coordinator listens.
 
-    ``tls`` are certificate and key files. ``behind_tls_proxy``: a proxy in front has them instead.
+    ``behind_tls_proxy``: a proxy in front has the certificate that ``public`` has otherwise.
     ``public_certificate`` is the PEM file of the certificate that such a proxy serves with.
     """
 
     public: ServeOptions
     admin: ServeOptions
-    tls: tuple[str, str] | None = None
     behind_tls_proxy: bool = False
     public_certificate: Path | None = None
 
@@ -68,14 +67,14 @@ class ListenOptions:
 
         Raises `ConfigError`.
         """
-        if self.tls is not None:
-            check_certificate(self.tls)
+        if self.public.tls is not None:
+            check_certificate(self.public.tls)
         if not is_loopback(self.admin.host):
             raise ConfigError(
                 f"the administrators' listener must be on loopback, and not on {self.admin.host}",
                 hint="listen on 127.0.0.1, and reach it from elsewhere through an SSH tunnel",
             )
-        if not (is_loopback(self.public.host) or self.tls or self.behind_tls_proxy):
+        if self.public.in_clear and not self.behind_tls_proxy:
             raise ConfigError(
                 f"refusing to listen on {self.public.host} without TLS",
                 hint="--tls-certificate and --tls-key, or --behind-tls-proxy where a proxy ends TLS",
@@ -83,7 +82,8 @@ class ListenOptions:
 
     def proof(self, identity: Identity) -> CoordinatorProof:
         """Return what the coordinator proves. Raises `ConfigError` for certificates that cannot be read."""
-        served = PublicCertificate(Path(self.tls[0])).hash if self.tls else b""
+        tls = self.public.tls
+        served = PublicCertificate(Path(tls[0])).hash if tls else b""
         public = None if self.public_certificate is None else PublicCertificate(self.public_certificate)
         return CoordinatorProof(identity, served, public)
 
@@ -162,9 +162,8 @@ def run_coordinator(
         coordinator = Coordinator(options, store, listen.proof(identity))
         store.claim(options.instance)
         released = coordinator.ledger.recover()
-        scheme = "https" if listen.tls else "http"
         urls = (
-            url_of(listen.public.host, public).replace("http", scheme, 1),
+            url_of(listen.public.host, public, tls=listen.public.tls is not None),
             url_of(listen.admin.host, admin),
         )
 
@@ -191,11 +190,10 @@ async def _serve(
     on_drain: Callable[[int, float], None],
 ) -> int:
     lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(), FailedKeys()
-    options = replace(listen.public, tls=listen.tls)
     public = HttpServer(
-        make_public_app(coordinator, options, lifecycle, counts, failed),
+        make_public_app(coordinator, listen.public, lifecycle, counts, failed),
         max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
-        tls=listen.tls,
+        tls=listen.public.tls,
         limits=listen.public.limits,
     )
 
