@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,51 @@ def test_a_provider_that_fails_is_on_trial_and_one_that_leaves_is_gone(
         wait_until(lambda: record()["num_providers"] == 0)
         (gone,) = record()["gone"]
         # It drained first.
-        assert (gone["name"], gone["lost"]) == ("one", False)
+        assert (gone["name"], gone["how"]) == ("one", "left")
         assert record()["num_lost"] == 0
+
+
+def test_providers_that_an_administrator_removes_are_counted_apart_from_lost_ones(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(prove_every_s=0.1))
+    try:
+        with engine_server(FakeEngine()) as url, session_of(fleet, "view") as viewer, fleet.admin() as admin:
+            for name in ("here", "elsewhere"):
+                fleet.add(name, url, heartbeat_s=0.1)
+            admin.post("/providers/revoke", json={"name": "here"}).raise_for_status()
+            # As another coordinator of this database does.
+            fleet.directory.revoke_provider("elsewhere")
+            wait_until(lambda: viewer.get("/status").json()["record"]["num_removed"] == 2)
+            record = viewer.get("/status").json()["record"]
+        assert {one["name"]: one["how"] for one in record["gone"]} == {"here": "removed", "elsewhere": "removed"}
+        assert record["num_lost"] == 0
+    finally:
+        fleet.close()
+
+
+def test_an_account_sees_how_many_of_its_own_requests_wait_and_no_others(
+    fleet: FleetUnderTest, engine: FakeEngine
+) -> None:
+    fleet.ledger.open_account("bob")
+    bobs = fleet.directory.make_key(KeyScope.CONSUMER, "bob")
+    engine.trouble = ["slow"] * 5
+    with (
+        ThreadPoolExecutor(6) as pool,
+        fleet.client() as ann,
+        client_of(fleet, bobs) as bob,
+        session_of(fleet, "view") as viewer,
+    ):
+        slow = question(20, 22, stream=True)
+        # Four run, and the others wait.
+        asked = [pool.submit(ann.post, "/v1/chat/completions", json=slow) for _ in range(6)]
+        wait_until(lambda: viewer.get("/status").json()["waiting"] == 2)
+        for client, own in ((ann, 2), (bob, 0)):
+            found = client.get("/status").json()
+            assert (found["waiting"], found["offered"][0]["waiting"]) == (own, own)
+            assert client.get("/v1/models").json()["data"][0]["waiting"] == own
+            assert client.get(f"/v1/models/{MODEL}").json()["waiting"] == own
+        assert viewer.get("/status").json()["offered"][0]["waiting"] == 2
+        engine.go_on.set()
+        assert [one.result().status_code for one in asked] == [200] * 6
 
 
 def test_a_provider_that_is_not_approved_waits_in_sight_and_is_refused(tmp_path: Path) -> None:

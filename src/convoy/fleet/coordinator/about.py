@@ -76,19 +76,22 @@ class CoordinatorAbout:
 
     async def models(self, request: Request) -> Response:
         """List the models."""
-        await account_of(self._coordinator, Headers(scope=request.scope))
+        account = await account_of(self._coordinator, Headers(scope=request.scope))
         models = self._picture.models()
         if VERSION_HEADER in request.headers:
             return _json(page_of([_info(one) for one in models]))
-        return _json({"object": "list", "data": [self._card(one) for one in models]})
+        waiting = self._coordinator.waiting_of(account)
+        return _json({"object": "list", "data": [self._card(one, waiting) for one in models]})
 
     async def model(self, request: Request) -> Response:
         """Describe one model. Raises `UnknownModel`."""
-        await account_of(self._coordinator, Headers(scope=request.scope))
+        account = await account_of(self._coordinator, Headers(scope=request.scope))
         name = request.path_params["name"]
         check_known(self._coordinator, name)
         found = self._coordinator.model_state(name)
-        return _json(_info(found) if VERSION_HEADER in request.headers else self._card(found))
+        if VERSION_HEADER in request.headers:
+            return _json(_info(found))
+        return _json(self._card(found, self._coordinator.waiting_of(account)))
 
     async def stored(self, request: Request) -> Response:
         """Refuse to read or delete a response. Raises `UnknownResponse`."""
@@ -100,8 +103,11 @@ class CoordinatorAbout:
             return _json(_health("draining", "the coordinator is shutting down"), 503)
         return _json(_health("ready", f"{self._coordinator.num_connected} providers"))
 
-    def _card(self, model: ModelState) -> dict[str, Any]:
-        """Return the facts by which a consumer chooses: present providers, their longest context, a price."""
+    def _card(self, model: ModelState, waiting: dict[str, int]) -> dict[str, Any]:
+        """Return the facts by which a consumer chooses: present providers, their longest context, a price.
+
+        ``waiting`` counts the consumer's own requests by model.
+        """
         price = self._coordinator.options.models.get(model.name, ModelOptions()).price
         return {
             "id": model.name,
@@ -112,7 +118,7 @@ class CoordinatorAbout:
             "health": "ready" if model.providers else "no provider",
             "providers": model.providers,
             "levels": model.levels,
-            "waiting": model.waiting,
+            "waiting": waiting.get(model.name, 0),
             "price": {"prompt_micro": price.prompt_micro, "completion_micro": price.completion_micro},
         }
 

@@ -41,9 +41,15 @@ from convoy.fleet.coordinator.callers import KeyUses
 from convoy.fleet.coordinator.metrics import FleetCounts, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.approvals import Approvals
-from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
+from convoy.fleet.coordinator.providers.connection import (
+    Heard,
+    ProviderSocket,
+    Registration,
+    Removed,
+    Unapproved,
+)
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.providers.record import ProviderRecord
+from convoy.fleet.coordinator.providers.record import Departure, ProviderRecord
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.fleet.provider_verifier import ProviderVerifier
@@ -206,9 +212,17 @@ class Coordinator:
         providers = self._dispatcher.providers(model)
         return 0 if providers is None else providers.free_slots()
 
-    def load(self, account: str | None = None) -> tuple[int, int]:
-        """Return how many requests are with a provider and how many wait, of all accounts or of one."""
-        return self._dispatcher.load(account)
+    def load(self) -> tuple[int, int]:
+        """Return how many requests are with a provider and how many wait, of all accounts."""
+        return self._dispatcher.load()
+
+    def running_of(self, account: str) -> int:
+        """Return how many requests of an account are with a provider."""
+        return self._dispatcher.running_of(account)
+
+    def waiting_of(self, account: str) -> dict[str, int]:
+        """Return how many requests of an account wait, by model, for the models where any does."""
+        return self._dispatcher.waiting_of(account)
 
     @property
     def num_connected(self) -> int:
@@ -267,12 +281,12 @@ class Coordinator:
 
     async def _live(self, registration: Registration, socket: ProviderSocket) -> None:
         """Run a provider's socket from the moment it has a name until it ends."""
-        name, reason, code = registration.name, "its socket ended", 0
+        name, reason, code, removed = registration.name, "its socket ended", 0, False
         try:
             self._join(registration, socket)
             await socket.run(lambda heard: self._heard(name, socket, heard))
         except (ProviderError, AttestationError, FrameError) as error:
-            reason, code = error.message, _POLICY_VIOLATION
+            reason, code, removed = error.message, _POLICY_VIOLATION, isinstance(error, Removed)
             _log.warning("provider put out name=%s: %s", name, error.message)
         except TimeoutError:
             reason, code = f"it was silent for {self.options.silence_s:g} s", _POLICY_VIOLATION
@@ -281,7 +295,7 @@ class Coordinator:
         finally:
             # Leave before the socket is closed: a provider that reads nothing would hold the close up.
             if self._sockets.get(name) is socket:
-                self._leave(name, socket, reason)
+                self._leave(name, socket, reason, removed=removed)
         if code:
             await socket.close(code)
 
@@ -331,11 +345,12 @@ class Coordinator:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _leave(self, name: str, socket: ProviderSocket, reason: str) -> None:
+    def _leave(self, name: str, socket: ProviderSocket, reason: str, *, removed: bool = False) -> None:
         del self._sockets[name]
         assert socket.registration is not None, "it registered"
         facts = name, socket.registration.identity, socket.verdict.level.text, reason
-        self.record.left(*facts, lost=name not in self._drained)
+        how: Departure = "removed" if removed else "left" if name in self._drained else "lost"
+        self.record.left(*facts, how)
         self._drained.discard(name)
         # The dispatcher forgets the provider before its answers fail: a reader that hears of a failure asks
         # for another provider at once, and must not get this one's slots.
@@ -362,7 +377,7 @@ class Coordinator:
         socket = self._sockets.get(name)
         if socket is None:
             return False
-        self._leave(name, socket, "an administrator put it out")
+        self._leave(name, socket, "an administrator removed it", removed=True)
         self._close_soon(socket, _POLICY_VIOLATION)
         return True
 

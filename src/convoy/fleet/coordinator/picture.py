@@ -23,7 +23,10 @@ _MAX_AGE_S = 0.25
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
-    """Describe a model that is served or has a price, as ``/v1/models`` does too."""
+    """Describe a model that is served or has a price, as ``/v1/models`` does too.
+
+    A consumer gets the providers, and of the requests only its own account's.
+    """
 
     id: str
     providers: int
@@ -47,8 +50,9 @@ class FleetRecord(msgspec.Struct, frozen=True):
     # Keys that wait for approval, in hex.
     unapproved: list[str]
     refusals: list[RefusedProviders]
-    # Providers that left without draining.
+    # Providers that went without draining, and those that an administrator removed.
     num_lost: int
+    num_removed: int
     # Requests that are over, by how they ended.
     outcomes: dict[str, int]
     # Further tries of requests that a provider failed.
@@ -98,11 +102,13 @@ class FleetPicture:
 
     def of_key(self, grant: Grant) -> FleetStatus:
         """Return the status for a consumer: its account's requests, and its key's tokens."""
+        assert grant.account is not None, "only a consumer's key has a status"
         use = self._coordinator.key_uses.of(grant)
+        waiting = self._coordinator.waiting_of(grant.account)
         return _status(
             self._coordinator,
-            self._now().offered,
-            self._coordinator.load(grant.account),
+            _with_waiting(self._now().offered, waiting),
+            (self._coordinator.running_of(grant.account), sum(waiting.values())),
             generated_tokens=use.completion_tokens,
             prompt_tokens=use.prompt_tokens,
         )
@@ -126,8 +132,8 @@ class _Moment:
 
     @cached_property
     def offered(self) -> list[OfferedModel]:
-        """Return the models as consumers see them."""
-        return [_offered(one, None) for one in self.models[:_MAX_LISTED]]
+        """Return the models as consumers see them, without any account's requests."""
+        return [_offered(one, 0, None) for one in self.models[:_MAX_LISTED]]
 
     @cached_property
     def whole(self) -> FleetStatus:
@@ -135,7 +141,7 @@ class _Moment:
         counts, record = coordinator.counts, coordinator.record
         return _status(
             coordinator,
-            [_offered(one, one.free_slots) for one in self.models[:_MAX_LISTED]],
+            [_offered(one, one.waiting, one.free_slots) for one in self.models[:_MAX_LISTED]],
             coordinator.load(),
             generated_tokens=counts.generated_tokens,
             prompt_tokens=counts.prompt_tokens(),
@@ -147,6 +153,7 @@ class _Moment:
                 coordinator.approvals.waiting(),
                 record.refusals(),
                 record.num_lost,
+                record.num_removed,
                 counts.outcomes(),
                 counts.retries,
                 counts.sealed,
@@ -177,7 +184,13 @@ def _status(
     )
 
 
-def _offered(model: ModelState, free_slots: int | None) -> OfferedModel:
-    return OfferedModel(
-        *(model.name, model.providers, model.levels, model.waiting, model.max_context), free_slots
-    )
+def _with_waiting(offered: list[OfferedModel], waiting: dict[str, int]) -> list[OfferedModel]:
+    if not waiting:
+        return offered
+    return [
+        msgspec.structs.replace(one, waiting=waiting[one.id]) if one.id in waiting else one for one in offered
+    ]
+
+
+def _offered(model: ModelState, waiting: int, free_slots: int | None) -> OfferedModel:
+    return OfferedModel(model.name, model.providers, model.levels, waiting, model.max_context, free_slots)

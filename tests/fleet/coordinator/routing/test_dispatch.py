@@ -99,7 +99,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     dispatcher = fleet(QueueLimits(max_waiting=4, max_per_account=4), only=SLOW)
     for number in range(6):
         dispatcher.submit(ask(number, deadline_s=math.inf), 0.0)
-    with pytest.raises(QueueFull, match="4 requests wait") as caught:
+    with pytest.raises(QueueFull, match="4 requests of this account wait for m, and at most 4 may") as caught:
         dispatcher.submit(ask(6, deadline_s=math.inf), 0.0)
     # two streams of 8 tokens a second, 50 tokens and a prompt of 100 each: one ends every 3.6 s
     assert caught.value.retry_after_s == pytest.approx(3.6, rel=0.1)
@@ -109,9 +109,20 @@ def test_one_account_cannot_fill_the_queue_for_all() -> None:
     dispatcher = fleet(QueueLimits(max_waiting=10, max_per_account=3), only=replace(SLOW, slots=1))
     for number in range(4):
         dispatcher.submit(ask(number, "greedy", deadline_s=math.inf), 0.0)
-    with pytest.raises(QueueFull, match="3 of them of this account"):
+    with pytest.raises(QueueFull, match="3 requests of this account"):
         dispatcher.submit(ask(4, "greedy", deadline_s=math.inf), 0.0)
     assert dispatcher.submit(ask(5, "modest", deadline_s=math.inf), 0.0) is None
+    assert dispatcher.waiting_of("greedy") == {"m": 3}
+    assert dispatcher.waiting_of("modest") == {"m": 1}
+    assert (dispatcher.running_of("greedy"), dispatcher.running_of("modest")) == (1, 0)
+
+
+def test_an_account_is_not_told_how_many_requests_of_others_fill_the_queue() -> None:
+    dispatcher = fleet(QueueLimits(max_waiting=3, max_per_account=3), only=replace(SLOW, slots=1))
+    for number in range(4):
+        dispatcher.submit(ask(number, "greedy", deadline_s=math.inf), 0.0)
+    with pytest.raises(QueueFull, match="the queue for m is full: at most 3 requests may wait"):
+        dispatcher.submit(ask(4, "modest", deadline_s=math.inf), 0.0)
 
 
 def test_a_deadline_that_cannot_be_met_is_said_at_once() -> None:

@@ -5,6 +5,8 @@ import { LEVELS, age, count, pairs, perSecond } from "./words.js";
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const modelsOf = (provider) => Object.entries(provider.places);
 const onTrial = (provider) => modelsOf(provider).some(([, room]) => room.on_trial);
+// How a provider went: left has drained first, lost has not, removed was revoked by an administrator.
+const WENT = { left: "has left", lost: "is lost", removed: "is removed" };
 const levelOf = (level) => LEVELS[level] ?? level;
 const levelsOf = (levels) => Object.entries(levels).map(([level, number]) => `${number} with ${levelOf(level)}`).join(", ");
 
@@ -22,7 +24,7 @@ export function fleetChanges(before, now) {
     const [old, fresh] = [before.record, now.record];
     const known = Object.fromEntries(old.providers.map((one) => [one.name, one]));
     const left = new Set(old.gone.map((one) => one.name + one.since_unix_s));
-    for (const one of fresh.gone) if (!left.has(one.name + one.since_unix_s)) told.push(`${one.name} ${one.lost ? "is lost" : "has left"}: ${one.reason}.`);
+    for (const one of fresh.gone) if (!left.has(one.name + one.since_unix_s)) told.push(`${one.name} ${WENT[one.how]}: ${one.reason}.`);
     for (const one of fresh.providers) {
       const was = known[one.name];
       if (was?.since_unix_s !== one.since_unix_s) told.push(`${one.name} is connected, with ${levelOf(one.level)}.`);
@@ -48,7 +50,7 @@ export function fleetFacts({ record, offered }) {
   return [
     ["Places in use", `${Math.round(placesInUse({ record }))} %`], ["Complete", (record.outcomes.complete ?? 0).toLocaleString("en")],
     ["Ended otherwise", (over - (record.outcomes.complete ?? 0)).toLocaleString("en")], ["Tried again", record.retries.toLocaleString("en")],
-    ["Providers lost", record.num_lost.toLocaleString("en")], ["Came sealed", `${record.sealed.toLocaleString("en")} of ${over.toLocaleString("en")}`],
+    ["Providers lost", record.num_lost.toLocaleString("en")], ["Providers removed", record.num_removed.toLocaleString("en")], ["Came sealed", `${record.sealed.toLocaleString("en")} of ${over.toLocaleString("en")}`],
   ];
 }
 
@@ -105,7 +107,7 @@ function Model({ model }) {
 function Gone({ gone }) {
   if (!gone.length) return null;
   return html`<section aria-labelledby="gone"><h2 id="gone">Providers that left</h2><ul class="others card">${gone.map((one) => html`<li key=${one.name} class="row">
-    <strong>${one.name}</strong><span class=${`tag ${one.lost ? "bad" : ""}`}>${one.lost ? "lost" : "left"}</span><span>${one.reason}</span>
+    <strong>${one.name}</strong><span class=${`tag ${one.how === "lost" ? "bad" : ""}`}>${one.how}</span><span>${one.reason}</span>
     <span class="quiet-text">${age(one.since_unix_s)} ago, key ${pairs(one.identity)}, ${levelOf(one.level)}</span></li>`)}</ul></section>`;
 }
 

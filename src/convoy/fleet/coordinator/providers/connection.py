@@ -74,6 +74,10 @@ class Unapproved(ProviderError):  # noqa: N818
         self.identity = identity
 
 
+class Removed(ProviderError):  # noqa: N818
+    """Signal that an administrator has revoked a connected provider, at this coordinator or another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """Hold what a provider has proved of itself."""
@@ -371,7 +375,7 @@ class ProviderSocket:
             await self.send(Prove(self._proof, self._verifier.rules.registers))
 
     async def _check_approved(self) -> None:
-        """Raise `ProviderError` if the provider is not approved any more.
+        """Raise `Removed` if the provider is not approved any more.
 
         Another coordinator of this database may have revoked it.
         """
@@ -384,7 +388,7 @@ class ProviderSocket:
             )
             return
         if name != self.registration.name:
-            raise ProviderError("it is not approved any more")
+            raise Removed("it is not approved any more")
 
     async def _check_proof(self, proof: Proof) -> Level | None:
         """Return the level that a proof's evidence shows, or None if the proof is wrong.

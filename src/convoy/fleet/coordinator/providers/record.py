@@ -10,20 +10,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 _MAX_GONE, _MAX_REFUSED = 64, 16
+# A provider that left has drained first, and one that was lost has not. An administrator revoked the removed.
+Departure = Literal["left", "lost", "removed"]
 
 
 @dataclass(frozen=True, slots=True)
 class GoneProvider:
-    """Describe a provider that has left and is not back. ``lost``: it did not drain first."""
+    """Describe a provider that has gone and is not back, and how it went."""
 
     name: str
     identity: str
     level: str
     reason: str
     since_unix_s: float
-    lost: bool
+    how: Departure
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,7 @@ class ProviderRecord:
         self._since: dict[str, float] = {}
         self._gone: OrderedDict[str, GoneProvider] = OrderedDict()
         self._refused: OrderedDict[str, RefusedProviders] = OrderedDict()
-        # Providers that left without draining.
-        self.num_lost = 0
+        self.num_lost = self.num_removed = 0
 
     def joined(self, name: str) -> None:
         """Note that a provider has come."""
@@ -62,11 +64,12 @@ class ProviderRecord:
         """Return when a connected provider came, in Unix time."""
         return self._since[name]
 
-    def left(self, name: str, identity: bytes, level: str, reason: str, *, lost: bool) -> None:
-        """Note that a provider has gone, and why."""
+    def left(self, name: str, identity: bytes, level: str, reason: str, how: Departure) -> None:
+        """Note that a provider has gone, why, and how."""
         self._since.pop(name, None)
-        self.num_lost += lost
-        self._gone[name] = GoneProvider(name, identity.hex(), level, reason, self._now(), lost)
+        self.num_lost += how == "lost"
+        self.num_removed += how == "removed"
+        self._gone[name] = GoneProvider(name, identity.hex(), level, reason, self._now(), how)
         if len(self._gone) > self._max_gone:
             self._gone.popitem(last=False)
 

@@ -275,12 +275,13 @@ class Dispatcher:
         model = self._models.get(name)
         return ModelState(name) if model is None else model.providers.state(name, len(model.queue))
 
-    def load(self, account: str | None) -> tuple[int, int]:
-        """Return how many requests are with a provider and how many wait, of one account, or of all."""
-        if account is None:
-            return len(self._running), sum(len(model.queue) for model in self._models.values())
-        running = sum(one.ask.account == account for one in self._running.values())
-        return running, sum(self.waiting_of(account).values())
+    def load(self) -> tuple[int, int]:
+        """Return how many requests are with a provider and how many wait."""
+        return len(self._running), sum(len(model.queue) for model in self._models.values())
+
+    def running_of(self, account: str) -> int:
+        """Return how many requests of an account are with a provider."""
+        return sum(one.ask.account == account for one in self._running.values())
 
     def waiting_of(self, account: str) -> dict[str, int]:
         """Return how many requests of an account wait, by model, for the models where any does."""
@@ -319,11 +320,13 @@ class Dispatcher:
     def _refuse_too_many(self, model: _Model, ask: RouteRequest, now_s: float) -> None:
         queue = model.queue
         wait_s = model.wait_s(ask, queue.ahead_of(ask.account))
-        if queue.is_full(ask.account):
-            why = (
-                f"{len(queue)} requests wait for {ask.model}, {queue.waiting(ask.account)} of them of this "
-                f"account, and at most {queue.max_waiting} and {queue.max_per_account} may"
-            )
+        own = queue.waiting(ask.account)
+        if own >= queue.max_per_account:
+            most = queue.max_per_account
+            why = f"{own} requests of this account wait for {ask.model}, and at most {most} may"
+        elif queue.is_full(ask.account):
+            # An account is told of its own requests alone.
+            why = f"the queue for {ask.model} is full: at most {queue.max_waiting} requests may wait"
         elif model.mean_output and model.providers.num_open() and now_s + wait_s > ask.deadline_s:
             # Before a first answer, sizes are guesses from bytes,
             # and far too inaccurate to refuse a request for them.
