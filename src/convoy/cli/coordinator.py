@@ -55,6 +55,7 @@ AdminKeyFlag = Annotated[
     Path | None,
     typer.Option("--admin-key-file", help="File with an administrator's key.  [default: in --dir]"),
 ]
+_APPROVE = "convoy coordinator providers --approve"
 _VERSION = "use the coordinator's own version of convoy, and check --admin-url"
 LimitFlag = Annotated[int | None, typer.Option(min=1, help="A limit of the new key.")]
 
@@ -144,12 +145,20 @@ def status(
     _table(["name", "level", "running", "draining", "template", "unbilled_tokens", "software"], rows)
     for one in rows:
         _print_evidence(one)
+    _print_unapproved(found["unapproved"])
 
 
 def _print_evidence(one: dict[str, Any]) -> None:
     members = ", ".join(f"{name} {level}" for name, level in one["members"].items())
     absent = f"; no evidence of {', '.join(one['absent'])}" if one["absent"] else ""
     print_note(f"{one['name']} is {one['level']}: {members}{': ' if members else ''}{one['why']}{absent}")
+
+
+def _print_unapproved(keys: list[str]) -> None:
+    """Print the keys of providers that wait, each with the command that approves it."""
+    for key in keys:
+        print_note("a provider waits for approval: compare its key with the one that it prints, then")
+        print_note(f"  {_APPROVE} {key} NAME")
 
 
 @app.command()
@@ -163,7 +172,7 @@ def providers(
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """List, approve or revoke providers."""
+    """List, approve or revoke providers. The list has those that wait for approval, with their keys."""
     admin = _admin(url, key_file, directory)
     said: object
     if approve is not None:
@@ -186,9 +195,10 @@ def providers(
     elif revoke is not None:
         said = admin.post("/providers/revoke", {"name": revoke})
     else:
-        rows = admin.get("/providers")
+        rows = _objects(admin.get("/providers"))
         if not as_json:
-            _table(["name", "identity", "level", "unbilled_tokens", "revoked_s"], rows)
+            _table(["name", "state", "identity", "level", "unbilled_tokens", "revoked_s"], rows)
+            _print_unapproved([one["identity"] for one in rows if one["state"] == "waiting"])
             return
         said = rows
     _show(said, as_json=as_json)

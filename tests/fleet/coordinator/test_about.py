@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cli.transcript import run_here
 from convoy.api.listen.options import PageOptions, ServeOptions
 from convoy.api.page.rights import PageRights
 from convoy.api.page.tokens import Scope
@@ -157,7 +158,10 @@ def test_providers_that_an_administrator_removes_are_counted_apart_from_lost_one
             fleet.directory.revoke_provider("elsewhere")
             wait_until(lambda: viewer.get("/status").json()["record"]["num_removed"] == 2)
             record = viewer.get("/status").json()["record"]
-        assert {one["name"]: one["how"] for one in record["gone"]} == {"here": "removed", "elsewhere": "removed"}
+        assert {one["name"]: one["how"] for one in record["gone"]} == {
+            "here": "removed",
+            "elsewhere": "removed",
+        }
         assert record["num_lost"] == 0
     finally:
         fleet.close()
@@ -200,6 +204,33 @@ def test_a_provider_that_is_not_approved_waits_in_sight_and_is_refused(tmp_path:
             found = viewer.get("/status").json()
         assert key in found["record"]["refusals"][0]["reason"]
         assert (found["ready"], found["reason"]) == (False, "no provider is connected")
+    finally:
+        fleet.close()
+
+
+def test_the_commands_of_an_administrator_list_a_provider_that_waits_with_its_key(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions())
+    try:
+        fleet.add("gone", "http://127.0.0.1:9")
+        fleet.add("new", "http://127.0.0.1:9", approved=False)
+        gone, new = (identity.hex() for identity in fleet.identities)
+        with fleet.admin() as admin:
+            wait_until(lambda: admin.get("/status").json()["unapproved"] == [new])
+            assert {one["identity"]: one["state"] for one in admin.get("/providers").json()} == {
+                gone: "connected",
+                new: "waiting",
+            }
+            admin.post("/providers/revoke", json={"name": "gone"}).raise_for_status()
+            # Its process dials again at once.
+            wait_until(lambda: len(admin.get("/status").json()["unapproved"]) == 2)
+        flags = ("--admin-url", fleet.admin_url, "--admin-key-file", "admin.key")
+        (tmp_path / "admin.key").touch(mode=0o600)
+        (tmp_path / "admin.key").write_text(fleet.admin_key)
+        for command in ("status", "providers"):
+            done = run_here(["coordinator", command, *flags], tmp_path)
+            assert f"\n  convoy coordinator providers --approve {new} NAME\n" in done.stderr, command
+        rows = [line.split()[:3] for line in done.stdout.splitlines()]
+        assert rows == [["name", "state", "identity"], ["gone", "waiting", gone], ["-", "waiting", new]]
     finally:
         fleet.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, fields
 from typing import Annotated, Literal, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ from convoy.api.listen.options import ServeOptions
 from convoy.cluster.metrics.families import Source, content_type, text_of
 from convoy.config.type_resolution import resolved
 from convoy.errors import AuditError, ConfigError, RequestError, RosterError, Unavailable
+from convoy.fleet.books.directory import Approved
 from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.coordinator.callers import caller_of
@@ -140,6 +141,7 @@ class _Admin:
                 "draining": coordinator.lifecycle.draining,
                 "models": models,
                 "providers": coordinator.providers(),
+                "unapproved": coordinator.approvals.waiting(),
             }
         )
 
@@ -171,18 +173,27 @@ class _Admin:
     async def providers(self, request: Request) -> Response:
         await self._admit(request)
         found = await asyncio.to_thread(self._coordinator.directory.providers)
-        levels = self._coordinator.provider_levels()
-        return _json(
-            [
-                {
-                    **asdict(one),
-                    "identity": one.identity.hex(),
-                    "level": levels.get(one.name),
-                    "unbilled_tokens": self._coordinator.counts.unbilled(one.name),
-                }
-                for one in found
-            ]
-        )
+        levels, counts = self._coordinator.provider_levels(), self._coordinator.counts
+        waiting = self._coordinator.approvals.waiting()
+        known = [
+            {
+                **asdict(one),
+                "identity": one.identity.hex(),
+                # A provider that was revoked dials again, and waits.
+                "state": "waiting" if one.identity.hex() in waiting else _state_of(one, levels),
+                "level": levels.get(one.name) if one.revoked_s is None else None,
+                "unbilled_tokens": counts.unbilled(one.name),
+            }
+            for one in found
+        ]
+        nothing = dict.fromkeys(("name", "approved_s", "revoked_s", "level"))
+        strangers = set(waiting) - {one["identity"] for one in known}
+        new = [
+            {**nothing, "identity": key, "state": "waiting", "unbilled_tokens": 0}
+            for key in waiting
+            if key in strangers
+        ]
+        return _json([*known, *new])
 
     async def open_account(self, request: Request) -> Response:
         body = await self._body(request, NewAccount)
@@ -310,6 +321,12 @@ async def _sensible(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         return await asyncio.to_thread(work, *args, **kwargs)
     except ConfigError as error:
         raise RequestError(error.message, hint=error.hint) from error
+
+
+def _state_of(provider: Approved, connected: Container[str]) -> str:
+    if provider.revoked_s is not None:
+        return "revoked"
+    return "connected" if provider.name in connected else "away"
 
 
 def _shown(key: KeyFacts) -> dict[str, object]:
