@@ -16,7 +16,8 @@ from convoy.cli.running.endpoint import CaFlag, UrlFlag
 from convoy.cli.show.output import print_note
 from convoy.config.clear_text import check_sealed
 from convoy.config.files import token_folder
-from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+from convoy.errors import ConvoyError
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, HttpRefused, KeyRefused
 
 if TYPE_CHECKING:
     from convoy.api.page.tokens import Scope
@@ -51,20 +52,42 @@ def make_token(endpoint: Endpoint, scope: Scope) -> str:
 
 
 @contextmanager
-def operating(endpoint: Endpoint) -> Iterator[Endpoint]:
-    """Yield the endpoint in a session that may operate.
+def looking(endpoint: Endpoint) -> Iterator[Endpoint]:
+    """Yield the endpoint as it is, or in a session to look if its server wants a key and none was given.
+
+    A session needs the server's user on its machine. Raises the server's `KeyRefused` elsewhere.
+    """
+    with ExitStack() as stack:
+        try:
+            endpoint.get("/page/session")
+        except KeyRefused as refused:
+            if endpoint.api_key is not None:
+                raise
+            try:
+                endpoint = stack.enter_context(signed_in(endpoint, "view"))
+            except ConvoyError:
+                raise refused from None
+        except HttpRefused:
+            # Servers without a page have no sessions. What they refuse is said to what is asked next.
+            pass
+        yield endpoint
+
+
+@contextmanager
+def signed_in(endpoint: Endpoint, scope: Scope) -> Iterator[Endpoint]:
+    """Yield the endpoint in a session.
 
     Its token is over once the server has answered, so a server that is no head cannot keep it for later.
     """
     from convoy.api.page.tokens import OpenTokens
 
-    token = make_token(endpoint, "operate")
+    token = make_token(endpoint, scope)
     with ExitStack() as stack:
         try:
-            head = stack.enter_context(endpoint.session(token))
+            reader = stack.enter_context(endpoint.session(token))
         finally:
             OpenTokens(token_folder()).use(token, _port(endpoint))
-        yield head
+        yield reader
 
 
 def _port(endpoint: Endpoint) -> int:

@@ -51,7 +51,7 @@ VERBS = (
     Verb("launch", "agents.launch:launch", RUN, "Start an installed agent on a running cluster."),
     Verb("session", "session:session", RUN, "Answer a prompt, and keep the conversation in a file."),
     Verb("status", "status:status", RUN, "Show a running cluster: stages, links, load."),
-    Verb("top", "running.top:top", RUN, "Watch a running cluster in the terminal: members, links, load."),
+    Verb("top", "top:top", RUN, "Watch a running cluster in the terminal: members, links, load."),
     Verb("open", "open:open_page", RUN, "Show an address that signs a browser in to the page."),
     Verb("invite", "invite:invite", SET_UP, "Let one more machine in: show a token for its `join`."),
     Verb("plan", "plan:plan", SET_UP, "Show which member would hold which layers, how fast, and why."),

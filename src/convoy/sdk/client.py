@@ -184,8 +184,7 @@ def status_of(endpoint: Endpoint, answer: object) -> ClusterStatus:
     if isinstance(answer, dict) and "offered" in answer:
         raise UsageError(
             f"{endpoint.url} is a coordinator, and this command shows the members of a head",
-            hint="`convoy coordinator status` on its machine, or its page: `convoy open --url "
-            f"{endpoint.url}`",
+            hint=f"`convoy top --url {endpoint.url}`, or its page: `convoy open --url {endpoint.url}`",
         )
     try:
         # The server may be of another version, or no Convoy at all.

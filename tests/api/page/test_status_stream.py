@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cli.running.test_top import STATUS
+from cli.test_top import STATUS
 from convoy.api.page.status_stream import StatusChanges
 from convoy.cluster.status import AbsentStatus, ClusterStatus
 

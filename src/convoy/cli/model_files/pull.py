@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.model_files.models import CacheFlag, ConfigFlag
-from convoy.cli.open import operating
+from convoy.cli.open import signed_in
 from convoy.cli.running.endpoint import CaFlag
 from convoy.cli.running.hub import local_model
 from convoy.cli.running.process import running_processes
@@ -116,7 +116,7 @@ def _own_head() -> str | None:
 
 
 def _pull_everywhere(endpoint: Endpoint, names: list[str], *, as_json: bool) -> None:
-    with operating(endpoint) as head:
+    with signed_in(endpoint, "operate") as head:
         ends = {name: _pull_one(head, name, quiet=as_json) for name in names}
     if as_json:
         print_json(ends)

@@ -3,5 +3,5 @@
 One module loads this member with its notes, one opens the model that the command line names, and one
 shortens the start and end of a process. Others run a coordinator, a provider beside a head,
 and an invitation in a child process. `endpoint` has
-the flags of a client, and `top` watches a running head. Open `member` first.
+the flags of a client. Open `member` first.
 """

@@ -30,9 +30,10 @@ from convoy.fleet.capacity import ModelState
 from convoy.fleet.consumer_request import ModelOptions
 from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.fleet.coordinator.picture import FleetPicture, FleetStatus
+from convoy.fleet.coordinator.picture import FleetPicture
 from convoy.fleet.coordinator.requests.consume import check_known
 from convoy.fleet.coordinator.requests.routed_request import account_of
+from convoy.fleet.status import FleetStatus
 
 # No provider tells when its model was made.
 _CREATED = "1970-01-01T00:00:00Z"

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -36,7 +35,7 @@ from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
-from convoy.fleet.capacity import ModelState, Places
+from convoy.fleet.capacity import ModelState
 from convoy.fleet.coordinator.callers import KeyUses
 from convoy.fleet.coordinator.metrics import FleetCounts, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -49,48 +48,17 @@ from convoy.fleet.coordinator.providers.connection import (
     Unapproved,
 )
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.providers.record import Departure, ProviderRecord
+from convoy.fleet.coordinator.providers.record import ProviderRecord
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
 from convoy.fleet.coordinator.routing.route_request import Owner, RouteRequest
 from convoy.fleet.provider_verifier import ProviderVerifier
+from convoy.fleet.status import ConnectedProvider, Departure
 from convoy.wire.fleet.messages import Refused
 
 _log = logging.getLogger(__name__)
 
 # Close codes of WebSocket.
 _POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectedProvider:
-    """Describe a connected provider, as it is listed."""
-
-    name: str
-    identity: str
-    software: str
-    level: str
-    # Why the level is not a higher one.
-    why: str
-    # The level of each member that sent evidence.
-    members: dict[str, str]
-    # The members of its roster that sent no evidence.
-    absent: tuple[str, ...]
-    # Running requests, by model.
-    models: dict[str, int]
-    draining: bool
-    # Tokens that the provider offers to add to a prompt, by model.
-    template_tokens: dict[str, int]
-    # Tokens that it reported beyond the bytes sent or seen. They were not billed.
-    unbilled_tokens: int
-    # When it came, in Unix time.
-    since_unix_s: float
-    # Its room, by model.
-    places: dict[str, Places]
-    # Requests that it answered, and those that it refused, failed or left, while this process runs.
-    answers: int
-    failures: int
-    # Challenges that it did not answer rightly.
-    failed_proofs: int
 
 
 class Coordinator:

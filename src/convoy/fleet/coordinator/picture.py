@@ -11,8 +11,8 @@ import msgspec
 
 from convoy.fleet.books.keys import Grant
 from convoy.fleet.capacity import ModelState
-from convoy.fleet.coordinator.coordinator import ConnectedProvider, Coordinator
-from convoy.fleet.coordinator.providers.record import GoneProvider, RefusedProviders
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.status import FleetRecord, FleetStatus, OfferedModel
 
 # The most providers and models in a status, and the most models of all its providers together: a page of more
 # is not readable, and would hold answers up.
@@ -20,59 +20,6 @@ _MAX_LISTED = 500
 _MAX_OFFERS = 1000
 # A page that is sent the status twice a second sees a loss within a second all the same.
 _MAX_AGE_S = 0.25
-
-
-class OfferedModel(msgspec.Struct, frozen=True):
-    """Describe a model that is served or has a price, as ``/v1/models`` does too.
-
-    A consumer gets the providers, and of the requests only its own account's.
-    """
-
-    id: str
-    providers: int
-    # Providers by the level that they proved.
-    levels: dict[str, int]
-    waiting: int
-    max_context: int
-    # None for a consumer: it would tell what others ask.
-    free_slots: int | None
-
-
-class FleetRecord(msgspec.Struct, frozen=True):
-    """Hold what only sessions see: the providers, the keys that wait, and the counts of all requests."""
-
-    coordinator_key: str
-    num_providers: int
-    # The first of them, by name.
-    providers: list[ConnectedProvider]
-    # Those that left and are not back.
-    gone: list[GoneProvider]
-    # Keys that wait for approval, in hex.
-    unapproved: list[str]
-    refusals: list[RefusedProviders]
-    # Providers that went without draining, and those that an administrator removed.
-    num_lost: int
-    num_removed: int
-    # Requests that are over, by how they ended.
-    outcomes: dict[str, int]
-    # Further tries of requests that a provider failed.
-    retries: int
-    # Requests that their client sealed to the provider, so that this coordinator could not read them.
-    sealed: int
-
-
-class FleetStatus(msgspec.Struct, frozen=True):
-    """Describe a coordinator at this moment. A consumer sees its own work, and no ``record``."""
-
-    ready: bool
-    reason: str
-    running: int
-    waiting: int
-    # Tokens of answers, as providers report them, and tokens of prompts that were settled.
-    generated_tokens: int
-    prompt_tokens: int
-    offered: list[OfferedModel]
-    record: FleetRecord | None = None
 
 
 class FleetPicture:

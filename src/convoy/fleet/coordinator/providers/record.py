@@ -9,33 +9,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+
+from convoy.fleet.status import Departure, GoneProvider, RefusedProviders
 
 _MAX_GONE, _MAX_REFUSED = 64, 16
-# A provider that left has drained first, and one that was lost has not. An administrator revoked the removed.
-Departure = Literal["left", "lost", "removed"]
-
-
-@dataclass(frozen=True, slots=True)
-class GoneProvider:
-    """Describe a provider that has gone and is not back, and how it went."""
-
-    name: str
-    identity: str
-    level: str
-    reason: str
-    since_unix_s: float
-    how: Departure
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedProviders:
-    """Count the registrations that were refused for one reason, the last of them at ``last_unix_s``."""
-
-    reason: str
-    times: int
-    last_unix_s: float
 
 
 class ProviderRecord:

@@ -1,4 +1,4 @@
-"""``convoy top``: the page's picture of a running cluster in a terminal, drawn anew when it changes."""
+"""``convoy top``: the page's picture of a cluster or a fleet in a terminal, drawn anew when it changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from convoy.cli.open import looking
 from convoy.cli.running.endpoint import ApiKeyFlag, CaFlag, UrlFlag, client_key
 from convoy.cli.show.cluster_status import (
     absent_text,
@@ -19,15 +21,18 @@ from convoy.cli.show.cluster_status import (
     models_text,
     standbys_text,
 )
+from convoy.cli.show.fleet_status import fleet_picture
 from convoy.cli.show.output import format_bytes, format_seconds, one_line, reads_text
+from convoy.config.type_resolution import resolved
 from convoy.errors import PeerUnreachable
-from convoy.sdk.client import cluster_status, status_of
-from convoy.sdk.endpoint import DEFAULT_URL, Endpoint
+from convoy.sdk.client import status_of
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, ServerBusy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from convoy.cluster.status import ClusterStatus, StageStatus, StepPath
+    from convoy.fleet.status import FleetStatus
 
 # The server sends a heartbeat every 5 s.
 _SILENT_S = 15.0
@@ -50,19 +55,22 @@ def top(
 ) -> None:
     """Watch a running cluster in the terminal: members, links, load.
 
-    Ctrl-C ends it. Where the output is no terminal, one picture is printed.
+    Of a coordinator at --url, it shows the providers: to its user on its machine without a key, elsewhere an
+    account's part. Ctrl-C ends it. Where the output is no terminal, one picture is printed.
     """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     endpoint = Endpoint.of(url, client_key(api_key_file), ca, _SILENT_S)
-    first, console = cluster_status(endpoint), Console()
+    console = Console()
+    with looking(endpoint) as reader:
+        first = _read(reader, reader.get("/status"))
+    drawn = _drawn(first, (0.0, 0.0), console.width)
     if once or not sys.stdout.isatty():
-        console.print(picture(first, width=console.width))
+        console.print(drawn)
         return
     try:
-        drawn = picture(first, width=console.width)
         with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
             for shown in _pictures(endpoint, Moment(first, time.monotonic()), lambda: console.width):
                 live.update(shown if not isinstance(shown, str) else Text(shown, "bold red"), refresh=True)
@@ -74,11 +82,14 @@ def top(
 class Moment:
     """Hold a status, and when it came on the monotonic clock."""
 
-    status: ClusterStatus
+    status: ClusterStatus | FleetStatus
     at_s: float
 
     def rates(self, since: Moment | None) -> tuple[float, float]:
-        """Return the generated tokens and those of prompts a second. A head that began anew counts from 0."""
+        """Return the generated tokens and those of prompts a second.
+
+        A server that began anew counts from 0.
+        """
         if since is None or self.status.generated_tokens < since.status.generated_tokens:
             return 0.0, 0.0
         passed_s = max(self.at_s - since.at_s, 0.05)
@@ -87,19 +98,41 @@ class Moment:
 
 
 def _pictures(endpoint: Endpoint, last: Moment, width: Callable[[], int]) -> Iterator[RenderableType | str]:
-    """Yield a picture for each status, and a sentence whenever the head is gone. Never ends by itself."""
+    """Yield a picture for each status, and a sentence whenever the server is gone. Never ends by itself."""
     while True:
         try:
-            for event in endpoint.watch("/status"):
-                if "failed" in event:
-                    yield f"the head cannot say its status now ({one_line(str(event['failed'])[:200])})"
-                    continue
-                now = Moment(status_of(endpoint, event), time.monotonic())
-                yield picture(now.status, now.rates(last), width())
-                last = now
-        except PeerUnreachable as error:
+            # A server that began anew knows no session of before.
+            with looking(endpoint) as reader:
+                for event in reader.watch("/status"):
+                    if "failed" in event:
+                        yield f"the server cannot say its status ({one_line(str(event['failed'])[:200])})"
+                        continue
+                    now = Moment(_read(reader, event), time.monotonic())
+                    yield _drawn(now.status, now.rates(last), width())
+                    last = now
+        except (PeerUnreachable, ServerBusy) as error:
             yield f"{one_line(error.message)}; trying again (Ctrl-C ends)"
         time.sleep(_RETRY_S)
+
+
+def _read(endpoint: Endpoint, answer: object) -> ClusterStatus | FleetStatus:
+    """Return a body or an event of `GET /status`. Raises `Incompatible` if it has another shape."""
+    if not isinstance(answer, dict) or "offered" not in answer:
+        return status_of(endpoint, answer)
+    from convoy.fleet.status import FleetStatus
+
+    try:
+        return msgspec.convert(answer, resolved(FleetStatus))
+    except msgspec.ValidationError as error:
+        raise endpoint.not_ours(f"its status is of another shape: {error}") from None
+
+
+def _drawn(status: ClusterStatus | FleetStatus, rates: tuple[float, float], width: int) -> RenderableType:
+    from convoy.cluster.status import ClusterStatus
+
+    if isinstance(status, ClusterStatus):
+        return picture(status, rates, width)
+    return fleet_picture(status, rates, width)
 
 
 def picture(

@@ -1,4 +1,4 @@
-"""The picture of a cluster in a terminal: machines, links, the time of a step, and rates."""
+"""The picture of a cluster or a fleet in a terminal: machines, links, the time of a step, and rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from cli.transcript import run_here
 from convoy.api.service import Service
-from convoy.cli.running.top import Moment
+from convoy.cli.show.exit_codes import EXIT_CONFIG
+from convoy.cli.top import Moment
 from convoy.cluster.status import (
     AbsentStatus,
     ClusterStatus,
@@ -18,8 +19,10 @@ from convoy.cluster.status import (
     StepPart,
     StepPath,
 )
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.sdk.endpoint import Endpoint
 from support.fake_service import serving_of
+from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server
 
 
 def stage(name: str, *, head: bool) -> StageStatus:
@@ -98,6 +101,35 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_every_member(tmp_path: 
     assert "assumed: programs use 90% of this machine's cores: figures may be too low" in said.replace(
         "\n", " "
     )
+
+
+def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part(tmp_path: Path) -> None:
+    # The coordinator's folder of tokens is that of the commands of its user.
+    folder = tmp_path / "convoy"
+    folder.mkdir(mode=0o700)
+    mine = {"COLUMNS": "160", "XDG_CACHE_HOME": str(tmp_path)}
+    (tmp_path / "ann.key").touch(mode=0o600)
+    fleet = FleetUnderTest(folder, CoordinatorOptions())
+    try:
+        with engine_server(FakeEngine()) as url:
+            fleet.add("alpha", url)
+            fleet.add("new", url, approved=False)
+            fleet.wait_event("waiting for approval")
+            watch = ["top", "--url", fleet.url]
+            whole = run_here(watch, tmp_path, environment=mine).stdout
+            (tmp_path / "ann.key").write_text(fleet.key)
+            part = run_here([*watch, "--api-key-file", "ann.key"], tmp_path, environment=mine).stdout
+            stranger = run_here(watch, tmp_path, environment={"XDG_CACHE_HOME": str(tmp_path / "other")})
+    finally:
+        fleet.close()
+    assert "fleet  ready: 1 provider\n" in whole
+    assert any(line.split()[:5] == ["alpha", MODEL, "0", "of", "4"] for line in whole.splitlines())
+    assert f"--approve {fleet.identities[1].hex()} NAME" in whole
+    assert "0 running, 0 waiting; 0.0 tokens/s generated" in part
+    assert MODEL in part
+    assert "alpha" not in part
+    assert (stranger.returncode, stranger.stdout) == (EXIT_CONFIG, "")
+    assert "hint: give the key's file with --api-key-file" in stranger.stderr
 
 
 def test_rates_are_those_between_two_moments_and_zero_after_a_new_start() -> None:
