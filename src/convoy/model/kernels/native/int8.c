@@ -12,6 +12,7 @@
 #include "ranges.h"
 
 #define FOUR 4          /* vectors of outputs that few rows use at a time */
+#define FUSED_PARTS (PANEL / LANES / FOUR) /* such vectors in a panel */
 #define TILE_GROUPS 8   /* groups that are unpacked together */
 #define BLOCK_ROWS 96   /* rows for which a tile is unpacked once */
 #define LEAST_TOP 0x1p-100f /* below it all numbers of a group are 0: 127 over it is finite */
@@ -233,49 +234,70 @@ INLINE void add_four(const int kind, const int number, const I *codes, const I x
 
 /* ---- few rows: codes are unpacked in registers ---- */
 
-/* Compute some rows of the outputs from `lane` on. */
-INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, const uint8_t *panel, int64_t lane,
-                      const RoundedRows *x, int64_t row, float *total) {
+/* Add the products of a group of some rows to the sums of the outputs from `lane` on. */
+INLINE void fuse_group(const int rows, const int kind, const StoredRange *of, const uint8_t *panel, int64_t number,
+                       int64_t lane, I values, const int8_t *codes, const RoundedGroup *groups, V (*sums)[FOUR]) {
   const int steps = STEPS(kind);
+  Group g = group_at(kind, of, panel, number, lane, FOUR);
+  UNROLL for (int step = 0; step < steps; step++) {
+    I s[FUSED_DOTS][FOUR], parts[FUSED_DOTS][FOUR];
+    UNROLL for (int r = 0; r < rows; r++) {
+      I start = i_set((uint32_t)(centre(kind) * sum_of(groups + r, steps, step)));
+      UNROLL for (int v = 0; v < FOUR; v++) s[r][v] = start;
+    }
+    UNROLL for (int at = 0; at < 4 / steps; at++) {
+      const int unit = step * 4 / steps + at;
+      I first[FOUR], second[FOUR];
+      eight_codes(kind, far_ahead(kind, rows), &g, values, unit, FOUR, first, second);
+      UNROLL for (int r = 0; r < rows; r++) {
+        const int8_t *own = codes + r * ROUNDED_GROUP + unit * 8;
+        add_four(kind, 2 * at, first, i_set(four_at(own)), FOUR, parts[r], s[r]);
+        add_four(kind, 2 * at + 1, second, i_set(four_at(own + 4)), FOUR, parts[r], s[r]);
+      }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+      if (is_bytes(kind)) i_in_order(s[r]);
+      V scale = v_set(groups[r].scale);
+      UNROLL for (int v = 0; v < FOUR; v++)
+        sums[r][v] = v_fma(v_mul(scale, g.factor[step][v]), v_int(s[r][v]), sums[r][v]);
+    }
+  }
+  if (has_shift(kind)) UNROLL for (int r = 0; r < rows; r++) {
+    V weighted = v_set(groups[r].weighted);
+    UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_fma(weighted, g.shift[v], sums[r][v]);
+  }
+}
+
+/* Compute some rows of a panel. All outputs of a group come before the next one, so that memory is read in its order:
+   the sums that registers cannot hold lie in the nearest cache. */
+INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, const uint8_t *panel, const RoundedRows *x,
+                      int64_t row, float *total) {
   int64_t count = x->inputs / ROUNDED_GROUP;
   const int8_t *codes = (is_pairs(kind) ? x->paired : x->codes) + row * ROUNDED_GROUP;
   const RoundedGroup *groups = x->groups + row;
   const I values = values_of(kind, of);
-  V sums[FUSED_DOTS][FOUR];
-  UNROLL for (int r = 0; r < rows; r++)
-    UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_set(0);
-  for (int64_t number = 0; number < count; number++, groups += x->rows, codes += x->rows * ROUNDED_GROUP) {
-    Group g = group_at(kind, of, panel, number, lane, FOUR);
-    UNROLL for (int step = 0; step < steps; step++) {
-      I s[FUSED_DOTS][FOUR], parts[FUSED_DOTS][FOUR];
-      UNROLL for (int r = 0; r < rows; r++) {
-        I start = i_set((uint32_t)(centre(kind) * sum_of(groups + r, steps, step)));
-        UNROLL for (int v = 0; v < FOUR; v++) s[r][v] = start;
-      }
-      UNROLL for (int at = 0; at < 4 / steps; at++) {
-        const int unit = step * 4 / steps + at;
-        I first[FOUR], second[FOUR];
-        eight_codes(kind, far_ahead(kind, rows), &g, values, unit, FOUR, first, second);
-        UNROLL for (int r = 0; r < rows; r++) {
-          const int8_t *own = codes + r * ROUNDED_GROUP + unit * 8;
-          add_four(kind, 2 * at, first, i_set(four_at(own)), FOUR, parts[r], s[r]);
-          add_four(kind, 2 * at + 1, second, i_set(four_at(own + 4)), FOUR, parts[r], s[r]);
-        }
-      }
-      UNROLL for (int r = 0; r < rows; r++) {
-        if (is_bytes(kind)) i_in_order(s[r]);
-        V scale = v_set(groups[r].scale);
-        UNROLL for (int v = 0; v < FOUR; v++)
-          sums[r][v] = v_fma(v_mul(scale, g.factor[step][v]), v_int(s[r][v]), sums[r][v]);
-      }
+  V sums[FUSED_PARTS][FUSED_DOTS][FOUR];
+  UNROLL for (int part = 0; part < FUSED_PARTS; part++)
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < FOUR; v++) sums[part][r][v] = v_set(0);
+  /* The codes of Q6_K take longer than their memory, so that its sums stay in registers for a super-block. */
+  const int run = SUPER / ROUNDED_GROUP;
+  for (int64_t first = 0; kind == Q6_K && first < count; first += run)
+    for (int part = 0; part < FUSED_PARTS; part++) {
+      V own[FUSED_DOTS][FOUR];
+      memcpy(own, sums[part], sizeof own);
+      for (int64_t i = first; i < least(count, first + run); i++)
+        fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes + i * x->rows * ROUNDED_GROUP,
+                   groups + i * x->rows, own);
+      memcpy(sums[part], own, sizeof own);
     }
-    if (has_shift(kind)) UNROLL for (int r = 0; r < rows; r++) {
-      V weighted = v_set(groups[r].weighted);
-      UNROLL for (int v = 0; v < FOUR; v++) sums[r][v] = v_fma(weighted, g.shift[v], sums[r][v]);
-    }
-  }
-  UNROLL for (int r = 0; r < rows; r++)
-    UNROLL for (int v = 0; v < FOUR; v++) v_store(total + r * PANEL + lane + LANES * v, sums[r][v]);
+  for (int64_t i = 0; kind != Q6_K && i < count; i++, groups += x->rows, codes += x->rows * ROUNDED_GROUP)
+    UNROLL for (int part = 0; part < FUSED_PARTS; part++)
+      fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes, groups, sums[part]);
+  UNROLL for (int part = 0; part < FUSED_PARTS; part++)
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int v = 0; v < FOUR; v++)
+        v_store(total + r * PANEL + part * FOUR * LANES + LANES * v, sums[part][r][v]);
 }
 
 /* ---- more rows: some groups of a panel are unpacked to a tile ---- */
@@ -397,8 +419,7 @@ typedef void (*tile_fn)(const Tile *, int64_t, const int8_t *, int64_t, const Ro
 #define FUSE(KIND, ROWS)                                                                                           \
   static void fuse_##KIND##_##ROWS(const StoredRange *of, const uint8_t *panel, const RoundedRows *x, int64_t row, \
                                    float *total) {                                                                 \
-    for (int64_t lane = 0; lane < PANEL; lane += FOUR * LANES)                                                     \
-      fuse_dots(ROWS, KIND, of, panel, lane, x, row, total);                                                       \
+    fuse_dots(ROWS, KIND, of, panel, x, row, total);                                                               \
   }
 #define DOTS(KIND, ROWS)                                                                                           \
   static void tile_##KIND##_##ROWS(const Tile *tile, int64_t count, const int8_t *codes, int64_t all,              \
