@@ -420,6 +420,8 @@ def test_a_mode_that_was_asked_for_is_not_followed_by_reasons_against_others(fol
         lines = run_here([*flags, "--parallel", asked], folder).stdout.splitlines()
         assert f"parallel: {asked}; asked for: {asked}" in lines
         assert not [line for line in lines if "3 ranks" in line]
+    alone = run_here(["plan", "odd", "--members", "2", "--parallel", "single", *HERE], folder).stdout
+    assert "all-reduces" not in alone
     chosen = run_here(flags, folder).stdout
     assert "parallel: pipeline; " in chosen
     assert "3 ranks" in chosen

@@ -100,7 +100,7 @@ def _print_readers(found: dict[str, str]) -> None:
 def _print_modes(found: PlanReport) -> None:
     """Print the rates of every mode that these members allow.
 
-    Mark the chosen mode and give the reason, and when another pays.
+    Mark the chosen mode and give the reason. If members share the model, say when ranks pay.
     """
     if found.parallel is None:
         return
@@ -120,7 +120,8 @@ def _print_modes(found: PlanReport) -> None:
             ],
         )
     print(f"parallel: {found.parallel.mode}; {found.parallel.reason}")
-    if found.tensor is not None:
+    # It compares ranks with a pipeline.
+    if found.tensor is not None and found.parallel.mode != "single":
         print(crossover_text(found.tensor))
 
 
