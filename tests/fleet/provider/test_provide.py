@@ -157,7 +157,7 @@ def test_an_engines_rates_are_measured_and_its_absence_is_said() -> None:
 
     with engine_server(FakeEngine()) as url:
         asyncio.run(measure(url + "/v1/"))
-    with pytest.raises(ProviderError, match="does not answer"):
+    with pytest.raises(ProviderError, match=rf"the engine at {url}/? does not answer: connection refused"):
         asyncio.run(measure(url))
     with pytest.raises(ConfigError):
         Upstream("example.org")

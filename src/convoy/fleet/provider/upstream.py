@@ -21,6 +21,7 @@ from convoy.fleet.answer import AnswerHead
 from convoy.fleet.apis.table import APIS
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS, Capacity
 from convoy.fleet.events import EventReader
+from convoy.fleet.outgoing_tls import why_unreachable
 from convoy.wire.fleet.messages import Kind
 
 _log = logging.getLogger(__name__)
@@ -86,8 +87,10 @@ class Upstream:
         try:
             response = await self._client.get("/v1/models")
         except httpx.HTTPError as error:
+            place = self._client.base_url.copy_with(username=None, password=None)
             raise ProviderError(
-                f"the upstream does not answer: {type(error).__name__}", hint="start it first"
+                f"the engine at {place} does not answer: {why_unreachable(error)}",
+                hint="start it first, or name another: convoy provide --upstream URL",
             ) from None
         try:
             if response.status_code != 200 or len(response.content) > _MAX_MODELS_BYTES:
