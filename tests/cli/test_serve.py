@@ -141,6 +141,16 @@ def test_a_model_that_is_not_there_is_said_before_who_has_the_port(tmp_path: Pat
     assert done.stderr.startswith("error: no model at nosuch\n")
 
 
+def test_a_folder_without_a_cluster_is_named_once_the_head_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.cli.serve.serve_cluster", lambda *given, **_: given[2].on_ready())
+    done = run_here(["serve", "demo-mini"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"no cluster in {tmp_path / '.convoy'}: this machine serves alone" in done.stderr
+    assert "no cluster" not in run_here(["serve", "demo-mini", "--json"], tmp_path).stderr
+
+
 def ask_at_length(url: str, ended: list[str]) -> None:
     body = {"model": "demo-mini", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/completions", json=body, timeout=WAIT_S) as response:

@@ -161,10 +161,11 @@ def _file(token: str | None, config: Path | None, newcomer: NewcomerFiles, tell:
         return newcomer.join(token, tell)
     if token is None and file is not None:
         return file
+    here = "" if file is not None else f"no member in {newcomer.home.directory.resolve()}: "
     raise UsageError(
-        "an invitation or --config is needed",
+        f"{here}an invitation or --config is needed",
         hint="run `convoy join -` and paste the token of `convoy serve MODEL --invite` or `convoy invite`; "
-        "later run `convoy join` in this folder",
+        "later run `convoy join` in the same folder, or name it with --dir",
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from convoy.cli.flags.steps import with_step_flags
 from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.invite import DEFAULT_ENROLMENT_PORT, AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local.members import LayersFlag
-from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
+from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, config_file
 from convoy.cli.operator.passphrase import PassphraseFlag
 from convoy.cli.running.front import RunServer, front_server, own_key, server_of
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, open_also, open_model, weights_from
@@ -129,8 +130,16 @@ def serve(
         if config is None:
             settings = _on_this_machine(settings, stack)
         shared = with_layers(_checked(settings, chosen), layers, chosen.source.spec)
-        show = Shown(as_json=as_json, verbose=verbose, note=_whose(config, directory), folder=_folder(config))
+        note = _whose(config, directory)
+        # A wrong folder would look like a head without peers. With ``verbose`` the note is printed anyhow.
+        tells_alone = config is None and not (as_json or verbose)
+        on_ready = partial(print_note, note) if tells_alone else _say_nothing
+        show = Shown(as_json, verbose, note, folder=_folder(config), on_ready=on_ready)
         serve_cluster(shared, chosen, show, providing=providing)
+
+
+def _say_nothing() -> None:
+    """Print nothing."""
 
 
 def _folder(config: Path | None) -> Path:
@@ -168,7 +177,10 @@ def _whose(config: Path | None, directory: Path) -> str:
     """Return a note on the cluster that this head serves."""
     if config is not None:
         return f"as the head of {config}; `convoy run` is this machine alone"
-    return f"no --config and no {Home(directory).config}: this machine serves alone"
+    return (
+        f"no cluster in {directory.resolve()}: this machine serves alone (--invite makes a cluster; for one "
+        "that exists, run this where its .convoy is, or name that folder with --dir)"
+    )
 
 
 def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
