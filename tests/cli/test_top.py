@@ -129,7 +129,9 @@ def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part
     assert MODEL in part
     assert "alpha" not in part
     assert (stranger.returncode, stranger.stdout) == (EXIT_CONFIG, "")
-    assert "hint: give the key's file with --api-key-file" in stranger.stderr
+    assert (
+        "hint: give the key's file with --api-key-file, or run this as the server's user" in stranger.stderr
+    )
 
 
 def test_rates_are_those_between_two_moments_and_zero_after_a_new_start() -> None:

@@ -62,7 +62,11 @@ def top(
     from rich.live import Live
     from rich.text import Text
 
-    endpoint = Endpoint.of(url, client_key(api_key_file), ca, _SILENT_S)
+    endpoint = Endpoint.of(
+        *(url, client_key(api_key_file), ca, _SILENT_S),
+        server="head or coordinator",
+        key_hint="give the key's file with --api-key-file, or run this as the server's user on its machine",
+    )
     console = Console()
     with looking(endpoint) as reader:
         first = _read(reader, reader.get("/status"))
