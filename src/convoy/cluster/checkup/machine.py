@@ -92,7 +92,7 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.kernels.native.build import missing_features, own_sets
-    from convoy.model.kernels.native.library import native_library, why_no_native
+    from convoy.model.kernels.native.library import native_library, skipped_sets, why_no_native
     from convoy.model.kernels.native.norm import norm_library
     from convoy.model.kernels.registry import slow_int8, why_no_int8
     from convoy.model.kernels.stored.packed import failing_forms
@@ -110,6 +110,8 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     yield compiled_finding(made, reason, missing, is_exact=not why_not)
     if why_not or library is None:
         return
+    for reason in skipped_sets(library.instruction_set):
+        yield warn(reason, "install the wheel for this machine, or a newer C compiler")
     failing = failing_forms()
     if failing:
         yield warn(

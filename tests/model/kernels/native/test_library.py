@@ -343,6 +343,25 @@ def test_a_mac_is_asked_for_i8mm_alone(
     assert build.missing_features(build.NEON_DOT, sysctl=tmp_path / "none") == []
 
 
+@needs_native
+def test_a_better_library_that_does_not_load_is_named_once_and_the_next_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = library.native_library()
+    assert found is not None
+    used = found.instruction_set
+    assert library.skipped_sets(used) == []
+    broken = replace(used, name="wide", shipped_in=tmp_path)
+    broken.prebuilt.write_bytes(b"a file for another processor")
+    lacking = replace(broken, name="wider", needed=("none",))
+    monkeypatch.setattr(library, "own_sets", lambda: (lacking, broken, used))
+    assert library.native_library.__wrapped__() is found
+    (said,) = library.skipped_sets(used)
+    assert said.startswith("the code for wide is not used: the compiled kernels cannot be loaded: ")
+    assert said.endswith(f"; that for {used.name} takes its place, and longer")
+    assert caplog.messages == [said]
+
+
 def test_a_processor_without_code_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with nothing_compiled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import platform
 from collections.abc import Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
@@ -13,8 +14,15 @@ from typing import Any
 import torch
 
 from convoy.errors import SelfCheckError
-from convoy.model.kernels.native.build import AVX512, InstructionSet, built_library, own_sets
+from convoy.model.kernels.native.build import (
+    AVX512,
+    InstructionSet,
+    built_library,
+    missing_features,
+    own_sets,
+)
 
+_log = logging.getLogger(__name__)
 _THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -300,8 +308,29 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 
 @functools.cache
 def native_library() -> NativeLibrary | None:
-    """Return the compiled functions for the best instruction set, or None. `why_no_native` says why."""
-    return next(native_libraries(), None)
+    """Return the compiled functions for the best instruction set, or None. `why_no_native` says why.
+
+    A warning names better ones that cannot be used.
+    """
+    found = next(native_libraries(), None)
+    for reason in [] if found is None else skipped_sets(found.instruction_set):
+        _log.warning("%s", reason)
+    return found
+
+
+def skipped_sets(used: InstructionSet) -> list[str]:
+    """Return a sentence for each better instruction set of this processor that has no library here."""
+    reasons: list[str] = []
+    for one in instruction_sets():
+        if one == used:
+            break
+        found = find_library(one)
+        if isinstance(found, SelfCheckError) and not missing_features(one):
+            reasons.append(
+                f"the code for {one.name} is not used: {found.message}; "
+                f"that for {used.name} takes its place, and longer"
+            )
+    return reasons
 
 
 def native_libraries() -> Iterator[NativeLibrary]:
