@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.config.kernels import KEPT_FORMS
+from convoy.config.kernels import EXACT, INT8, KEPT_FORMS
 from convoy.model.backends.host.stage import HostStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.kernels.native.activation import (
@@ -122,9 +122,10 @@ def record_parts(recorder: Recorder, library: NativeLibrary) -> None:
             round_by_library(library, rows, torch.linspace(0.5, 1.5, rows.shape[1]), bits)
 
 
-def record_int8(recorder: Recorder, library: NativeLibrary) -> None:
+def record_int8(recorder: Recorder, library: NativeLibrary, folder: Path) -> None:
     with recorder.recording():
         assert failing_int8(library) == []
+    record_models(recorder, folder, [("llama", gptq(4, 32), "f32")], INT8)
 
 
 def build(path: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -137,6 +138,7 @@ def record_models(
     recorder: Recorder,
     folder: Path,
     models: Sequence[tuple[str, torch.dtype | Quantise, str]],
+    kernel: str = EXACT,
 ) -> None:
     """Record a prefill, decodes and a chunk of each (kind, dtype or form, dtype of K and V)."""
     for number, (kind, form, kv_dtype) in enumerate(models):
@@ -147,7 +149,9 @@ def record_models(
             path = Path(write(path, kind, form).quantised)
         source = ModelSource.resolve(str(path))
         whole = StageAssignment("m", 0, source.spec.num_layers, embed=True, output=True)
-        stage = HostStage.load(source, whole, StageOptions(require_tags=False, kv_dtype=kv_dtype))
+        stage = HostStage.load(
+            source, whole, StageOptions(kernel=kernel, require_tags=False, kv_dtype=kv_dtype)
+        )
         torch.set_num_threads(1 + number % 3)
         chain = Chain([stage])
         with recorder.recording():
@@ -195,7 +199,7 @@ def recorded(
 SUBJECTS: dict[str, Callable[[Recorder, NativeLibrary, Path], None]] = {
     "forms": lambda recorder, library, _: record_forms(recorder, library),
     "parts": lambda recorder, library, _: record_parts(recorder, library),
-    "int8": lambda recorder, library, _: record_int8(recorder, library),
+    "int8": lambda recorder, library, folder: record_int8(recorder, library, folder / "i"),
     "floats": lambda recorder, _, folder: record_models(recorder, folder / "f", FLOATS),
     "quantised": lambda recorder, _, folder: record_models(recorder, folder / "q", QUANTISED),
 }
@@ -203,7 +207,7 @@ SUBJECTS: dict[str, Callable[[Recorder, NativeLibrary, Path], None]] = {
 REACHED = {
     "forms": {"stored_pack", "stored_linear", "stored_unpack"},
     "parts": {"norm", "apply", "activate", "round"},
-    "int8": {"int8_linear"},
+    "int8": {"int8_linear", "layers"},
     "floats": {
         "layers",
         "layer_begin",
