@@ -54,7 +54,7 @@ def provide(
 ) -> None:
     """Register with a coordinator, and answer its requests."""
     from convoy.cluster.head.provider_evidence import OwnProcess
-    from convoy.fleet.provider.provide import REGISTERED, ProvideOptions
+    from convoy.fleet.provider.provide import ProvideOptions, state_of
     from convoy.fleet.provider.run import provide_until_drained
     from convoy.fleet.provider.upstream import Upstream, checked_base
 
@@ -68,10 +68,11 @@ def provide(
 
     def say(kind: str, text: str) -> None:
         print_json_line({"event": kind, "text": text}) if as_json else print_note(text)
-        # The list of processes goes into reports, which name no provider.
-        state = f"registered with {coordinator}" if text.startswith(REGISTERED) else text
-        # A provider is ready once it dials. The coordinator, or an approval, may come days later.
-        (here.ready if kind == "coordinator" else here.say)(state)
+        # Reports copy the state: no text. A provider is ready once it dials; approval may take days.
+        if kind == "coordinator":
+            here.ready(state_of(text))
+        elif kind == "measuring":
+            here.say(kind)
 
     def options(offers: dict[str, Capacity]) -> ProvideOptions:
         return ProvideOptions(

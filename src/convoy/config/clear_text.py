@@ -27,6 +27,16 @@ def crosses_in_clear(url: str) -> bool:
     return parts.scheme not in {"https", "wss"} and not is_loopback(parts.hostname or "")
 
 
+def without_userinfo(url: str) -> str:
+    """Return ``url`` for a message: without a user or password, also if it is no valid URL."""
+    before, found, place = url.rpartition("@")
+    if not found:
+        return url[:200]
+    # A password may hold any character, so the last @ counts.
+    scheme, mark, _ = before.partition("://")
+    return f"{scheme if mark else ''}{mark}{place}"[:200]
+
+
 def check_sealed(url: str, doing: str) -> None:
     """Check that ``url`` has TLS or is on this machine; ``doing`` is what the caller is about to do.
 
@@ -34,8 +44,8 @@ def check_sealed(url: str, doing: str) -> None:
     """
     if crosses_in_clear(url):
         parts = urlsplit(url)
-        place = parts.netloc.rpartition("@")[2][:200]
+        place = without_userinfo(parts.netloc)
         raise ConfigError(
-            f"refusing to {doing} {(parts.hostname or url)[:200]} without TLS",
+            f"refusing to {doing} {(parts.hostname or without_userinfo(url))[:200]} without TLS",
             hint=f"{parts.scheme or 'http'}s://{place}, or a tunnel whose end is at 127.0.0.1",
         )

@@ -138,7 +138,12 @@ def test_a_coordinator_a_provider_and_a_proxy_are_listed_while_they_run(
         return 0
 
     def provide(*_: object, say: Callable[[str, str], None], **__: object) -> None:
-        for kind, text in (("measuring", "measuring demo"), ("coordinator", "registered as alpha")):
+        for kind, text in (
+            ("measuring", "measuring demo"),
+            ("coordinator", "the coordinator says: no demo at wss://ann:secret@example.org"),
+            ("coordinator", "waiting for approval: convoy coordinator providers --approve 91f6 NAME"),
+            ("coordinator", "registered as alpha"),
+        ):
             say(kind, text)
             look()
 
@@ -157,12 +162,14 @@ def test_a_coordinator_a_provider_and_a_proxy_are_listed_while_they_run(
     assert [(one.verb, one.name, one.state) for one in seen] == [
         ("coordinator", "west", "routes requests at http://127.0.0.1:8780/v1"),
         ("proxy", "proxy", "seals requests at http://127.0.0.1:8770/v1"),
-        ("provide", "provide", "measuring demo"),
-        # Reports hold the state, and no name.
-        ("provide", "provide", f"registered with {url}"),
+        ("provide", "provide", "measuring"),
+        # Reports hold the state, and no name or reason.
+        ("provide", "provide", "tries again"),
+        ("provide", "provide", "waits for approval"),
+        ("provide", "provide", "registered"),
     ]
     home = tmp_path / ".convoy"
-    assert [one.folder for one in seen] == [str(home / "coordinator"), str(tmp_path), *[str(home)] * 2]
+    assert [one.folder for one in seen] == [str(home / "coordinator"), str(tmp_path), *[str(home)] * 4]
     assert running_processes() == []
 
 

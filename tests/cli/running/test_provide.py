@@ -44,7 +44,7 @@ def test_a_certificate_of_another_provider_is_refused(tmp_path: Path) -> None:
     ("words", "told"),
     [
         ([URL, "--coordinator-key", "ab"], "--coordinator-key is no key"),
-        ([URL, "--upstream", "127.0.0.1:8000"], "is no URL of HTTP"),
+        ([URL, "--upstream", "ann:secret@127.0.0.1:80"], "upstream '127.0.0.1:80' is no URL of HTTP"),
         ([URL, "--upstream-key-file", "nothing"], "nothing"),
         ([URL, "--certificate", "nothing"], "nothing is no certificate"),
         ([URL, "--traces", "127.0.0.1"], "127.0.0.1"),

@@ -34,10 +34,23 @@ def test_a_coordinator_is_dialled_over_tls_or_on_this_machine(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "place", ["127.0.0.1:99999", "127.0.0.1:0", "host:abc", "[::1", f"{'a' * 64}.example", "a..example"]
+)
+def test_a_place_that_cannot_be_dialled_is_told_without_the_user_in_it(place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProvideOptions(f"wss://ann:sec@ret@{place}", {}).check()
+    assert caught.value.message == f"the coordinator 'wss://{place}' is no URL of a WebSocket"
+    assert caught.value.hint == (
+        "wss://HOST[:PORT], or ws://127.0.0.1:PORT for a coordinator on this machine"
+    )
+
+
+@pytest.mark.parametrize(
     ("url", "hint"),
     [
         ("http://127.0.0.1:8780", "did you mean ws://127.0.0.1:8780?"),
-        ("https://fleet.example", "did you mean wss://fleet.example?"),
+        ("https://ann:secret@fleet.example", "did you mean wss://fleet.example?"),
+        ("https://ann:secret/@fleet.example", "did you mean wss://fleet.example?"),
         ("127.0.0.1:8780", "wss://HOST[:PORT], or ws://127.0.0.1:PORT for a coordinator on this machine"),
     ],
 )
@@ -45,6 +58,7 @@ def test_a_url_that_is_none_of_a_websocket_gets_the_one_that_was_meant(url: str,
     with pytest.raises(ConfigError) as caught:
         ProvideOptions(url, {}).check()
     assert caught.value.hint == hint
+    assert "secret" not in caught.value.message
 
 
 def test_a_server_that_takes_no_providers_is_told_with_its_status_and_tried_again(tmp_path: Path) -> None:

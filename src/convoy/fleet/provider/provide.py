@@ -16,7 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from convoy.api.traces import NO_TRACES, Traces
-from convoy.config.clear_text import check_sealed
+from convoy.config.clear_text import check_sealed, without_userinfo
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
@@ -66,8 +66,8 @@ _OPEN_S, _GREETING_S = 10.0, 30.0
 _CLOSE_S = 2.0
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _SOFTWARE = "convoy"
-# The beginning of the line that tells of a registration. The provider's name follows.
-REGISTERED = "registered as "
+# The beginnings of the events of a registration. A name or a command follows.
+_REGISTERED, _WAITING = "registered as ", "waiting for approval: "
 _OWN_KEYS = "each provider needs a folder of keys of its own (--dir), and runs once"
 
 
@@ -105,11 +105,15 @@ class ProvideOptions:
 
     def check(self) -> None:
         """Check the URL: only this machine itself may be dialled in clear text. Raises `ConfigError`."""
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"ws", "wss"} or not parts.hostname:
-            raise ConfigError(
-                f"the coordinator {self.url[:200]!r} is no URL of a WebSocket", hint=_socket_hint(self.url)
-            )
+        try:
+            parts = urlsplit(self.url)
+            host = (parts.hostname or "").encode("idna")
+            usable = parts.scheme in {"ws", "wss"} and bool(host) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            shown = without_userinfo(self.url)
+            raise ConfigError(f"the coordinator {shown!r} is no URL of a WebSocket", hint=_socket_hint(shown))
         check_sealed(self.url, "dial")
 
     @property
@@ -213,7 +217,7 @@ class Provider:
             name, window = await self._accepted(connection, answer)
             self._connection, self._leaving = connection, False
             self._said, self._was_registered = "", True
-            self._options.events(f"{REGISTERED}{name}{self._options.caveat}")
+            self._options.events(f"{_REGISTERED}{name}{self._options.caveat}")
             await self._live(connection, name, window, coordinator)
 
     async def _register(self, connection: ClientConnection) -> tuple[FromCoordinator, bytes]:
@@ -242,7 +246,7 @@ class Provider:
         """Return the provider's name and window, once an administrator has approved it."""
         key = self._identity.public_key.hex()
         command = f"convoy coordinator providers --approve {key} NAME"
-        waiting = f"waiting for approval: on the coordinator's machine, {command}"
+        waiting = f"{_WAITING}on the coordinator's machine, {command}"
         if isinstance(answer, AwaitApproval):
             self._say(waiting)
             try:
@@ -400,6 +404,13 @@ class Provider:
             raise ProviderError("the coordinator's socket ended")
         async with self._sending:
             await connection.send(encode_fleet(message))
+
+
+def state_of(event: str) -> str:
+    """Return the state after an event of a provider, in fixed words: reports copy it."""
+    if event.startswith(_REGISTERED):
+        return "registered"
+    return "waits for approval" if event.startswith(_WAITING) else "tries again"
 
 
 def _why_not(error: BaseException) -> str:

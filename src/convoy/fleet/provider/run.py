@@ -36,12 +36,12 @@ async def run_provider(
     """Measure the engine's rates, register, and serve until drained.
 
     ``started`` gets the provider. Without it, SIGTERM and SIGINT drain, and the second one ends the process
-    within `ending.END_S`. Raises `ConfigError` if a head answers in the coordinator's place, `ProviderError`
+    within `ending.END_S`. Raises `ConfigError` if another server of Convoy is in the place, `ProviderError`
     if the engine does not answer, `UsageError` for a model that it does not have, and the errors of
     `Provider.run`.
     """
     try:
-        await check_coordinator(options({}))
+        await check_coordinator(options({}), partial(say, "look"))
         offers = await _measure(upstream, models, slots, say)
         provider = Provider(identity, upstream, options(offers))
         if started is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from convoy.config.clear_text import without_userinfo
 from convoy.crypto.certificate import from_pem
 from convoy.errors import ConfigError, ConvoyError, ProviderError
 from convoy.fleet.answer import AnswerHead
@@ -52,7 +53,9 @@ def checked_base(url: str) -> str:
     """Return an engine's URL without the /v1 at its end. Raises `ConfigError` if it is none of HTTP."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
-        raise ConfigError(f"the upstream {url[:200]!r} is no URL of HTTP", hint="http://127.0.0.1:8000")
+        raise ConfigError(
+            f"the upstream {without_userinfo(url)!r} is no URL of HTTP", hint="http://127.0.0.1:8000"
+        )
     return base
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from convoy.api.anthropic.problem import VERSION_HEADER
 from convoy.api.problem import ErrorBody, ErrorDetail
-from convoy.config.clear_text import check_sealed
+from convoy.config.clear_text import check_sealed, without_userinfo
 from convoy.config.type_resolution import resolved
 from convoy.errors import ConfigError, FrameError, ProviderError
 from convoy.fleet.apis.table import APIS
@@ -60,7 +60,7 @@ def check_url(url: str) -> None:
     """Check that only this machine itself is dialled in clear text. Raises `ConfigError`."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"the coordinator {url[:200]!r} is no URL of HTTP", hint="https://HOST")
+        raise ConfigError(f"the coordinator {without_userinfo(url)!r} is no URL of HTTP", hint="https://HOST")
     check_sealed(url, "speak to")
 
 

@@ -30,8 +30,8 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
 
     async def health(_: Request) -> Response:
         if lifecycle.draining:
-            return JSONResponse({"status": "draining", "reason": "the proxy is shutting down"}, 503)
-        return JSONResponse({"status": "ready", "reason": "it listens"})
+            return JSONResponse(_health("draining", "the proxy is shutting down"), 503)
+        return JSONResponse(_health("ready", "it listens"))
 
     async def root(_: Request) -> Response:
         return Response()
@@ -56,6 +56,11 @@ def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) ->
     return counts.around(
         Guard(Router(routes, redirect_slashes=False), options, problem_of=problem_for), routes
     )
+
+
+def _health(status: str, reason: str) -> dict[str, str]:
+    """Return the answer of /health. A provider knows a proxy from a coordinator by ``server``."""
+    return {"status": status, "reason": reason, "server": "proxy"}
 
 
 def run_proxy(
