@@ -8,6 +8,7 @@ import pytest
 
 from cli.transcript import run_here
 from convoy.api.service import Service
+from convoy.cli.running.process import announced
 from convoy.cli.show.exit_codes import EXIT_CONFIG
 from convoy.cli.top import Moment
 from convoy.cluster.status import (
@@ -103,7 +104,10 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_every_member(tmp_path: 
     )
 
 
-def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part(tmp_path: Path) -> None:
+def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # The coordinator's folder of tokens is that of the commands of its user.
     folder = tmp_path / "convoy"
     folder.mkdir(mode=0o700)
@@ -116,7 +120,10 @@ def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part
             fleet.add("new", url, approved=False)
             fleet.wait_event("waiting for approval")
             watch = ["top", "--url", fleet.url]
-            whole = run_here(watch, tmp_path, environment=mine).stdout
+            unknown = run_here(watch, tmp_path, environment=mine)
+            with announced("coordinator", "coordinator", tmp_path) as here:
+                here.ready("routes requests", fleet.url)
+                whole = run_here(watch, tmp_path, environment=mine).stdout
             (tmp_path / "ann.key").write_text(fleet.key)
             part = run_here([*watch, "--api-key-file", "ann.key"], tmp_path, environment=mine).stdout
             stranger = run_here(watch, tmp_path, environment={"XDG_CACHE_HOME": str(tmp_path / "other")})
@@ -128,7 +135,8 @@ def test_a_fleet_is_shown_to_its_user_without_a_key_and_an_account_sees_its_part
     assert "0 running, 0 waiting; 0.0 tokens/s generated" in part
     assert MODEL in part
     assert "alpha" not in part
-    assert (stranger.returncode, stranger.stdout) == (EXIT_CONFIG, "")
+    for refused in (unknown, stranger):
+        assert (refused.returncode, refused.stdout) == (EXIT_CONFIG, "")
     assert (
         "hint: give the key's file with --api-key-file, or run this as the server's user" in stranger.stderr
     )

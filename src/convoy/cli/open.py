@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 import typer
 
 from convoy.cli.running.endpoint import CaFlag, UrlFlag
+from convoy.cli.running.process import serves_here
 from convoy.cli.show.output import print_note
 from convoy.config.clear_text import check_sealed
 from convoy.config.files import token_folder
-from convoy.errors import ConvoyError
-from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, HttpRefused, KeyRefused
+from convoy.errors import ConvoyError, PeerUnreachable
+from convoy.sdk.endpoint import DEFAULT_URL, Endpoint, HttpRefused, KeyRefused, ServerBusy
 
 if TYPE_CHECKING:
     from convoy.api.page.tokens import Scope
@@ -61,10 +62,13 @@ def looking(endpoint: Endpoint) -> Iterator[Endpoint]:
         try:
             endpoint.get("/page/session")
         except KeyRefused as refused:
-            if endpoint.api_key is not None:
+            # Another program there would get a token that a server of this user at the same port takes.
+            if endpoint.api_key is not None or not serves_here(endpoint.url):
                 raise
             try:
                 endpoint = stack.enter_context(signed_in(endpoint, "view"))
+            except (PeerUnreachable, ServerBusy):
+                raise
             except ConvoyError:
                 raise refused from None
         except HttpRefused:

@@ -76,7 +76,7 @@ def _services() -> list[tuple[str, str]]:
 
 def _steps(member: HomeMember | None, running: list[ProcessRecord], *, has_service: bool) -> Steps:
     """Return the next commands of a person at this machine, each with its purpose."""
-    served = next((one.url for one in running if one.url is not None), None)
+    served = next((one.head_url for one in running if one.head_url is not None), None)
     if served is not None:
         url = "" if served == DEFAULT_URL else f" --url {served}"
         return [

@@ -105,7 +105,7 @@ def _own_head() -> str | None:
     Another program may listen at the default address, and must get no token. Raises `UsageError` if
     several heads run and none is at the default address.
     """
-    urls = sorted({record.url for record in running_processes() if record.url is not None})
+    urls = sorted({record.head_url for record in running_processes() if record.head_url is not None})
     if DEFAULT_URL in urls:
         return DEFAULT_URL
     if len(urls) > 1:

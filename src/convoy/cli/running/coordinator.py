@@ -175,7 +175,7 @@ def run_here(
                 print_json_line({"event": "ready", **facts, "released": released})
             else:
                 _print_ready(facts, "" if listen.public.in_clear else flags.page_line(url), released)
-            here.ready(f"routes requests at {url}/v1")
+            here.ready(f"routes requests at {url}/v1", url)
 
         def drain(num_answers: int, drain_s: float) -> None:
             if not as_json:

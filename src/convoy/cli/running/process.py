@@ -37,7 +37,7 @@ _CLOCK_S = 5.0
 class ProcessRecord:
     """Describe a process: its verb, its member's name, its folder, and its present work as text.
 
-    ``url`` is the HTTP address of a head that serves.
+    ``url`` is the HTTP address of a head or coordinator that serves.
     """
 
     pid: int
@@ -48,6 +48,11 @@ class ProcessRecord:
     started_unix_s: float
     state: str = "starting"
     url: str | None = None
+
+    @property
+    def head_url(self) -> str | None:
+        """Return the HTTP address of a head that serves."""
+        return None if self.verb == "coordinator" else self.url
 
 
 class AnnouncedProcess:
@@ -138,6 +143,11 @@ def running_processes() -> list[ProcessRecord]:
             if record.host == platform.node() and _is_its_process(record, file.parent):
                 found.append(record)
     return sorted(found, key=lambda one: one.started_unix_s)
+
+
+def serves_here(url: str) -> bool:
+    """Return whether a running process of this user recorded that it serves at ``url``."""
+    return any(record.url == url for record in running_processes())
 
 
 def _is_its_process(record: ProcessRecord, folder: Path) -> bool:
