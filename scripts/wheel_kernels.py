@@ -55,6 +55,7 @@ class WheelKernels(BuildHookInterface[Any]):
             return
         # The environment of a build has no other package of the project's.
         sys.path.insert(0, str(_ROOT / "src"))
+        from convoy.errors import SelfCheckError
         from convoy.model.kernels.native.build import PREBUILT, compile_to, own_sets
 
         compiler = _compiler(target)
@@ -62,11 +63,22 @@ class WheelKernels(BuildHookInterface[Any]):
             self.app.display_warning("no C compiler was found: the wheel has no compiled kernels")
             return
         self._folder = tempfile.TemporaryDirectory()
+        refused: SelfCheckError | None = None
         for one in own_sets(target.machine):
             place = Path(self._folder.name) / one.prebuilt.name
             own = one if _is_own(target) else replace(one, architecture=_ZIGS.get(one.architecture, ""))
-            compile_to(place, compiler, own)
+            try:
+                compile_to(place, compiler, own)
+            except SelfCheckError as error:
+                # An old compiler of this machine may not know the newest instructions. zig knows all.
+                if not _is_own(target):
+                    raise
+                self.app.display_warning(f"the wheel has no kernels for {one.name}: {error.message}")
+                refused = error
+                continue
             build_data["force_include"][str(place)] = str(PREBUILT.relative_to(_ROOT / "src") / place.name)
+        if refused is not None and not build_data["force_include"]:
+            raise refused
         build_data["pure_python"], build_data["tag"] = False, target.tag
 
     def finalize(self, _version: str, _build_data: dict[str, Any], _artifact_path: str) -> None:
