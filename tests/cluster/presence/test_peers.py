@@ -26,6 +26,7 @@ from convoy.wire.messages.control import MAX_OFFER_BYTES, FrameType, Hello
 from convoy.wire.messages.evidence import Challenge, Evidence
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
+from support.waiting import wait_until
 
 HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
@@ -101,6 +102,44 @@ def test_another_model_may_take_the_kernels_of_mlx_that_the_last_one_barred(
     peers.judge_mlx("")
     assert (peers.hellos["beta"].kernels, peers.hellos["beta"].device) == ([MLX_BF16, "exact-f32"], "mlx")
     assert peers.hellos["beta"].memory_bytes == 1 << 29
+    peers.close("done")
+
+
+def test_a_member_is_missing_since_its_link_broke_before_the_loss_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network, joined, noted = MemoryNetwork(), threading.Event(), threading.Event()
+    links: list[Link] = []
+
+    def greet(link: Link) -> None:
+        links.append(link)
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        link.send(HELLO)
+
+    def lost(_link: Link, error: ConvoyError) -> ConvoyError:
+        assert noted.wait(30)
+        return error
+
+    network.listen(membership_of(beta), beta.member.address, greet)
+    peers = peers_of(alpha, network, joined)
+    monkeypatch.setattr(peers.verifier, "admit", lambda *_: None)  # and no member is asked for evidence
+    monkeypatch.setattr(peers.verifier, "lost", lost)
+    peers.seek()
+    # At the second loss there is a time of the first one, too.
+    for number in range(2):
+        assert joined.wait(30)
+        joined.clear()
+        began_unix_s = time.time()
+        links[number].dismiss("never mind", revoke=True)
+        wait_until(lambda: peers.missing() == ["beta"])
+        (absent,) = peers.absent_status()
+        assert absent.since_unix_s is not None
+        assert absent.since_unix_s >= began_unix_s
+        noted.set()
+        wait_until(joined.is_set)
+        noted.clear()
+    noted.set()
     peers.close("done")
 
 

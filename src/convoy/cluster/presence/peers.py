@@ -196,7 +196,11 @@ class Peers:
 
     def absent_status(self) -> list[AbsentStatus]:
         """Return the `missing` members, and since when each is."""
-        return [AbsentStatus(name, self._gone_unix_s.get(name)) for name in self.missing()]
+        names, now_s = self.missing(), time.time()
+        with self._changed:
+            # A link that is over and still held broke just now, and its loss is about to be noted.
+            just_lost = {name: now_s for name, link in self.links.items() if link.is_over}
+            return [AbsentStatus(name, (self._gone_unix_s | just_lost).get(name)) for name in names]
 
     # Bring-up: all members that the roster lists, or those that came.
 
