@@ -23,7 +23,7 @@ from pathlib import Path
 from convoy.cli.running.process import announced
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 with announced(sys.argv[2], sys.argv[3], Path(sys.argv[1])) as here:
-    here.ready("serves demo", "http://127.0.0.1:9000")
+    here.ready("serves demo", "http://127.0.0.1:9000" if sys.argv[2] == "serve" else None)
     print("ready", flush=True)
     signal.pause()
 """
@@ -213,6 +213,13 @@ def test_a_machine_without_a_cluster_is_told_how_to_get_one(tmp_path: Path, cach
 def test_a_machine_that_serves_is_told_how_to_use_it(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
     assert steps(tmp_path)[0] == "convoy chat --url http://127.0.0.1:9000"
     assert f"alpha ({alpha.pid}): serves demo" in run_here([], tmp_path).stdout
+
+
+def test_a_machine_with_a_proxy_is_told_how_to_get_a_cluster_too(tmp_path: Path, cache: Path) -> None:
+    with announcing(tmp_path, "proxy", "proxy"):
+        assert steps(tmp_path)[0] == "convoy demo"
+        with announcing(tmp_path, "join", "beta"):
+            assert steps(tmp_path)[0] == "convoy ps"
 
 
 def test_a_member_is_named_with_its_cluster_and_how_to_start_it(tmp_path: Path, cache: Path) -> None:

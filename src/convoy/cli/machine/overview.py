@@ -15,6 +15,8 @@ from convoy.sdk.endpoint import DEFAULT_URL
 
 Steps = list[tuple[str, str]]
 _ALL: Steps = [("convoy --help", "list every command")]
+# The first words of the verbs that run a member. Coordinators, providers and proxies run beside one.
+_MEMBER_VERBS = frozenset({"serve", "join", "run"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def _steps(member: HomeMember | None, running: list[ProcessRecord], *, has_servi
             (f"convoy status{url}", "show stages, links and load"),
             ("convoy invite", "let one more machine in"),
         ]
-    if running:
+    if any(one.verb.split()[0] in _MEMBER_VERBS for one in running):
         return [("convoy ps", "show the processes"), ("convoy stop", "end one, in order")]
     if member is None:
         return [
