@@ -34,7 +34,7 @@ def switch_of(loader: FakeLoader) -> ModelSwitch:
 def served(switch: ModelSwitch, keys: KeyRing | None = None, engine: FakeEngine | None = None) -> Any:
     engine = engine or FakeEngine()
     models = tuple(ServedModel(name, engine, ByteTokenizer()) for name in ("a", "b"))
-    stages = [{"weight_bytes": 30, "device": "cuda:0 (a card)"}, {"weight_bytes": 12, "device": "cpu"}]
+    stages = [{"weight_bytes": 30, "device": "cuda:0 (a card)"}, {"weight_bytes": 12, "device": "cpu+cpu"}]
     service = Service(models, lambda: (True, ""), lambda: {"stages": stages}, switch=switch)
     return serving_of(service, ServeOptions(port=0, keys=keys), on_stop=engine.close)
 

@@ -118,7 +118,7 @@ def _tag(model: ServedModel) -> dict[str, Any]:
 def _sizes(status: object) -> dict[str, int]:
     """Return the bytes of the weights that are loaded, on all members and on devices other than a CPU."""
     stages = msgspec.json.decode(msgspec.json.encode(status), type=resolved(_Loaded)).stages
-    on_devices = [stage.weight_bytes for stage in stages if stage.device not in {"", "cpu"}]
+    on_devices = [stage.weight_bytes for stage in stages if not set(stage.device.split("+")) <= {"", "cpu"}]
     return {"size": sum(stage.weight_bytes for stage in stages), "size_vram": sum(on_devices)}
 
 
