@@ -316,6 +316,27 @@ def test_an_unload_behind_another_model_unloads_nothing() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_unload_during_the_load_of_its_model_waits_for_that(*, fails: bool) -> None:
+    async def test() -> None:
+        scene = Scene()
+        scene.loader.gate.clear()
+        scene.loader.failure = PeerLeft("beta left") if fails else None
+        loading = asyncio.create_task(scene.switch.load("b"))
+        await scene.until(lambda: scene.loader.loaded is None)
+        unloading = asyncio.create_task(scene.switch.unload("b"))
+        await scene.until(lambda: unloading.done() or scene.switch.num_waiting == 2)
+        assert not unloading.done()
+        # Another model is not loaded, so it is done at once.
+        await scene.switch.unload("c")
+        scene.loader.gate.set()
+        await unloading
+        await asyncio.gather(loading, return_exceptions=True)
+        assert (scene.loader.loaded, scene.loader.done) == (None, [] if fails else ["b", None])
+
+    run(test)
+
+
 def test_all_that_wait_can_be_ended_with_an_error() -> None:
     async def test() -> None:
         scene = Scene()

@@ -97,6 +97,8 @@ class ModelSwitch:
         self._num_running = 0
         self._waiting: list[_Waiter] = []
         self._changing: asyncio.Task[None] | None = None
+        # The models that the running change unloads and loads.
+        self._concerned: frozenset[str | None] = frozenset()
         # Counts uses of the model, so that a timer of an earlier idle time does nothing.
         self._use = 0
         # Monotonic time of the last request's end.
@@ -166,9 +168,9 @@ class ModelSwitch:
     async def unload(self, name: str) -> None:
         """Unload a model once its requests have ended. Raises as `hold` does.
 
-        Nothing happens if it is not loaded then.
+        A load of it that runs ends first. Nothing happens if it is not loaded then.
         """
-        if self._loader.loaded == name:
+        if self._loader.loaded == name or name in self._concerned:
             await self._wait(_Waiter(name, unloads=True))
 
     def _kept_s(self, asked_s: float | None, *, may_shorten: bool) -> float | None:
@@ -243,6 +245,7 @@ class ModelSwitch:
 
     def _change(self, name: str | None) -> None:
         self._use += 1
+        self._concerned = frozenset({self._loader.loaded, name})
         self._changing = asyncio.create_task(self._run_change(name))
 
     async def _run_change(self, name: str | None) -> None:
@@ -267,7 +270,7 @@ class ModelSwitch:
             text = f"{name} could not be loaded"
             error = StageLost(text, public=text)
         finally:
-            self._changing = None
+            self._changing, self._concerned = None, frozenset()
         if error is not None:
             for waiter in [one for one in self._waiting if one.wanted == name]:
                 self._waiting.remove(waiter)
