@@ -294,6 +294,45 @@ def test_an_unload_waits_for_the_running_answers() -> None:
     run(test)
 
 
+def test_an_unload_that_waits_holds_no_request_for_the_loaded_model_up() -> None:
+    async def test() -> None:
+        scene = Scene()
+        first, first_end = scene.request("a", "a1")
+        await scene.until(lambda: scene.begun == ["a1"])
+        unloading = asyncio.create_task(scene.switch.unload("a"))
+        await scene.until(lambda: scene.switch.num_waiting == 1)
+        second, second_end = scene.request("a", "a2")
+        await scene.until(lambda: scene.begun == ["a1", "a2"])
+        # One that waits behind another model begins once that one is gone.
+        gone, third = scene.request("b")[0], scene.request("a", "a3")
+        await scene.until(lambda: scene.switch.num_waiting == 3)
+        gone.cancel()
+        await scene.until(lambda: scene.begun == ["a1", "a2", "a3"])
+        for end in (first_end, third[1]):
+            end.set()
+        await asyncio.gather(first, third[0])
+        assert (unloading.done(), scene.loader.done) == (False, [])
+        second_end.set()
+        await asyncio.gather(second, unloading)
+        assert scene.loader.done == [None]
+
+    run(test)
+
+
+def test_an_unload_is_refused_after_the_time_to_wait() -> None:
+    async def test() -> None:
+        scene = Scene(wait_s=0.01)
+        task, end = scene.request("a")
+        await scene.until(lambda: scene.begun == ["a"])
+        with pytest.raises(ModelNotLoaded, match="the end of all requests was not there"):
+            await scene.switch.unload("a")
+        end.set()
+        await task
+        assert scene.loader.done == []
+
+    run(test)
+
+
 def test_an_unload_behind_another_model_unloads_nothing() -> None:
     async def test() -> None:
         scene = Scene()

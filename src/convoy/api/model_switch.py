@@ -4,6 +4,8 @@ A request for the loaded model runs at once, unless requests for another one wai
 running requests have ended. Then their model is loaded, and all requests for it that wait begin together.
 So no model waits for ever, and each change serves as many requests as it can.
 
+An unload holds no request up: it happens once none runs, or is refused after the time to wait.
+
 Every method runs on the event loop's thread. Loads and unloads run on another.
 """
 
@@ -147,7 +149,8 @@ class ModelSwitch:
         `ModelNotLoaded` for one request too many or after the time to wait. Raises the error of a load that
         failed.
         """
-        if self._waiting or self._changing is not None or self._loader.loaded != name:
+        queued = any(not one.unloads for one in self._waiting)
+        if queued or self._changing is not None or self._loader.loaded != name:
             await self._wait(_Waiter(name, unloads=False))
         else:
             self._num_running += 1
@@ -166,7 +169,7 @@ class ModelSwitch:
             pass
 
     async def unload(self, name: str) -> None:
-        """Unload a model once its requests have ended. Raises as `hold` does.
+        """Unload a model once no request for it runs. Raises as `hold` does.
 
         A load of it that runs ends first. Nothing happens if it is not loaded then.
         """
@@ -224,7 +227,8 @@ class ModelSwitch:
             # Another model took its place, or it is unloaded already.
             self._waiting.remove(waiter)
             waiter.admit()
-        if self._waiting and loaded is not None and self._waiting[0].wanted == loaded:
+        first = next((one for one in self._waiting if not one.unloads), None)
+        if first is not None and first.name == loaded:
             for waiter in [one for one in self._waiting if one.wanted == loaded]:
                 self._waiting.remove(waiter)
                 self._num_running += waiter.admit()
