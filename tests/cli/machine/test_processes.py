@@ -44,9 +44,11 @@ def announcing(folder: Path, verb: str, name: str) -> Iterator[subprocess.Popen[
         [sys.executable, "-c", PROGRAM, str(folder), verb, name], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
