@@ -81,6 +81,7 @@ def coordinator(
 ) -> None:
     """Route requests of accounts to providers until Ctrl-C. The commands below administer both."""
     if context.invoked_subcommand is not None:
+        _refuse_early_options(context, context.invoked_subcommand)
         return
     if (tls_certificate is None) != (tls_key is None):
         raise UsageError(
@@ -97,6 +98,17 @@ def coordinator(
     with tracing(traces or load_telemetry(config).traces, "convoy-coordinator") as on:
         options = replace(options, traces=on)
         run_here(options, listen, Home(directory), database, as_json=as_json)
+
+
+def _refuse_early_options(context: typer.Context, command: str) -> None:
+    """Raise `UsageError` for an option in front of a command that administers: it would change nothing."""
+    for option in context.command.get_params(context):
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"{option.opts[0]} stands in front of {command}, and is for the coordinator itself",
+                hint=f"options of the command come behind it: convoy coordinator {command} --help",
+            )
 
 
 def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
@@ -253,7 +265,7 @@ def keys(
     if revoke is not None:
         _revoke(endpoint, *revoke, as_json=as_json)
     elif not chosen:
-        _list_keys(endpoint, as_json=as_json)
+        _list_keys(endpoint, (credit, out, label, *terms.values()), as_json=as_json)
     else:
         _make_key(endpoint, chosen, add, credit, {"label": label, **terms}, out, as_json=as_json)
 
@@ -268,7 +280,13 @@ def _revoke(admin: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
     _show(done, as_json=as_json)
 
 
-def _list_keys(admin: Endpoint, *, as_json: bool) -> None:
+def _list_keys(admin: Endpoint, facts: tuple[object, ...], *, as_json: bool) -> None:
+    """Print the keys. Raises `UsageError` if ``facts`` of a new key are given: none is asked for."""
+    if any(facts):
+        raise UsageError(
+            "--credit, --out, --label and limits are for a new key, and none is asked for",
+            hint="--add ACCOUNT makes one",
+        )
     rows = admin.get("/keys")
     if as_json:
         print_json(rows)
@@ -319,8 +337,9 @@ def _explain(admin: Endpoint, account: str | None, *, shown: bool) -> None:
     if shown:
         print_note("the key is shown this once")
     found = [one["balance_micro"] for one in _objects(admin.get("/accounts")) if one["name"] == account]
-    if found == [0]:
-        print_note(f"{account} has a balance of 0, enough for models without a price: --credit adds to it")
+    for balance in found:
+        more = "" if balance else ", enough for models without a price: --credit adds to it"
+        print_note(f"{account} has a balance of {balance:,} millionths of a unit{more}")
 
 
 @app.command()

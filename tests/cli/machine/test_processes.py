@@ -182,6 +182,13 @@ def test_stop_without_a_name_ends_the_coordinator_of_this_folder(tmp_path: Path,
         assert west.wait(30) == 0
 
 
+def test_stop_takes_a_name_or_all_and_not_both(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
+    done = run_here(["stop", "alpha", "--all"], tmp_path)
+    assert done.returncode == 2
+    assert "'alpha' and --all both say what to stop" in done.stderr
+    assert alpha.poll() is None
+
+
 def test_a_killed_process_is_not_listed(tmp_path: Path, alpha: subprocess.Popen[str]) -> None:
     alpha.kill()
     alpha.wait(30)

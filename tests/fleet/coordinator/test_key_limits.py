@@ -104,6 +104,22 @@ def test_administrators_keys_have_a_rate_and_are_made_on_the_command_line(
     assert "uses no tokens and no money" in refused.stderr
 
 
+def test_what_is_said_of_a_new_key_needs_one_and_its_balance_is_told(
+    fleet: FleetUnderTest, tmp_path: Path
+) -> None:
+    (tmp_path / "admin.key").touch(mode=0o600)
+    (tmp_path / "admin.key").write_text(fleet.admin_key + "\n")
+    keys = ["coordinator", "keys", "--admin-url", fleet.admin_url, "--admin-key-file", "admin.key"]
+    lost = run_here([*keys, "--credit", "100"], tmp_path)
+    assert (lost.returncode, lost.stdout) == (2, "")
+    assert "hint: --add ACCOUNT makes one" in lost.stderr
+    made = run_here([*keys, "--add", "eve", "--credit", "5000000"], tmp_path)
+    assert "eve has a balance of 5,000,000 millionths of a unit\n" in made.stderr
+    misplaced = run_here(["coordinator", "--dir", "other", "providers"], tmp_path)
+    assert misplaced.returncode == 2
+    assert "error: --dir stands in front of providers" in misplaced.stderr
+
+
 def test_wrong_keys_are_counted_at_both_listeners(fleet: FleetUnderTest) -> None:
     reader = fleet.directory.make_key(Scope.METRICS, None)
     assert ask(fleet, "convoy-nobody-has-this").status_code == 401

@@ -63,6 +63,10 @@ def stop(
     coordinators, providers and proxies finish their running answers first. A service stays stopped until the
     next boot or login.
     """
+    if every and name is not None:
+        raise UsageError(
+            f"{name!r} and --all both say what to stop: give one", hint="--all stops what `convoy ps` lists"
+        )
     records = running_processes()
     chosen = records if every else [_chosen(records, name)]
     if not chosen:
