@@ -264,8 +264,8 @@ def keys(
     }
     if revoke is not None:
         _revoke(endpoint, *revoke, as_json=as_json)
-    elif not chosen:
-        _list_keys(endpoint, (credit, out, label, *terms.values()), as_json=as_json)
+    elif not (chosen or credit or out or label or any(terms.values())):
+        _list_keys(endpoint, as_json=as_json)
     else:
         _make_key(endpoint, chosen, add, credit, {"label": label, **terms}, out, as_json=as_json)
 
@@ -280,13 +280,7 @@ def _revoke(admin: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
     _show(done, as_json=as_json)
 
 
-def _list_keys(admin: Endpoint, facts: tuple[object, ...], *, as_json: bool) -> None:
-    """Print the keys. Raises `UsageError` if ``facts`` of a new key are given: none is asked for."""
-    if any(facts):
-        raise UsageError(
-            "--credit, --out, --label and limits are for a new key, and none is asked for",
-            hint="--add ACCOUNT makes one",
-        )
+def _list_keys(admin: Endpoint, *, as_json: bool) -> None:
     rows = admin.get("/keys")
     if as_json:
         print_json(rows)
@@ -306,6 +300,11 @@ def _make_key(
 ) -> None:
     from convoy.crypto.keyfile import write_private
 
+    if not scopes:
+        raise UsageError(
+            "--credit, --out, --label and limits are for a new key, and none is asked for",
+            hint="--add ACCOUNT makes one",
+        )
     if len(scopes) > 1:
         raise UsageError(
             "--add makes a consumer's key, --metrics one for scraping and --admin an administrator's: ask "

@@ -72,7 +72,7 @@ def looking(endpoint: Endpoint) -> Iterator[Endpoint]:
             except ConvoyError:
                 raise refused from None
         except HttpRefused:
-            # Servers without a page have no sessions. What they refuse is said to what is asked next.
+            # Servers without a page have no sessions. The next request raises the reason.
             pass
         yield endpoint
 

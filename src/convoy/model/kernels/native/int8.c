@@ -12,7 +12,7 @@
 #include "ranges.h"
 
 #define FOUR 4          /* vectors of outputs that few rows use at a time */
-#define FUSED_PARTS (PANEL / LANES / FOUR) /* such vectors in a panel */
+#define FUSED_PARTS (PANEL / LANES / FOUR) /* times that many vectors in a panel */
 #define TILE_GROUPS 8   /* groups that are unpacked together */
 #define BLOCK_ROWS 96   /* rows for which a tile is unpacked once */
 #define LEAST_TOP 0x1p-100f /* below it all numbers of a group are 0: 127 over it is finite */
@@ -280,20 +280,23 @@ INLINE void fuse_dots(const int rows, const int kind, const StoredRange *of, con
   UNROLL for (int part = 0; part < FUSED_PARTS; part++)
     UNROLL for (int r = 0; r < rows; r++)
       UNROLL for (int v = 0; v < FOUR; v++) sums[part][r][v] = v_set(0);
-  /* The codes of Q6_K take longer than their memory, so that its sums stay in registers for a super-block. */
-  const int run = SUPER / ROUNDED_GROUP;
-  for (int64_t first = 0; kind == Q6_K && first < count; first += run)
-    for (int part = 0; part < FUSED_PARTS; part++) {
-      V own[FUSED_DOTS][FOUR];
-      memcpy(own, sums[part], sizeof own);
-      for (int64_t i = first; i < least(count, first + run); i++)
-        fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes + i * x->rows * ROUNDED_GROUP,
-                   groups + i * x->rows, own);
-      memcpy(sums[part], own, sizeof own);
-    }
-  for (int64_t i = 0; kind != Q6_K && i < count; i++, groups += x->rows, codes += x->rows * ROUNDED_GROUP)
-    UNROLL for (int part = 0; part < FUSED_PARTS; part++)
-      fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes, groups, sums[part]);
+  if (kind == Q6_K) {
+    /* Its codes take longer than their memory, so that its sums stay in registers for a super-block. */
+    const int run = SUPER / ROUNDED_GROUP;
+    for (int64_t first = 0; first < count; first += run)
+      for (int part = 0; part < FUSED_PARTS; part++) {
+        V own[FUSED_DOTS][FOUR];
+        memcpy(own, sums[part], sizeof own);
+        for (int64_t i = first; i < least(count, first + run); i++)
+          fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes + i * x->rows * ROUNDED_GROUP,
+                     groups + i * x->rows, own);
+        memcpy(sums[part], own, sizeof own);
+      }
+  } else {
+    for (int64_t i = 0; i < count; i++, groups += x->rows, codes += x->rows * ROUNDED_GROUP)
+      UNROLL for (int part = 0; part < FUSED_PARTS; part++)
+        fuse_group(rows, kind, of, panel, i, part * FOUR * LANES, values, codes, groups, sums[part]);
+  }
   UNROLL for (int part = 0; part < FUSED_PARTS; part++)
     UNROLL for (int r = 0; r < rows; r++)
       UNROLL for (int v = 0; v < FOUR; v++)
